@@ -1,0 +1,60 @@
+# Everything is installed into .venv, once; a change to the files named at $(READY) brings it up to date.
+# Two choices take effect when .venv is made:
+#   make PYTHON=python3.12 ...   the interpreter (3.10 to 3.13; otherwise the first one that fits)
+#   make DALI=cuda12 ...         DALI's flavour (without a GPU either will do)
+
+PYTHON ?=
+DALI ?= cuda13
+SHELL := /bin/bash
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help quickstart test test-slow lint
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make quickstart   draw images, pretrain an encoder on them, judge it"
+	@echo "make test         the tests, but the slow ones"
+	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
+	@echo "make lint         Ruff"
+
+quickstart: $(READY) data/quickstart
+	@run=runs/quickstart; number=1; \
+	while [ -e "$$run" ]; do number=$$((number + 1)); run=runs/quickstart-$$number; done; \
+	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
+	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
+
+# Drawn beside its place and moved, so that an interrupted drawing is not taken for a whole one.
+data/quickstart: | $(READY)
+	@rm -rf $@.part
+	@$(BIN)/unigrad-fast data synth $@.part
+	@mv $@.part $@
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow --slow-results tests/slow-results.md
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+
+$(READY): setup.py pyproject.toml constraints.txt
+	@python=""; \
+	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	    if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	    then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "error: no Python 3.10 to 3.13 found as $(or $(PYTHON),python3); install one, or name it: make PYTHON=/path/to/python3" >&2; \
+	    exit 2; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "error: $$python cannot make environments; type: sudo apt install python3-venv" >&2; \
+	    exit 2; \
+	fi; \
+	echo "Installing into .venv (once; some minutes, about 6 GB)"; \
+	[ -x $(BIN)/python ] || "$$python" -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 \
+	    --constraint constraints.txt --editable '.[$(DALI),test]'
+	@touch $@

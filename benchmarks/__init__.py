@@ -1,0 +1,1 @@
+"""Measurements of speed; installed as `unigrad_fast.benchmarks`."""

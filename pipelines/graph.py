@@ -1,0 +1,193 @@
+"""The DALI graphs: decode once, crop many; and the evaluation's resize and central crop.
+
+One builder serves both devices: only the decoder's device differs, everything after it follows its input.
+No operator draws a random number; all of them come in through one external source.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .parameters import LUMA, Parameters
+from .recipes import DEVIATION, MEAN, View
+
+if TYPE_CHECKING:
+    from nvidia.dali.pipeline import Pipeline
+
+_SHIFT, _SCALE = [255 * value for value in MEAN], [255 * value for value in DEVIATION]
+_SOLARIZED = [value if value < 128 else 255 - value for value in range(256)]
+_HARDWARE_DECODER_LOAD = 0.65  # share of the images for the GPU's JPEG unit; the rest goes to its cores
+
+
+def inputs(view: View) -> tuple[str, ...]:
+    """Names of the arrays that the graph of a view reads; operations that never apply read none."""
+    return (
+        "start",
+        "shape",
+        "flip",
+        *(("jitter", "matrix", "offset") if view.jitter_probability else ()),
+        *(("gray",) if view.gray_probability else ()),
+        *(("blur", "sigma") if view.blur_probability else ()),
+        *(("solarize",) if view.solarize_probability else ()),
+    )
+
+
+def feed(view: View, parameters: Parameters) -> list[np.ndarray]:
+    """The arrays named by `inputs`, for N images."""
+    derived: dict[str, Callable[[], np.ndarray]] = {
+        "start": lambda: np.stack([parameters.y, parameters.x], axis=1),
+        "shape": lambda: np.stack([parameters.height, parameters.width], axis=1),
+        "flip": lambda: parameters.flip.astype(np.int32),
+        "matrix": parameters.colour_matrix,
+        "offset": parameters.luma_share,
+    }
+    return [derived[name]() if name in derived else getattr(parameters, name) for name in inputs(view)]
+
+
+def build(
+    views: tuple[View, ...],
+    batch_size: int,
+    source: Callable[[Any], list],
+    *,
+    threads: int,
+    device_id: int | None = None,
+    prefetch: int = 2,
+) -> "Pipeline":
+    """Files to augmented views.
+
+    Args:
+        views: what to make of each image.
+        batch_size: most images per batch.
+        source: called with DALI's batch information; returns the paths (list of uint8 arrays), then the
+            arrays of `feed` for each view in turn.
+        threads: CPU threads of the pipeline.
+        device_id: the GPU that decodes and augments; None for the CPU.
+        prefetch: batches made ahead.
+
+    Returns:
+        A pipeline, started by its first run, with one output per view: fp32 [N, size, size, 3], normalised.
+    """
+
+    def graph(fn: Any, types: Any, arrays: list) -> tuple:
+        image = _decode(fn, types, arrays.pop(0), device_id)
+        outputs = []
+        for view in views:
+            parameters = {name: arrays.pop(0) for name in inputs(view)}
+            outputs.append(_augment(fn, types, image, view, parameters))
+        return tuple(outputs)
+
+    count = 1 + sum(len(inputs(view)) for view in views)
+    return _pipeline(graph, count, batch_size, source, threads, device_id, prefetch)
+
+
+def build_evaluation(
+    image_size: int,
+    batch_size: int,
+    source: Callable[[Any], list],
+    *,
+    threads: int,
+    device_id: int | None = None,
+    prefetch: int = 2,
+) -> "Pipeline":
+    """Files to resized central crops; one output, as in `build`.
+
+    `source` returns the paths, the size after resizing (float32 height, width) and the crop's start
+    (int32 y, x).
+    """
+
+    def graph(fn: Any, types: Any, arrays: list) -> tuple:
+        path, size, start = arrays
+        image = _decode(fn, types, path, device_id)
+        image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
+        image = fn.slice(image, start=start, shape=[image_size, image_size], axes=[0, 1])
+        return (_normalize(fn, types, image, 0),)
+
+    return _pipeline(graph, 3, batch_size, source, threads, device_id, prefetch)
+
+
+def build_decoder(source: Callable[[Any], list], device_id: int | None = None) -> "Pipeline":
+    """Files to decoded images, one at a time: to find the file that does not decode."""
+
+    def graph(fn: Any, types: Any, arrays: list) -> tuple:
+        return (_decode(fn, types, arrays[0], device_id),)
+
+    return _pipeline(graph, 1, 1, source, 1, device_id, 1)
+
+
+def _pipeline(
+    graph: Callable,
+    count: int,
+    batch_size: int,
+    source: Callable,
+    threads: int,
+    device_id: int | None,
+    prefetch: int,
+) -> "Pipeline":
+    from nvidia.dali import fn, pipeline_def, types
+
+    @pipeline_def(
+        batch_size=batch_size,
+        num_threads=threads,
+        device_id=device_id,
+        prefetch_queue_depth=prefetch,
+        exec_dynamic=True,
+        enable_conditionals=True,
+    )
+    def define():
+        arrays = fn.external_source(source=source, num_outputs=count, batch=True, batch_info=True)
+        return graph(fn, types, list(arrays))
+
+    return define()
+
+
+def _decode(fn: Any, types: Any, path: Any, device_id: int | None) -> Any:
+    data = fn.io.file.read(path)
+    # Orientation tags are ignored, as torchvision does; the manifest's sizes are of the stored image, too.
+    if device_id is None:
+        return fn.decoders.image(data, device="cpu", output_type=types.RGB, adjust_orientation=False)
+    return fn.decoders.image(
+        data,
+        device="mixed",
+        output_type=types.RGB,
+        adjust_orientation=False,
+        hw_decoder_load=_HARDWARE_DECODER_LOAD,
+    )
+
+
+def _augment(fn: Any, types: Any, image: Any, view: View, p: dict) -> Any:
+    """One view of the decoded image.
+
+    DALI turns each `if` into a conditional per sample; an operation that never applies has no entry in `p`.
+    """
+    # Slice, then resize: a region given to resize would blend pixels from outside the crop into its edge.
+    crop = fn.slice(image, start=p["start"], shape=p["shape"], axes=[0, 1])
+    interpolation = types.INTERP_LINEAR if view.interpolation == "bilinear" else types.INTERP_CUBIC
+    crop = fn.resize(crop, size=[view.size, view.size], interp_type=interpolation, antialias=True)
+    if p.get("jitter"):
+        crop = _jitter(fn, types, crop, p["matrix"], p["offset"])
+    if p.get("gray"):
+        crop = _gray(fn, types, crop)
+    if p.get("blur"):
+        crop = fn.gaussian_blur(crop, sigma=p["sigma"])
+    if p.get("solarize"):
+        crop = fn.lookup_table(crop, keys=list(range(256)), values=_SOLARIZED, dtype=types.UINT8)
+    return _normalize(fn, types, crop, p["flip"])
+
+
+def _jitter(fn: Any, types: Any, crop: Any, matrix: Any, offset: Any) -> Any:
+    """All four colour operations as one affine map; its constant part is a share of the crop's mean luma."""
+    mean = fn.reductions.mean(crop, axes=[0, 1], keep_dims=True)
+    luma = fn.reshape(fn.coord_transform(mean, M=[*LUMA] * 3), shape=[3])
+    return fn.coord_transform(crop, M=matrix, T=luma.cpu() * offset, dtype=types.UINT8)
+
+
+def _gray(fn: Any, types: Any, crop: Any) -> Any:
+    gray = fn.color_space_conversion(crop, image_type=types.RGB, output_type=types.GRAY)
+    return fn.color_space_conversion(gray, image_type=types.GRAY, output_type=types.RGB)
+
+
+def _normalize(fn: Any, types: Any, crop: Any, flip: Any) -> Any:
+    return fn.crop_mirror_normalize(
+        crop, output_layout="HWC", mirror=flip, mean=_SHIFT, std=_SCALE, dtype=types.FLOAT
+    )

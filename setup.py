@@ -1,0 +1,58 @@
+"""Packaging: `kernels/`, `pipelines/` and `benchmarks/` are installed as subpackages of `unigrad_fast`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+SOURCE = (ROOT / "unigrad_fast/__init__.py").read_text(encoding="utf-8")
+VERSION = re.search(r'^__version__ = "(.+)"$', SOURCE, re.MULTILINE)[1]
+
+MAPPED = ("kernels", "pipelines", "benchmarks")
+packages = find_packages(include=["unigrad_fast", "unigrad_fast.*"])
+for folder in MAPPED:
+    packages += [f"unigrad_fast.{name}" for name in find_packages(include=[folder, f"{folder}.*"])]
+
+setup(
+    name="unigrad-fast",
+    version=VERSION,
+    description="Fast self-supervised pretraining of image encoders with UniGrad",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10,<3.14",
+    packages=packages,
+    package_dir={f"unigrad_fast.{folder}": folder for folder in MAPPED},
+    package_data={"unigrad_fast": ["recipes/*.yaml"]},
+    install_requires=[
+        "torch>=2.11,<2.15",
+        "torchvision>=0.26",
+        "deepspeed==0.19.8",
+        "numpy>=1.26",
+        "pillow>=10",
+        "pydantic>=2.8,<3",
+        "tyro>=0.9.2",
+        "pyyaml>=6",
+        "rich>=13",
+        "tensorboard>=2.16",
+        "matplotlib>=3.8",
+        "safetensors>=0.4.3",
+    ],
+    extras_require={
+        # DALI is one library per CUDA major version and two of them cannot stand side by side, so the user
+        # chooses; either runs on a machine without a GPU.
+        "cuda12": ["nvidia-dali-cuda120>=2.0,<3"],
+        "cuda13": ["nvidia-dali-cuda130>=2.0,<3"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "scikit-learn>=1.4",  # the nearest neighbours that ours are compared with
+            "setuptools>=77",  # builds the wheel that the packaging tests look into
+        ],
+    },
+    entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.cli:main"]},
+)

@@ -1,0 +1,117 @@
+"""What all tests share: few threads, the right accelerator, sample data, the record of the slow tests."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest_plugins = ["worker_fixtures"]
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = min(2, os.cpu_count() or 1)
+
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
+torch.set_num_threads(THREADS)
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps the tests' manifests out of the user's cache."""
+    os.environ["UNIGRAD_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder with sample data and golden values, which are too large or not ours to ship."""
+    folder = Path(os.environ.get("UNIGRAD_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no sample data at {folder}; UNIGRAD_SHARED names their folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cifar_subset(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """10,000 CIFAR-10 images as JPEG files: train/CLASS and val/CLASS."""
+    return _unpack(shared / "data/cifar10-subset.tar.xz", tmp_path_factory) / "cifar10-subset"
+
+
+@pytest.fixture(scope="session")
+def imagenet_sample(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 ImageNet photographs as they come, one per class folder."""
+    return _unpack(shared / "data/imagenet-sample.tar", tmp_path_factory) / "imagenet-sample"
+
+
+def _unpack(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not archive.is_file():
+        pytest.skip(f"no sample data at {archive}")
+    folder = tmp_path_factory.mktemp(archive.name.split(".")[0])
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-results", metavar="FILE", help="write results, commit and machine to FILE")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if file := config.getoption("--slow-results"):
+        stats = terminalreporter.stats
+        reports = [report for outcome in ("passed", "failed", "skipped") for report in stats.get(outcome, [])]
+        Path(file).write_text(_slow_results(reports), encoding="utf-8")
+
+
+def _slow_results(reports: list[pytest.TestReport]) -> str:
+    """Markdown: commit, machine, versions, and a row per test with what it noted by `record_property`."""
+    packages = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
+    versions = [f"{name} {version}" for name in packages if (version := _version(name))]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    lines = [
+        "# Last run of the slow tests",
+        "",
+        f"- {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, commit {_commit()}",
+        f"- {_processor()}, {os.cpu_count()} cores, {device}",
+        f"- Python {platform.python_version()}, {', '.join(versions)}",
+        "",
+        "| test | result | seconds | noted |",
+        "|---|---|---|---|",
+    ]
+    for report in reports:
+        noted = ", ".join(f"{key}: {value}" for key, value in report.user_properties)
+        lines.append(f"| {report.nodeid} | {report.outcome} | {report.duration:.0f} | {noted} |")
+    return "\n".join(lines) + "\n"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + changed
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    models = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return models[0].partition(": ")[2] if models else platform.machine()

@@ -1,0 +1,250 @@
+"""The UniGrad objective: golden values, invariants, dtypes, autograd, errors."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from unigrad_fast.objectives import UniGrad, build
+
+
+def views(count: int = 2, images: int = 6, width: int = 16, seed: int = 0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(images, width, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def leaves(tensors):
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def check_against_golden(objective: UniGrad, golden: np.lib.npyio.NpzFile) -> None:
+    """Three consecutive steps of the authors' code; gradients, F, u·g and the positive cosine to 1e-12."""
+    for step in range(3):
+        online = [torch.tensor(golden[f"step{step}_z{view}"], requires_grad=True) for view in (1, 2)]
+        target = [torch.tensor(golden[f"step{step}_z{view}m"]) for view in (1, 2)]
+        output = objective(online=online, target=target)
+        output.loss.backward()
+        for view in (1, 2):
+            expected = torch.tensor(golden[f"step{step}_dz{view}"])
+            error = (online[view - 1].grad - expected).norm() / expected.norm()
+            assert error < 1e-12, f"step {step}, view {view}: relative error {error:.1e}"
+        expected = torch.tensor(golden[f"step{step}_F"])
+        assert (objective.correlation - expected).norm() / expected.norm() < 1e-12
+        assert output.metrics["surrogate"].item() == pytest.approx(golden[f"step{step}_loss"].item(), rel=1e-12)
+        assert output.metrics["positive_cosine"].item() == pytest.approx(
+            golden[f"step{step}_pos_sim"].item(), rel=1e-12
+        )
+
+
+def check_own_rank_against_golden(folder: str) -> None:
+    check_against_golden(UniGrad(width=40), np.load(f"{folder}/unigrad_world2_rank{dist.get_rank()}.npz"))
+
+
+def test_golden_values_on_one_rank(golden):
+    check_against_golden(UniGrad(width=40), np.load(golden / "unigrad_world1_rank0.npz"))
+
+
+def test_golden_values_on_two_ranks(golden, workers):
+    workers(2).run(check_own_rank_against_golden, str(golden))
+
+
+def test_the_reported_loss_is_the_objective_of_the_paper():
+    online, target = views(), views(seed=1)
+    objective = UniGrad(width=16, balance=5.0)
+    output = objective(online=leaves(online), target=target)
+    unit = [torch.nn.functional.normalize(view, dim=-1) for view in online]
+    towards = [torch.nn.functional.normalize(view, dim=-1) for view in reversed(target)]
+    expected = sum(
+        (-(u * m).sum(-1) + 2.5 * torch.einsum("ni,ij,nj->n", u, objective.correlation, u)).mean()
+        for u, m in zip(unit, towards, strict=True)
+    )
+    assert output.loss.item() == pytest.approx(expected.item() / 2, rel=1e-12)
+
+
+def test_the_backpropagated_gradient_is_g_and_not_the_losss_derivative():
+    online, target = leaves(views()), views(seed=1)
+    objective = UniGrad(width=16, balance=5.0)
+    objective(online=online, target=target).loss.backward()
+    unit = torch.nn.functional.normalize(online[0].detach(), dim=-1)
+    positive = torch.nn.functional.normalize(target[1], dim=-1)
+    g = -positive + 5.0 * unit @ objective.correlation
+    norm = online[0].detach().norm(dim=-1, keepdim=True)
+    expected = (g - unit * (unit * g).sum(-1, keepdim=True)) / (norm * 6) / 2
+    torch.testing.assert_close(online[0].grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_local_crops_positive_is_the_mean_of_the_global_targets():
+    online, target = leaves(views(4)), views(2, seed=1)
+    UniGrad(width=16, balance=0.0)(online=online, target=target).loss.backward()
+    first, second = (torch.nn.functional.normalize(view, dim=-1) for view in target)
+    for number, positive in ((0, second), (1, first), (2, (first + second) / 2), (3, (first + second) / 2)):
+        z = online[number].detach()
+        unit = torch.nn.functional.normalize(z, dim=-1)
+        g = -positive
+        expected = (g - unit * (unit * g).sum(-1, keepdim=True)) / (z.norm(dim=-1, keepdim=True) * 6 * 4)
+        torch.testing.assert_close(online[number].grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_correlation_comes_from_global_views_alone():
+    online, target = views(3), views(seed=1)
+    for source, expected in (("target", target), ("online", online[:2])):
+        objective = UniGrad(width=16, correlation_source=source)
+        objective(online=online, target=target)
+        unit = torch.nn.functional.normalize(torch.cat(expected), dim=-1)
+        torch.testing.assert_close(objective.correlation, unit.T @ unit / 12, rtol=1e-12, atol=1e-15)
+
+
+def test_evaluation_mode_leaves_the_correlation_alone():
+    objective = UniGrad(width=16)
+    objective(online=views(), target=views(seed=1))
+    before = objective.correlation.clone()
+    objective.eval()(online=views(seed=2), target=views(seed=3))
+    assert torch.equal(objective.correlation, before) and objective.updates == 1
+
+
+def test_permuting_images_permutes_gradients():
+    online, target = views(), views(seed=1)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(3))
+    first, second = leaves(online), leaves([view[order] for view in online])
+    UniGrad(width=16)(online=first, target=target).loss.backward()
+    UniGrad(width=16)(online=second, target=[view[order] for view in target]).loss.backward()
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a.grad[order], b.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_gradients_are_linear_in_grad_output_and_survive_repeated_backward():
+    online = leaves(views())
+    loss = UniGrad(width=16)(online=online, target=views(seed=1)).loss
+    loss.backward(retain_graph=True)
+    once = online[0].grad.clone()
+    (3 * loss).backward()
+    torch.testing.assert_close(online[0].grad, 4 * once)
+
+
+def test_stride_zero_grad_output_is_handled():
+    online = leaves(views())
+    UniGrad(width=16)(online=online, target=views(seed=1)).loss.expand(3).sum().backward()
+    again = leaves(views())
+    UniGrad(width=16)(online=again, target=views(seed=1)).loss.backward()
+    torch.testing.assert_close(online[0].grad, 3 * again[0].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_embeddings_keep_fp32_correlation(dtype):
+    online = leaves(views(dtype=dtype))
+    objective = UniGrad(width=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        objective(online=online, target=views(seed=1, dtype=dtype)).loss.backward()
+    assert objective.correlation.dtype == torch.float32
+    assert online[0].grad.dtype == dtype
+    exact = [view.double().requires_grad_() for view in views(dtype=dtype)]
+    UniGrad(width=16)(online=exact, target=[view.double() for view in views(seed=1, dtype=dtype)]).loss.backward()
+    error = (online[0].grad.double() - exact[0].grad).norm() / exact[0].grad.norm()
+    assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
+
+
+def test_no_gradient_flows_into_targets():
+    target = leaves(views(seed=1))
+    UniGrad(width=16)(online=leaves(views()), target=target).loss.backward()
+    assert target[0].grad is None
+
+
+def test_state_dict_restores_the_correlation_and_continues():
+    objective, other = UniGrad(width=16), UniGrad(width=16)
+    batches = [(views(seed=s, dtype=torch.float32), views(seed=s + 50, dtype=torch.float32)) for s in range(3)]
+    for online, target in batches[:2]:
+        objective(online=online, target=target)
+    other.load_state_dict(objective.state_dict())
+    for candidate in (objective, other):
+        candidate(online=batches[2][0], target=batches[2][1])
+    assert torch.equal(objective.correlation, other.correlation)
+
+
+def test_feature_std_is_one_on_the_sphere_and_zero_at_collapse():
+    spread = views(images=4000, width=16)
+    one = [torch.ones(10, 16, dtype=torch.float64)] * 2
+    objective = UniGrad(width=16)
+    assert objective(online=spread, target=spread).metrics["feature_std"].item() == pytest.approx(1, abs=0.02)
+    assert objective(online=one, target=one).metrics["feature_std"].item() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("branch", ["online", "target"])
+def test_a_non_finite_embedding_is_reported_and_kept_out_of_the_correlation(branch):
+    objective = UniGrad(width=16)
+    objective(online=views(), target=views(seed=1))
+    before = objective.correlation.clone()
+    inputs = {"online": leaves(views(seed=2)), "target": views(seed=3)}
+    with torch.no_grad():
+        inputs[branch][1][4, 3] = torch.inf
+    output = objective(**inputs)
+    output.loss.backward()
+    assert output.nonfinite.item() == 1
+    assert torch.isfinite(output.loss) and all(torch.isfinite(z.grad).all() for z in inputs["online"])
+    if branch == "target":
+        assert torch.equal(objective.correlation, before) and objective.updates == 1
+    else:  # the targets are finite, and F keeps them
+        assert torch.isfinite(objective.correlation).all() and objective.updates == 2
+
+
+def nonfinite_on_one_rank() -> tuple[int, bool, int]:
+    rank = dist.get_rank()
+    objective = UniGrad(width=16)
+    objective(online=views(seed=rank), target=views(seed=rank + 10))
+    before = objective.correlation.clone()
+    target = views(seed=rank + 20)
+    if rank == 1:
+        target[0][2, 2] = torch.nan
+    output = objective(online=views(seed=rank + 30), target=target)
+    return output.nonfinite.item(), torch.equal(objective.correlation, before), objective.updates.item()
+
+
+def test_a_non_finite_target_on_one_rank_holds_the_correlation_on_all(workers):
+    assert workers(2).run(nonfinite_on_one_rank) == [(1, True, 1)] * 2
+
+
+def correlation_of_slice() -> torch.Tensor:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    objective = UniGrad(width=16)
+    for seed in range(3):
+        images = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+        online = [view[images] for view in views(images=12, seed=seed)]
+        objective(online=online, target=[view[images] for view in views(images=12, seed=seed + 50)])
+    return objective.correlation
+
+
+def test_the_correlation_does_not_depend_on_the_number_of_ranks(workers):
+    whole = correlation_of_slice()
+    first, second = workers(2).run(correlation_of_slice)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 0}, "width 0"),
+        ({"width": 4, "balance": -1.0}, "balance -1.0"),
+        ({"width": 4, "balance": float("nan")}, "balance nan"),
+        ({"width": 4, "decay": 1.0}, "decay 1.0"),
+        ({"width": 4, "correlation_source": "both"}, "correlation_source 'both'"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_value(settings, message):
+    with pytest.raises(ValueError, match=message):
+        UniGrad(**settings)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    objective = UniGrad(width=16)
+    with pytest.raises(ValueError, match=r"online\[1\] has shape \(5, 16\)"):
+        objective(online=[views()[0], views(images=5)[0]], target=views())
+    with pytest.raises(ValueError, match=r"target\[0\] has shape \(6, 8\)"):
+        objective(online=views(), target=views(width=8))
+    with pytest.raises(ValueError, match="1 online and 2 target"):
+        objective(online=views(1), target=views())
+
+
+def test_build_knows_unigrad_and_names_the_known_methods():
+    assert build("unigrad", width=8, balance=3.0).balance == 3.0
+    with pytest.raises(ValueError, match="unigrd.*unigrad"):
+        build("unigrd", width=8)

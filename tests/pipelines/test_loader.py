@@ -1,0 +1,310 @@
+import gc
+import os
+import shutil
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, View
+from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+
+
+def loader(manifest, batch_size=12, image_size=32, threads=1, **options):
+    return Loader(manifest, batch_size=batch_size, image_size=image_size, threads=threads, **options)
+
+
+def assert_same(left, right):
+    """Bitwise."""
+    assert torch.equal(left.index, right.index) and torch.equal(left.label, right.label)
+    assert all(torch.equal(a, b) for a, b in zip(left.views, right.views, strict=True))
+
+
+def join(batches):
+    """The batches of ranks or micro-batches as one."""
+    first = batches[0]
+    return type(first)(
+        views=[torch.cat(parts) for parts in zip(*(batch.views for batch in batches), strict=True)],
+        index=torch.cat([batch.index for batch in batches]),
+        label=torch.cat([batch.label for batch in batches]),
+        step=first.step,
+        replaced=torch.cat([batch.replaced for batch in batches]),
+    )
+
+
+def test_batch_holds_what_it_says(manifest):
+    (batch,) = loader(manifest).iterate(5, 6)
+    assert batch.step == 5 and batch.mix is None
+    assert len(batch.views) == 2 and not torch.equal(*batch.views)
+    for view in batch.views:
+        assert view.shape == (12, 3, 32, 32) and view.dtype == torch.float32
+        assert view.is_contiguous(memory_format=torch.channels_last)
+    assert batch.index.dtype == batch.label.dtype == torch.int64
+    assert batch.label.tolist() == manifest.labels[batch.index.numpy()].tolist()
+    assert batch.replaced.dtype == torch.bool and not batch.replaced.any()
+
+
+def test_views_are_handed_over_without_a_copy(manifest, monkeypatch):
+    handed = []
+    original = torch.from_dlpack
+
+    def from_dlpack(tensor):
+        handed.append(tensor.data_ptr())
+        return original(tensor)
+
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    (batch,) = loader(manifest).iterate(0, 1)
+    assert [view.data_ptr() for view in batch.views] == handed
+
+
+def test_batches_stay_valid_while_later_ones_are_made_and_after_closing(manifest):
+    batches = loader(manifest)
+    kept = []
+    for batch in batches.iterate(0, 6):
+        kept.append((batch, [view.clone() for view in batch.views]))
+    batches.close()
+    gc.collect()
+    for batch, copies in kept:
+        assert all(torch.equal(view, copy) for view, copy in zip(batch.views, copies, strict=True))
+
+
+def test_folder_without_labels_gives_minus_one(pictures):
+    (batch,) = loader(Manifest.from_folder(pictures), batch_size=4).iterate(0, 1)
+    assert batch.label.tolist() == [-1] * 4
+
+
+def test_epoch_drops_what_does_not_fill_a_global_batch(manifest):
+    assert loader(manifest, batch_size=20).steps_per_epoch == 5
+    assert loader(manifest, batch_size=20, world_size=4).steps_per_epoch == 5
+    assert loader(manifest, batch_size=20, accumulation_steps=2).steps_per_epoch == 10
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_global_batch_is_the_same_on_any_number_of_ranks(manifest, world_size):
+    (alone,) = loader(manifest).iterate(9, 10)  # the second epoch
+    ranks = [loader(manifest, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert_same(join([next(rank.iterate(9, 10)) for rank in ranks]), alone)
+
+
+def test_micro_batches_of_an_optimizer_step_are_slices_of_its_batch(manifest):
+    (alone,) = loader(manifest).iterate(9, 10)
+    parts = loader(manifest, accumulation_steps=3).iterate(27, 30)
+    assert_same(join(list(parts)), alone)
+
+
+def test_micro_batches_on_ranks_are_slices_of_the_micro_batch(manifest):
+    (part,) = loader(manifest, accumulation_steps=2).iterate(5, 6)
+    ranks = [loader(manifest, accumulation_steps=2, rank=rank, world_size=3) for rank in range(3)]
+    assert_same(join([next(rank.iterate(5, 6)) for rank in ranks]), part)
+
+
+def test_step_is_bitwise_the_same_without_those_before_it(manifest):
+    stream = list(loader(manifest).iterate(0, 11))  # over the end of the epoch of 8 steps
+    assert [batch.step for batch in stream] == list(range(11))
+    for start in (3, 8, 10):
+        resumed = list(loader(manifest).iterate(start, 11))
+        for batch in resumed:
+            assert_same(batch, stream[batch.step])
+        assert len(resumed) == 11 - start
+
+
+@pytest.mark.parametrize("options", [dict(threads=3), dict(prefetch=1), dict(prefetch=5)])
+def test_threads_and_prefetching_change_nothing(manifest, options):
+    pairs = zip(loader(manifest).iterate(6, 9), loader(manifest, **options).iterate(6, 9), strict=True)
+    for left, right in pairs:
+        assert_same(left, right)
+
+
+def test_same_image_is_augmented_anew_in_another_epoch(tmp_path, pictures):
+    shutil.copy(pictures / "0.jpg", tmp_path)
+    first, second = loader(Manifest.from_folder(tmp_path), batch_size=1).iterate(0, 2)
+    assert not torch.equal(first.views[0], second.views[0])
+
+
+def test_seed_changes_order_and_augmentation(manifest):
+    (first,), (second,) = (loader(manifest, seed=seed).iterate(0, 1) for seed in (0, 1))
+    assert not torch.equal(first.index, second.index)
+    assert not torch.equal(first.views[0], second.views[0])
+
+
+def test_endless_iteration_goes_on_over_epochs(manifest):
+    batches = loader(manifest, batch_size=96)
+    seen = [set(batch.index.tolist()) for batch in islice(batches.iterate(), 3)]
+    assert all(len(indices) == 96 for indices in seen) and seen[0] != seen[1] != seen[2]
+
+
+def test_nothing_is_made_for_an_empty_range(manifest):
+    assert list(loader(manifest).iterate(4, 4)) == []
+
+
+def test_closing_ends_iteration(manifest):
+    batches = loader(manifest)
+    stream = batches.iterate()
+    next(stream)
+    batches.close()
+    assert list(stream) == []
+
+
+def test_views_may_be_given_instead_of_a_name(manifest):
+    views = (View(size=32, blur_probability=0.0), View(size=16), View(size=16, solarize_probability=1.0))
+    (batch,) = Loader(manifest, views, batch_size=4, threads=1).iterate(0, 1)
+    assert [view.shape[-1] for view in batch.views] == [32, 16, 16]
+
+
+def test_override_changes_every_view_of_a_preset(manifest):
+    assert [view.scale for view in loader(manifest, scale=(0.5, 1.0)).views] == [(0.5, 1.0)] * 2
+
+
+def truncate(path):
+    with open(path, "rb+") as file:
+        file.truncate(os.path.getsize(path) // 2)
+
+
+def empty(path):
+    open(path, "w").close()
+
+
+def garble(path):
+    with open(path, "wb") as file:
+        file.write(b"no image " * 100)
+
+
+def shrink(path):
+    Image.new("RGB", (5, 5)).save(path)
+
+
+@pytest.fixture
+def copied(tree, tmp_path):
+    """A manifest of a tree that may be damaged."""
+    return Manifest.from_folder(shutil.copytree(tree, tmp_path / "tree"))
+
+
+@pytest.mark.parametrize(
+    "damage, why",
+    [
+        (truncate, "truncated"),
+        (empty, "is empty"),
+        (garble, "not an image"),
+        (os.remove, "no such file"),
+        (shrink, "5x5 now"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named_with_the_reason(copied, damage, why):
+    batches = loader(copied)
+    bad = copied.path(int(batches.indices(3)[1][7]))
+    damage(bad)
+    stream = batches.iterate(0, 6)
+    assert [batch.step for batch in islice(stream, 3)] == [0, 1, 2]
+    with pytest.raises(DataError, match=why) as error:
+        next(stream)
+    assert bad in str(error.value)
+
+
+def test_file_damaged_before_the_listing_is_refused_before_any_work(copied):
+    garble(copied.path(17))
+    damaged = Manifest.from_folder(copied.root)
+    for make in (loader, lambda manifest: EvaluationLoader(manifest, 32, threads=1)):
+        with pytest.raises(DataError, match=r"1 of 103 images .* cannot be read") as error:
+            make(damaged)
+        assert copied.path(17) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(batch_size=100, world_size=8), "batch size 100 does not divide over 8 ranks; use 96 or 104"),
+        (dict(batch_size=2, world_size=4), "does not divide over 4 ranks; use 4$"),
+        (
+            dict(batch_size=9, world_size=2, accumulation_steps=2),
+            "2 ranks and 2 accumulation steps; use 8 or 12",
+        ),
+        (dict(batch_size=0), "batch size 0"),
+        (dict(batch_size=104), "103 images cannot fill a batch of 104; use a batch size of 103 or less"),
+        (dict(batch_size=104, world_size=4), "use a batch size of 100 or less"),
+        (dict(rank=2, world_size=2), "rank 2 of 2"),
+        (dict(threads=0), "0 threads"),
+        (dict(prefetch=0), "prefetch 0"),
+        (dict(device="meta"), "device meta"),
+        (dict(recipe="none"), "recipe 'none' is unknown"),
+        (dict(scale=(2.0, 3.0)), "more than the whole image"),
+        (dict(sharpness=1), "no field sharpness"),
+    ],
+)
+def test_wrong_option_is_refused_with_a_remedy(manifest, options, message):
+    with pytest.raises(DataError, match=message):
+        loader(manifest, **options)
+
+
+def test_negative_start_is_refused(manifest):
+    with pytest.raises(DataError, match=r"start step -1"):
+        loader(manifest).iterate(-1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_shows_every_image_once(manifest, world_size):
+    seen = []
+    for rank in range(world_size):
+        batches = EvaluationLoader(manifest, 32, batch_size=10, rank=rank, world_size=world_size, threads=1)
+        sizes = []
+        for images, index in batches:
+            assert images.shape == (len(index), 3, 32, 32)
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            sizes.append(len(index))
+            seen += index.tolist()
+        assert len(sizes) == len(batches) and set(sizes[:-1]) <= {10}
+    assert sorted(seen) == list(range(103))
+
+
+def test_evaluation_with_more_ranks_than_images(pictures):
+    manifest = Manifest.from_folder(pictures)
+    counts = [
+        len(list(EvaluationLoader(manifest, 32, rank=rank, world_size=6, threads=1))) for rank in range(6)
+    ]
+    assert counts == [1, 1, 1, 1, 0, 0]
+
+
+def test_evaluation_can_be_repeated(manifest):
+    batches = EvaluationLoader(manifest, 32, threads=1)
+    (first, _), (second, _) = next(iter(batches)), next(iter(batches))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("size, crop_fraction", [(224, 0.875), (151, 1.0)])
+def test_evaluation_crops_as_torchvision(pictures, size, crop_fraction):
+    manifest = Manifest.from_folder(pictures)
+    transform = v2.Compose(
+        [
+            v2.Resize(round(size / crop_fraction)),
+            v2.CenterCrop(size),
+            v2.PILToTensor(),
+        ]
+    )
+    ((images, index),) = EvaluationLoader(manifest, size, crop_fraction, threads=1)
+    levels = 255 * (images * torch.tensor(DEVIATION)[:, None, None] + torch.tensor(MEAN)[:, None, None])
+    for ours, i in zip(levels, index.tolist(), strict=True):
+        with Image.open(manifest.path(i)) as image:
+            theirs = transform(image.convert("RGB"))
+        apart = (ours - theirs).abs()
+        assert apart.mean() < 0.3 and (apart <= 1.01).float().mean() >= 0.99 and apart.max() <= 10.01
+
+
+def test_evaluation_names_a_file_that_cannot_be_decoded(copied):
+    truncate(copied.path(50))
+    with pytest.raises(DataError, match="truncated") as error:
+        list(EvaluationLoader(copied, 32, batch_size=20, threads=1))
+    assert copied.path(50) in str(error.value)
+
+
+def test_evaluation_refuses_an_impossible_crop(manifest):
+    with pytest.raises(DataError, match=r"crop fraction 1\.5"):
+        EvaluationLoader(manifest, 32, crop_fraction=1.5)
+
+
+def test_ranks_draw_different_augmentations(manifest):
+    """The same images on every rank would show in the parameters: the draws depend on the image alone."""
+    batches = [loader(manifest, rank=rank, world_size=4) for rank in range(4)]
+    indices = np.concatenate([batch.indices(0)[1] for batch in batches])
+    assert len(np.unique(indices)) == 12

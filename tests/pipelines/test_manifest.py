@@ -1,0 +1,279 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unigrad_fast.pipelines import DataError, Manifest
+from unigrad_fast.pipelines import manifest as manifest_module
+
+
+def save(path, size=(8, 6), **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (200, 30, 60)).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def headers_read(monkeypatch):
+    """Paths whose header was opened."""
+    opened = []
+    original = manifest_module.read_size
+
+    def read_size(path):
+        opened.append(path)
+        return original(path)
+
+    monkeypatch.setattr(manifest_module, "read_size", read_size)
+    return opened
+
+
+def test_tree_lists_what_torchvision_lists(tree):
+    from torchvision.datasets import ImageFolder
+
+    manifest, reference = Manifest.from_folder(tree), ImageFolder(tree)
+    assert manifest.classes == reference.classes
+    assert [manifest.path(i) for i in range(len(manifest))] == [path for path, _ in reference.samples]
+    assert manifest.labels.tolist() == reference.targets
+
+
+def test_sizes_are_width_and_height(tree, manifest):
+    for i in range(len(manifest)):
+        with Image.open(manifest.path(i)) as image:
+            assert tuple(manifest.sizes[i]) == image.size
+
+
+def test_flat_folder_has_no_labels(tmp_path):
+    save(tmp_path / "b.png")
+    save(tmp_path / "a.jpeg")
+    manifest = Manifest.from_folder(tmp_path)
+    assert [os.path.basename(manifest.path(i)) for i in range(2)] == ["a.jpeg", "b.png"]
+    assert not manifest.has_labels and manifest.labels is None and manifest.classes == []
+
+
+def test_flat_folder_is_refused_where_labels_are_required(tmp_path):
+    save(tmp_path / "a.jpg")
+    with pytest.raises(DataError, match="no class folders"):
+        Manifest.from_folder(tmp_path, require_labels=True)
+
+
+def test_hidden_files_and_folders_and_other_files_are_ignored(tmp_path):
+    save(tmp_path / "cat" / "a.jpg")
+    save(tmp_path / "cat" / "._a.jpg")
+    save(tmp_path / ".cache" / "b.jpg")
+    (tmp_path / "cat" / "readme.txt").write_text("none")
+    (tmp_path / "notes").mkdir()
+    manifest = Manifest.from_folder(tmp_path)
+    assert len(manifest) == 1 and manifest.classes == ["cat"]
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp"])
+def test_extensions(tmp_path, name):
+    save(tmp_path / name)
+    assert Manifest.from_folder(tmp_path).sizes.tolist() == [[8, 6]]
+
+
+def test_format_is_told_by_content_not_name(tmp_path):
+    save(tmp_path / "a.jpg", format="PNG")
+    assert Manifest.from_folder(tmp_path).sizes.tolist() == [[8, 6]]
+
+
+def test_orientation_tag_does_not_swap_the_size(tmp_path):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    save(tmp_path / "a.jpg", exif=turned)
+    assert Manifest.from_folder(tmp_path).sizes.tolist() == [[8, 6]]
+
+
+def test_nested_folders_count_to_their_class(tmp_path):
+    save(tmp_path / "cat" / "b" / "1.jpg")
+    save(tmp_path / "cat" / "a.jpg")
+    manifest = Manifest.from_folder(tmp_path)
+    assert [os.path.relpath(manifest.path(i), tmp_path) for i in range(2)] == ["cat/a.jpg", "cat/b/1.jpg"]
+    assert manifest.classes == ["cat"]
+
+
+def test_link_that_leads_back_up_ends(tmp_path):
+    save(tmp_path / "cat" / "a.jpg")
+    (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)
+    assert len(Manifest.from_folder(tmp_path)) == 1
+
+
+def test_images_beside_class_folders_are_announced(tmp_path):
+    save(tmp_path / "cat" / "a.jpg")
+    save(tmp_path / "stray.jpg")
+    with pytest.warns(UserWarning, match="1 images lie directly in"):
+        assert len(Manifest.from_folder(tmp_path)) == 1
+
+
+def test_name_that_is_not_utf8(tmp_path):
+    odd = os.path.join(os.fsencode(tmp_path), b"\xff.jpg")
+    try:
+        os.rename(save(tmp_path / "a.jpg"), odd)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.path_bytes(0) == odd and manifest.sizes.tolist() == [[8, 6]]
+
+
+def test_one_image_is_enough(tmp_path):
+    save(tmp_path / "a.jpg")
+    assert len(Manifest.from_folder(tmp_path)) == 1
+
+
+def test_index_from_the_end_and_past_it(tmp_path):
+    save(tmp_path / "a.jpg")
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.path(-1) == str(tmp_path / "a.jpg")
+    with pytest.raises(IndexError):
+        manifest.path(1)
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        Manifest.from_folder(tmp_path / "nowhere")
+
+
+def test_file_in_place_of_the_folder(tmp_path):
+    with pytest.raises(DataError, match="is a file, not a folder"):
+        Manifest.from_folder(save(tmp_path / "a.jpg"))
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="holds no files"):
+        Manifest.from_folder(tmp_path)
+
+
+def test_folder_of_text_files(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("text")
+    with pytest.raises(DataError, match=r"no images, only 3 other files \(\.txt\)"):
+        Manifest.from_folder(tmp_path)
+
+
+def test_class_folders_of_text_files(tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="no images, only 1 other files"):
+        Manifest.from_folder(tmp_path)
+
+
+def test_text_files_with_an_image_extension(tmp_path):
+    (tmp_path / "a.jpg").write_text("text")
+    with pytest.raises(
+        DataError, match=r"none of 1 images .* can be read; .*a\.jpg: its header is not one of"
+    ):
+        Manifest.from_folder(tmp_path)
+
+
+def refuse(monkeypatch, folder):
+    """Makes a folder unlistable; root would list it whatever its permissions."""
+    original = os.scandir
+
+    def scandir(path):
+        if os.fsdecode(path).rstrip("/") == str(folder):
+            raise PermissionError(13, "Permission denied", path)
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+@pytest.mark.parametrize("inner", ["", "cat"])
+def test_unreadable_folder_is_named(tmp_path, monkeypatch, inner):
+    save(tmp_path / "cat" / "a.jpg")
+    refuse(monkeypatch, tmp_path / inner if inner else tmp_path)
+    with pytest.raises(DataError, match=f"{inner or tmp_path.name} cannot be listed: permission denied"):
+        Manifest.from_folder(tmp_path)
+
+
+def test_unreadable_header_keeps_its_place(tmp_path):
+    save(tmp_path / "a.jpg")
+    (tmp_path / "b.jpg").write_bytes(b"")
+    (tmp_path / "c.jpg").symlink_to(tmp_path / "gone.jpg")
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.sizes.tolist() == [[8, 6], [0, 0], [0, 0]]
+    assert manifest.unreadable().tolist() == [1, 2]
+    assert manifest.complaint(2) == f"{tmp_path / 'c.jpg'}: no such file or directory"
+    with pytest.raises(DataError, match=r"2 of 3 images .* cannot be read; .*b\.jpg"):
+        manifest.require_readable()
+
+
+def test_second_listing_reads_no_header(tree, headers_read):
+    first = Manifest.from_folder(tree)
+    assert len(headers_read) == len(first)
+    second = Manifest.from_folder(tree)
+    assert len(headers_read) == len(first)
+    assert np.array_equal(first.sizes, second.sizes) and first.fingerprint == second.fingerprint
+
+
+def test_second_listing_looks_again_at_what_could_not_be_read(tmp_path, headers_read):
+    save(tmp_path / "a.jpg")
+    (tmp_path / "b.jpg").write_bytes(b"")
+    for _ in range(2):
+        headers_read.clear()
+        assert Manifest.from_folder(tmp_path).unreadable().tolist() == [1]
+    assert headers_read == [os.fsencode(tmp_path / "b.jpg")]
+
+
+def touch(folder):
+    os.utime(folder / "a.jpg", ns=(1, 1))
+
+
+def grow(folder):
+    state = (folder / "a.jpg").stat()
+    (folder / "a.jpg").write_bytes((folder / "a.jpg").read_bytes() + b"\0")
+    os.utime(folder / "a.jpg", ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def rename(folder):
+    (folder / "a.jpg").rename(folder / "b.jpg")
+
+
+def add(folder):
+    save(folder / "b.jpg")
+
+
+def rename_folder(folder):
+    folder.rename(folder.with_name("dog"))
+
+
+@pytest.mark.parametrize("change", [touch, grow, rename, add, rename_folder])
+def test_change_makes_a_new_fingerprint_and_reads_headers_again(tmp_path, headers_read, change):
+    save(tmp_path / "cat" / "a.jpg")
+    before = Manifest.from_folder(tmp_path, cache=tmp_path / ".store")
+    headers_read.clear()
+    change(tmp_path / "cat")
+    after = Manifest.from_folder(tmp_path, cache=tmp_path / ".store")
+    assert after.fingerprint != before.fingerprint
+    assert len(headers_read) == len(after)
+
+
+def test_cached_sizes_are_used_only_for_their_own_folder(tmp_path):
+    save(tmp_path / "one" / "a.bmp", (8, 6))
+    save(tmp_path / "two" / "a.bmp", (6, 8))
+    for folder in ("one", "two"):
+        os.utime(tmp_path / folder / "a.bmp", ns=(1, 1))
+    Manifest.from_folder(tmp_path / "one")
+    assert Manifest.from_folder(tmp_path / "two").sizes.tolist() == [[6, 8]]
+
+
+def test_damaged_cache_is_made_anew(tmp_path):
+    save(tmp_path / "data" / "a.jpg")
+    Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store")
+    (store,) = (tmp_path / "store").iterdir()
+    store.write_bytes(store.read_bytes()[:100])
+    assert Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store").sizes.tolist() == [[8, 6]]
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path):
+    save(tmp_path / "data" / "a.jpg")
+    (tmp_path / "store").write_text("a file where a folder should be")
+    assert len(Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store")) == 1
+
+
+def test_importing_the_package_imports_neither_torch_nor_dali():
+    code = "import sys, unigrad_fast.pipelines as p; p.DataError, p.View; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "nvidia.dali", "PIL"} & set(run.stdout.split())

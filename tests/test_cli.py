@@ -1,0 +1,191 @@
+"""The command line: exit statuses, messages without tracebacks, and what each command is called with."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unigrad_fast import cli
+from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.errors import DataError, RunStopped, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Collects the configurations that the trainer is called with, instead of training."""
+    calls = []
+    monkeypatch.setattr(
+        "unigrad_fast.training.trainer.pretrain", lambda config, verbose: calls.append((config, verbose))
+    )
+    return calls
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str) -> list[str]:
+    """Lines on stderr of a command that must end with status 2."""
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["evaluate", "--help"], ["data", "-h"]])
+def test_overview_lists_commands_and_recipes(arguments, capsys):
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    for name in (*cli.COMMANDS, "quickstart", "imagenet_100ep", "cifar_subset"):
+        assert name in text
+
+
+def test_help_of_pretrain_shows_the_values_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["pretrain", "--recipe", "cifar_subset", "--help"])
+    assert ended.value.code == 0
+    text = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    assert "--data.batch_size INT Images per optimizer step, over all ranks and accumulation steps" in text
+    assert "(default: 128)" in text
+
+
+def test_print_config_can_be_fed_back(capsys, tmp_path):
+    assert cli.main(["pretrain", "--recipe", "quickstart", "--seed", "3", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == to_yaml(resolve("quickstart", {"seed": 3}))
+    file = tmp_path / "printed.yaml"
+    file.write_text(printed)
+    assert cli.main(["pretrain", "--recipe", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        cli.main(["pretrain", "--data.train", str(images), "--model.projector.width", "4096", "--verbose"])
+        == 0
+    )
+    tree = {"data": {"train": images}, "model": {"projector": {"width": 4096}}}
+    expected = resolve("imagenet_100ep", {**tree, "output": tmp_path / "runs/imagenet_100ep"})
+    assert trained == [(expected, True)]
+    assert type(trained[0][0]) is type(expected)
+
+
+def test_pretrain_is_refused_before_any_work(trained, images, capsys, tmp_path):
+    assert "no such folder" in refused(capsys, "pretrain", "--data.train", str(tmp_path / "absent"))[0]
+    assert refused(capsys, "pretrain", "--data.train", str(images), "--model.projector.depth", "0") == [
+        "error: model.projector.depth = 0: allowed is a whole number from 1 to 5"
+    ]
+    assert trained == []
+
+
+def test_batch_that_does_not_divide_over_the_launched_ranks_is_refused(trained, images, capsys, monkeypatch):
+    words = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 MASTER_ADDR=localhost MASTER_PORT=29500"
+    for word in words.split():
+        monkeypatch.setenv(*word.split("="))
+    lines = refused(capsys, "pretrain", "--data.train", str(images), "--data.batch_size", "100")
+    assert lines == [
+        "error: data.batch_size = 100: does not divide over 8 ranks x 1 accumulation step; use 96 or 104"
+    ]
+    assert trained == []
+
+
+def test_run_folder_is_not_overwritten(trained, images, capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("seed: 0\n")
+    lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"))
+    assert "holds a run already" in lines[0]
+    assert trained == []
+
+
+def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lines = refused(capsys, "pretrain", "--data.train", str(images))
+    assert "pip install 'unigrad-fast[cuda13]'" in lines[0]
+    assert "unigrad-fast[cuda12]" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UserError("a = 1: wrong\nb = 2: wrong"), 2, "error: a = 1: wrong\nerror: b = 2: wrong\n"),
+        (DataError("x.jpg: truncated"), 2, "error: x.jpg: truncated\n"),
+        (RunStopped("10 steps in a row were not finite"), 3, "stopped: 10 steps in a row were not finite\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_exit_status_and_message(error, status, message, images, capsys, monkeypatch):
+    def fail(config, verbose):
+        raise error
+
+    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", fail)
+    assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")]) == status
+    assert capsys.readouterr().err == message
+
+
+def test_bug_is_not_swallowed(images, monkeypatch):
+    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", lambda config, verbose: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")])
+
+
+def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert refused(capsys, "pretrain", "--seed", "x")[0].startswith("error on rank 3: seed = x: ")
+
+
+def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    calls = []
+    monkeypatch.setattr(
+        "unigrad_fast.evaluation.command.evaluate_knn", lambda *arguments: calls.append(arguments)
+    )
+    assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
+    assert cli.main(["evaluate", "knn", str(tmp_path)]) == 0
+    assert calls == [(tmp_path, True), (tmp_path, False)]
+
+
+def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("unigrad_fast.synthetic.draw", lambda folder, seed: calls.append((folder, seed)))
+    assert cli.main(["data", "synth", str(tmp_path / "a"), "--seed", "3"]) == 0
+    assert calls == [(tmp_path / "a", 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
+        ("evaluate", "evaluate: unknown command; did you mean evaluate knn?"),
+        ("evaluate linear x", "evaluate linear x: unknown command; did you mean evaluate knn?"),
+        ("--frobnicate", "--frobnicate: unknown command; commands are pretrain, evaluate knn, data synth"),
+        ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
+        ("evaluate knn", "run: missing; folder of the run."),
+        ("evaluate knn a b", "b: unexpected argument; options are written --key value"),
+        ("evaluate knn a --baseline true", "baseline = true: unknown key; did you mean baselines?"),
+        ("data synth a --seed -1", "seed = -1: allowed is a whole number from 0 to 4294967295"),
+    ],
+)
+def test_wrong_command_lines_are_refused_in_one_line(arguments, message, capsys):
+    assert refused(capsys, *arguments.split()) == [f"error: {message}"]
+
+
+def test_folder_without_a_run_cannot_be_evaluated(capsys, tmp_path):
+    assert "no run there" in refused(capsys, "evaluate", "knn", str(tmp_path))[0]
+
+
+def test_local_rank_of_the_deepspeed_launcher_is_accepted(capsys):
+    assert cli.main(["--local_rank=1", "--version"]) == 0
+
+
+def test_module_exits_with_the_status_and_no_traceback():
+    command = [sys.executable, "-m", "unigrad_fast", "pretrain", "--seed", "x"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: seed = x: allowed is a whole number from 0 to 4294967295\n"

@@ -1,0 +1,369 @@
+"""The configuration tree: recipes, overrides, round trip, and what is refused with which words."""
+
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unigrad_fast.config import (
+    Config,
+    Node,
+    fresh_output,
+    keys,
+    load_recipe,
+    merge,
+    parse_arguments,
+    recipe_names,
+    resolve,
+    to_yaml,
+)
+from unigrad_fast.errors import UserError
+
+
+def refusal(*arguments: str) -> list[str]:
+    """Lines of the error that command-line arguments raise."""
+    with pytest.raises(UserError) as caught:
+        resolve(overrides=arguments)
+    return str(caught.value).splitlines()
+
+
+def groups(model: type[Node]) -> list[type[Node]]:
+    below = [field.annotation for field in model.model_fields.values()]
+    below = [group for group in below if isinstance(group, type) and issubclass(group, Node)]
+    return [model, *(group for child in below for group in groups(child))]
+
+
+def test_every_field_has_a_description():
+    missing = [
+        f"{group.__name__}.{name}"
+        for group in groups(Config)
+        for name, field in group.model_fields.items()
+        if not field.description
+    ]
+    assert missing == []
+
+
+def test_defaults_are_the_imagenet_recipe():
+    assert resolve() == Config() == resolve("imagenet_100ep")
+
+
+def test_imagenet_recipe_is_the_papers_table():
+    config = resolve("imagenet_100ep")
+    assert config.optimizer.base_lr * config.data.batch_size / 256 == pytest.approx(0.2)
+    assert (config.optimizer.name, config.optimizer.weight_decay, config.optimizer.momentum) == (
+        "sgd",
+        1e-4,
+        0.9,
+    )
+    assert (config.schedule.kind, config.schedule.warmup_epochs, config.schedule.epochs) == ("cosine", 5, 100)
+    assert (config.model.backbone, config.model.projector.depth, config.model.projector.width) == (
+        "resnet50",
+        3,
+        2048,
+    )
+    assert (config.target.momentum, config.target.final_momentum) == (0.996, 1)
+    assert (config.objective.balance, config.objective.decay, config.data.batch_size) == (100, 0.99, 1024)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_printed_tree_can_be_fed_back(name, tmp_path):
+    config = resolve(
+        name, ["--seed", "3", "--output", str(tmp_path / "run"), "--optimizer.weight_decay", "1e-05"]
+    )
+    file = tmp_path / "printed.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve(file) == config
+    assert to_yaml(resolve(file)) == to_yaml(config)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_hold_only_known_keys_and_their_own_name(name):
+    assert load_recipe(name)["recipe"] == resolve(name).recipe == name
+
+
+def test_recipe_file_lies_over_the_recipe_that_it_names(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: cifar_subset\nmodel: {projector: {width: 64}}\n")
+    config = resolve(file)
+    assert config.model.projector.width == 64
+    assert config.model.projector.depth == 3
+    assert config.data.batch_size == resolve("cifar_subset").data.batch_size
+
+
+def test_empty_recipe_file_is_the_default_recipe(tmp_path):
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert resolve(file) == Config()
+
+
+def test_command_line_lies_over_the_recipe():
+    config = resolve(
+        overrides=["--recipe", "cifar_subset", "--data.batch-size=256", "--model.sync_batch_norm", "false"]
+    )
+    assert (config.recipe, config.data.batch_size, config.model.sync_batch_norm) == (
+        "cifar_subset",
+        256,
+        False,
+    )
+
+
+def test_mapping_and_arguments_give_the_same_tree():
+    assert resolve("quickstart", {"evaluation": {"knn": {"k": 5}}}) == resolve(
+        "quickstart", ["--evaluation.knn.k", "5"]
+    )
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("True", True), ("false", False)])
+def test_booleans_take_true_and_false(word, value):
+    assert resolve(overrides=["--telemetry.tensorboard", word]).telemetry.tensorboard is value
+
+
+def test_bare_switch_is_true_and_null_is_none():
+    config = resolve("quickstart", ["--optimizer.exclude_bias_and_norm", "--data.val", "null"])
+    assert config.optimizer.exclude_bias_and_norm is True
+    assert config.data.val is None
+
+
+def test_numbers_may_be_written_in_scientific_notation_in_yaml(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("optimizer: {weight_decay: 1e-6}\n")  # YAML 1.1 reads a text here
+    assert resolve(file).optimizer.weight_decay == 1e-6
+
+
+def test_paths_become_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert resolve(overrides=["--data.train", "images"]).data.train == tmp_path / "images"
+
+
+def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert resolve(overrides=["--output", "2024"]).output == tmp_path / "2024"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model.projector.depth 0", "model.projector.depth = 0: allowed is a whole number from 1 to 5"),
+        (
+            "--model.projector.dept 3",
+            "model.projector.dept = 3: unknown key; did you mean model.projector.depth?",
+        ),
+        ("--width 3", "width = 3: unknown key; did you mean model.projector.width?"),
+        ("--optimizer.lr 3", "optimizer.lr = 3: unknown key; did you mean optimizer.base_lr?"),
+        ("--modl.backbone resnet18", "modl.backbone = resnet18: unknown key; did you mean model.backbone?"),
+        ("--optimizer.base_lr nan", "optimizer.base_lr = nan: allowed is a number above 0"),
+        ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: allowed is a number from 0"),
+        ("--evaluation.knn.k 0", "evaluation.knn.k = 0: allowed is a whole number from 1 or auto"),
+        ("--engine.zero_stage 2", "engine.zero_stage = 2: allowed is 0"),
+        ("--seed true", "seed = true: allowed is a whole number from 0 to 4294967295"),
+        ("--data.batch_size 12.5", "data.batch_size = 12.5: allowed is a whole number from 2"),
+        ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: allowed is true or false"),
+        (
+            "--engine.precision bf15",
+            "engine.precision = bf15: allowed is one of auto, bf16, fp32; did you mean bf16?",
+        ),
+        ("--data.train=", "data.train = '': allowed is a path or null"),
+        ("--output --seed 3", "output = true: allowed is a path or null"),
+        ("--schedule.epochs null", "schedule.epochs = null: allowed is a whole number from 1"),
+        (
+            "--model.projector 3",
+            "model.projector = 3: a group; its keys are depth, width",
+        ),
+        (
+            "--schedule.warmup_epochs 101",
+            "schedule.warmup_epochs = 101: more than schedule.epochs; allowed is 0 to 100",
+        ),
+        (
+            "--target.final_momentum 0.9",
+            "target.final_momentum = 0.9: less than target.momentum; allowed is 0.996 to 1",
+        ),
+        (
+            "--data.batch_size 100 --engine.accumulation_steps 8",
+            "data.batch_size = 100: does not divide over 1 rank x 8 accumulation steps; use 96 or 104",
+        ),
+        ("--recipe quikstart", "recipe = quikstart: no such file or shipped recipe; "),
+        ("resnet50", "resnet50: unexpected argument; options are written --key value"),
+        ("--seed 1 --seed.x 2", "--seed.x: seed was given a value before; it is a group of keys"),
+    ],
+)
+def test_refusal_names_key_value_and_remedy(arguments, message):
+    assert refusal(*arguments.split())[0].startswith(message)
+
+
+def test_all_problems_are_reported_at_once():
+    lines = refusal("--model.projector.depth", "0", "--lr", "1", "--schedule.kind", "linear", "--seed", "-1")
+    assert {line.partition(" = ")[0] for line in lines} == {
+        "model.projector.depth",
+        "lr",
+        "schedule.kind",
+        "seed",
+    }
+
+
+def test_all_impossible_combinations_are_reported_at_once():
+    words = (
+        "--schedule.warmup_epochs 200 --target.final_momentum 0 "
+        "--data.batch_size 3 --engine.accumulation_steps 2"
+    )
+    lines = refusal(*words.split())
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: {projector: {depth: 0}}",
+            "model.projector.depth = 0: allowed is a whole number from 1 to 5",
+        ),
+        ("model: [1]", "model = [1]: a group; its keys are backbone, "),
+        ("optimizer: {base_lr: .nan}", "optimizer.base_lr = nan: allowed is a number above 0"),
+        ("seed: {a: 1}", 'seed = {"a": 1}: allowed is a whole number from 0'),
+        ("1: 2", "1 = 2: unknown key; valid keys are seed, "),
+        ("- 3", "recipe = FILE: holds [3]; a recipe is a tree of keys and values"),
+        ("a: [1", "recipe = FILE: not valid YAML in line 1, column 6: "),
+        ("recipe: quikstart", "recipe = quikstart: not a shipped recipe; allowed is one of "),
+        ("recipe: [quickstart]", 'recipe = ["quickstart"]: allowed is a text'),
+    ],
+)
+def test_recipe_files_are_refused_in_the_same_words(text, message, tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert refusal("--recipe", str(file))[0].replace(str(file), "FILE").startswith(message)
+
+
+def test_binary_recipe_file_is_refused(tmp_path):
+    file = tmp_path / "weights.yaml"
+    file.write_bytes(b"\xff\xfe\x00\x80")
+    assert "cannot be read as text" in refusal("--recipe", str(file))[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "remedy"), [(100, 8, "96 or 104"), (4, 8, "8"), (1024, 3, "1023 or 1026")]
+)
+def test_batch_that_does_not_divide_over_ranks_names_the_nearest(batch, ranks, remedy):
+    with pytest.raises(
+        UserError, match=f"{batch}: does not divide over {ranks} ranks x 1 accumulation step; use {remedy}"
+    ):
+        resolve(overrides={"data": {"batch_size": batch}}).check_world(ranks)
+
+
+def test_one_image_per_rank_is_refused_without_synchronised_batch_norm():
+    config = resolve(overrides={"data": {"batch_size": 4}, "model": {"sync_batch_norm": False}})
+    config.check_world(2)
+    with pytest.raises(UserError, match="is too small for 4 ranks x 1 accumulation step; use 8"):
+        config.check_world(4)
+
+
+@given(
+    batch=st.integers(2, 300), ranks=st.integers(1, 9), steps=st.integers(1, 9), synchronised=st.booleans()
+)
+def test_every_batch_size_that_is_suggested_is_accepted(batch, ranks, steps, synchronised):
+    def problems(size: int) -> list[str]:
+        tree = {
+            "data": {"batch_size": size},
+            "engine": {"accumulation_steps": steps},
+            "model": {"sync_batch_norm": synchronised},
+        }
+        try:
+            resolve(overrides=tree).check_world(ranks)
+        except UserError as error:
+            return str(error).splitlines()
+        return []
+
+    for line in problems(batch):
+        assert line.startswith("data.batch_size")
+        # On one rank the combination is checked with the tree, where the number of ranks is not known.
+        if f"{ranks} rank" in line:
+            assert all(problems(int(size)) == [] for size in line.partition("; use ")[2].split(" or "))
+
+
+def test_folders_are_checked(tmp_path):
+    text = tmp_path / "list.txt"
+    text.write_text("")
+    config = resolve(overrides={"data": {"train": str(tmp_path / "absent"), "val": str(text)}})
+    with pytest.raises(UserError) as caught:
+        config.check_folders()
+    assert str(caught.value).splitlines() == [
+        f"data.train = {tmp_path}/absent: no such folder",
+        f"data.val = {text}: not a folder; give the folder that holds the images",
+    ]
+    with pytest.raises(UserError, match="no training images"):
+        resolve().check_folders()
+
+
+def test_output_that_holds_a_run_is_refused(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(run)})
+    config.check_folders()
+    (run / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(UserError, match="holds a run already; give another folder or remove this one"):
+        config.check_folders()
+
+
+def test_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(tmp_path / "file/run")})
+    with pytest.raises(UserError, match="is not writable"):
+        config.check_folders()
+
+
+def test_fresh_output_is_the_first_free_folder(tmp_path):
+    names = []
+    for _ in range(3):
+        names.append(fresh_output("quickstart", tmp_path).name)
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["quickstart", "quickstart-2", "quickstart-3"]
+
+
+def nested(flat: dict[str, object]) -> dict[str, object]:
+    """A tree from dotted keys."""
+    tree: dict[str, object] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+    return tree
+
+
+flat_trees = st.dictionaries(st.sampled_from(sorted(keys(Config))), st.integers(0, 9), max_size=6)
+
+
+@given(flat_trees, flat_trees)
+def test_merge_takes_the_top_value_of_each_key(base, top):
+    assert merge(nested(base), nested(top)) == nested({**base, **top})
+
+
+@given(
+    st.sampled_from(sorted(keys(Config))),
+    st.text(string.printable, max_size=12) | st.floats() | st.none() | st.booleans() | flat_trees,
+)
+def test_any_value_of_any_key_is_accepted_or_refused_by_name(key, value):
+    try:
+        config = resolve(overrides=nested({key: value}))
+    except UserError as error:
+        assert str(error)
+    else:
+        assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_arguments_parse_in_all_forms():
+    words = ["runs/a", "--a.b", "1", "--a.c=x=y", "--switch", "--last", "-3"]
+    assert parse_arguments(words, ["run"]) == {
+        "run": "runs/a",
+        "a": {"b": "1", "c": "x=y"},
+        "switch": True,
+        "last": "-3",
+    }
+
+
+def test_trees_cannot_be_changed_by_accident():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().seed = 3
+    assert isinstance(resolve("quickstart").data.train, Path)

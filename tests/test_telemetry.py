@@ -1,0 +1,314 @@
+"""What a run writes and shows: files, console, throughput, warnings, summary and pictures."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation import KNNResult
+from unigrad_fast.training import curves
+from unigrad_fast.training.telemetry import (
+    COLLAPSED_EFFECTIVE_RANK,
+    COLLAPSED_FEATURE_STD,
+    CollapseWatch,
+    Telemetry,
+)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A telemetry of 100 steps in 10 epochs, its clock and what its console shows."""
+
+    def __init__(self, folder, terminal: bool = False, rank: int = 0, tensorboard: bool = False) -> None:
+        self.folder, self.clock, self.screen = folder, Clock(), io.StringIO()
+        config = Config.model_validate(
+            {"telemetry": {"tensorboard": tensorboard}, "schedule": {"epochs": 10, "warmup_epochs": 1}}
+        )
+        console = Console(file=self.screen, force_terminal=terminal, width=120 if terminal else 80)
+        self.telemetry = Telemetry(folder, config, 100, 10, rank=rank, console=console, clock=self.clock)
+
+    def advance(
+        self, steps: range, seconds: float = 1.0, images: int = 64, data_seconds: float = 0.25
+    ) -> None:
+        for step in steps:
+            self.clock.now += seconds
+            self.telemetry.advance(step, images, data_seconds)
+
+    def events(self) -> list[dict]:
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is no JSON")
+
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=refuse) for line in lines]
+
+    @property
+    def shown(self) -> str:
+        return self.screen.getvalue()
+
+
+METRICS = {
+    "loss": torch.tensor(-0.9),
+    "positive_cosine": torch.tensor(0.95),
+    "feature_std": torch.tensor(0.8),
+    "effective_rank": torch.tensor(40.0),
+    "lr": 0.06,
+    "target_momentum": 0.96,
+}
+
+
+def knn(accuracy: float) -> KNNResult:
+    return KNNResult(accuracy, top5=None, k=20, temperature=0.1, queries=10, bank=50)
+
+
+def test_metrics_are_on_disk_as_soon_as_they_are_logged(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        telemetry.log_knn(0, knn(25.0))
+        run.advance(range(1, 11))
+        telemetry.log_train(10, METRICS, phase_seconds={"online": 0.5})
+        first, second = run.events()
+    assert first == {
+        "event": "knn",
+        "step": 0,
+        "epoch": 0.0,
+        "accuracy": 25.0,
+        "k": 20,
+        "temperature": 0.1,
+        "protocol": "weighted kNN",
+        "branch": "online backbone",
+    }
+    assert (second["event"], second["step"], second["epoch"]) == ("train", 10, 1.0)
+    assert second["loss"] == pytest.approx(-0.9)
+    assert (second["images_per_second"], second["data_wait_share"]) == (64.0, 0.25)
+    assert second["memory_gib"] > 0
+    assert second["phase_seconds"] == {"online": 0.5}
+
+
+def test_metrics_that_come_a_step_late_keep_their_step(tmp_path):
+    run = Run(tmp_path, tensorboard=True)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 12))
+        telemetry.log_train(10, METRICS | {"loss": math.nan})
+        assert telemetry.finish()["steps"] == 11
+    assert [event["step"] for event in run.events()] == [10, 10]
+
+
+def test_throughput_looks_back_on_a_window_and_leaves_evaluation_out(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 2), seconds=500.0)  # the first step holds the start-up
+        run.advance(range(2, 40), seconds=10.0)
+        with telemetry.evaluation():
+            run.clock.now += 1000.0
+        run.advance(range(40, 91), seconds=0.5)
+        assert telemetry.throughput.recent() == {"images_per_second": 128.0, "data_wait_share": 0.5}
+        summary = telemetry.finish()
+    assert summary["images_per_second"] == pytest.approx(64 * 89 / (38 * 10 + 51 * 0.5))
+    assert (summary["evaluation_seconds"], summary["wall_seconds"]) == (1000.0, 500 + 380 + 1000 + 25.5)
+
+
+def test_plain_lines_have_fixed_columns_and_time_left(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 51), seconds=60.0)
+        telemetry.log_train(50, METRICS)
+        run.advance(range(51, 101), seconds=60.0)
+        telemetry.log_train(100, METRICS | {"loss": torch.tensor(-10.25)})
+    first, last = run.shown.splitlines()
+    assert "step  50/100  epoch    5.00  loss  -0.9000  cosine  0.950  std 0.800" in first
+    assert first.endswith("left   0:50:00")
+    assert last.endswith("left   0:00:00")
+    assert len(first) == len(last)
+    assert "\x1b" not in run.shown
+
+
+def test_plain_lines_are_few_but_metrics_complete(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        for step in range(1, 101):
+            run.advance(range(step, step + 1), seconds=0.5)
+            telemetry.log_train(step, METRICS)
+    assert len(run.events()) == 100
+    assert len(run.shown.splitlines()) == 11  # every 5 s from step 1 on, and the last
+    assert "step 100/100" in run.shown.splitlines()[-1]
+
+
+def test_time_left_counts_the_evaluations_to_come(tmp_path):
+    run = Run(tmp_path)  # evaluation.every is 10 epochs: one more at the end
+    with run.telemetry as telemetry:
+        with telemetry.evaluation():
+            run.clock.now += 30.0
+        run.advance(range(1, 51), seconds=1.0)
+        telemetry.log_train(50, METRICS)
+    assert run.shown.splitlines()[-1].endswith("left   0:01:20")
+
+
+def test_terminal_shows_a_progress_bar_with_the_numbers(tmp_path):
+    run = Run(tmp_path, terminal=True)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 51))
+        telemetry.log_train(50, METRICS)
+    for part in (
+        "epoch 5.0/10",
+        "50 %",
+        "left 0:00:50",
+        "loss -0.9",
+        "cosine 0.950",
+        "images/s 64",
+        "data wait 25%",
+    ):
+        assert part in run.shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_warning_is_shown_logged_and_an_event(tmp_path, terminal):
+    run = Run(tmp_path, terminal)
+    with run.telemetry as telemetry:
+        telemetry.warn("SyncBN is [off]")
+    assert "SyncBN is [off]" in run.shown
+    assert ("Warning" if terminal else "WARNING") in run.shown
+    assert "WARNING: SyncBN is [off]" in (tmp_path / "log.txt").read_text()
+    assert run.events() == [{"event": "warning", "step": 0, "epoch": 0.0, "message": "SyncBN is [off]"}]
+
+
+def test_non_finite_values_become_null_and_an_event(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        for step in (1, 2):
+            telemetry.log_train(step, {"loss": torch.tensor(math.nan), "positive_cosine": -math.inf})
+        telemetry.finish()
+    train, warning, _, again = run.events()
+    assert (train["loss"], train["positive_cosine"]) == (None, None)
+    assert warning["message"] == "non-finite at step 1, written as null: loss = nan, positive_cosine = -inf"
+    assert (again["event"], again["step"]) == ("warning", 2)
+    assert run.shown.count("WARNING") == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["loss"] is None
+
+
+def test_other_ranks_write_and_show_nothing(tmp_path):
+    run = Run(tmp_path / "run", rank=1, tensorboard=True)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 11))
+        telemetry.log_train(10, METRICS)
+        telemetry.log_knn(10, knn(50.0))
+        telemetry.warn("warning")
+        telemetry.say("message")
+        assert telemetry.finish() == {}
+    assert not (tmp_path / "run").exists()
+    assert run.shown == ""
+
+
+def test_tensorboard_holds_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Run(tmp_path, tensorboard=True)
+    with run.telemetry as telemetry:
+        telemetry.log_train(10, METRICS | {"negative_term": math.nan})
+        telemetry.log_knn(10, knn(50.0))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("train/loss")[0].step == 10
+    assert events.Scalars("train/loss")[0].value == pytest.approx(-0.9)
+    assert events.Scalars("knn/accuracy")[0].value == 50.0
+    assert "train/negative_term" not in events.Tags()["scalars"]
+
+
+def test_summary_and_table_hold_the_result_and_what_to_do_next(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        for step, accuracy in ((0, 25.0), (50, 61.5), (100, 60.25)):
+            run.advance(range(step - 49, step + 1) if step else range(0))
+            telemetry.log_train(step, METRICS if step < 100 else {"loss": -0.95})
+            telemetry.log_knn(step, knn(accuracy))
+        (tmp_path / "weights.safetensors").touch()
+        summary = telemetry.finish({"knn_raw_pixels": 33.25}, ["unigrad-fast evaluate knn [run]"])
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["knn_first"], summary["knn_last"], summary["knn_best"]) == (25.0, 60.25, 61.5)
+    assert (summary["loss"], summary["effective_rank"]) == (-0.95, 40.0)
+    for part in (
+        "-0.9500",
+        "25.00 % → 60.25 % (best 61.50 %)",
+        "kNN raw pixels",
+        "33.25 %",
+        "weights.safetensors",
+    ):
+        assert part in run.shown
+    assert "unigrad-fast evaluate knn [run]" in run.shown.splitlines()[-1]
+
+
+def test_run_without_evaluation_says_so(tmp_path):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        summary = telemetry.finish()
+    assert summary["knn_last"] is None
+    assert "not evaluated" in run.shown
+
+
+def test_log_tells_how_a_run_ended(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(KeyError), run.telemetry as telemetry:
+        telemetry.say("hello")
+        raise KeyError("lost")
+    log = (tmp_path / "log.txt").read_text()
+    assert "hello" in log
+    assert "stopped at step 0 by KeyError: 'lost'" in log
+
+
+def test_collapse_is_warned_of_once_in_a_run(tmp_path):
+    run = Run(tmp_path)  # ten steps of warm-up
+    with run.telemetry as telemetry:
+        for step in range(9, 14):
+            telemetry.log_train(step, METRICS | {"feature_std": torch.tensor(0.01)})
+    warnings = [event for event in run.events() if event["event"] == "warning"]
+    assert [warning["step"] for warning in warnings] == [11]
+    assert "feature_std is 0.01, below 0.1" in warnings[0]["message"]
+
+
+@settings(deadline=None)
+@given(
+    std=st.none() | st.floats(0, 1),
+    rank=st.none() | st.floats(1, 100),
+    step=st.integers(0, 20),
+)
+def test_collapse_watch_speaks_exactly_below_its_thresholds_after_warmup(std, rank, step):
+    watch = CollapseWatch(warmup_steps=10)
+    low = (std is not None and std < COLLAPSED_FEATURE_STD) or (
+        rank is not None and rank < COLLAPSED_EFFECTIVE_RANK
+    )
+    message = watch.check(step, {"feature_std": std, "effective_rank": rank})
+    assert (message is not None) == (low and step > 10)
+    assert message is None or watch.check(step + 1, {"feature_std": std, "effective_rank": rank}) is None
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_curves_are_drawn_from_the_metrics(tmp_path, evaluated):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        for step in range(0, 101, 10):
+            telemetry.log_train(step, METRICS | {"loss": math.nan if step == 50 else -step / 100})
+            if evaluated:
+                telemetry.log_knn(step, knn(20.0 + step / 2))
+    assert curves.draw(tmp_path) == tmp_path / "curves.png"
+    comparison = curves.draw_comparison({"one": tmp_path, "same": tmp_path}, tmp_path / "both.png")
+    for path in (tmp_path / "curves.png", comparison):
+        with Image.open(path) as picture:
+            assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**6)) > 20
+
+
+def test_half_written_last_line_of_a_killed_run_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "epoch": 1}\n{"event": "tra')
+    assert curves.read_events(tmp_path) == [{"event": "train", "epoch": 1}]

@@ -1,0 +1,547 @@
+"""The configuration tree: every field with its meaning, unit, allowed range and the source of its default.
+
+The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file
+that lists what differs; the command line lies on top. Whatever the source of a value, it is checked once,
+here, and reported by the one formatter at the end of this module. "Authors' code" is the code published with
+the paper.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from unigrad_fast.errors import UserError
+
+DEFAULT_RECIPE = "imagenet_100ep"
+
+
+def _absolute(path: Path) -> Path:
+    """Absolute form of a path, so that a saved configuration means the same from every folder."""
+    return Path(os.path.abspath(path.expanduser()))
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+
+
+class Node(BaseModel):
+    """A group of keys: immutable, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
+        """Booleans are written true or false, nothing else is a boolean, and an empty text is no path."""
+        wants_bool = cls.model_fields[info.field_name].annotation is bool
+        if wants_bool and isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        if value == "" or wants_bool != isinstance(value, bool):
+            raise ValueError("wrong type")
+        return value
+
+
+class Data(Node):
+    train: AbsolutePath | None = None
+    """Folder with the training images: an ImageFolder tree CLASS/*.jpg, or a flat folder (no labels)."""
+    val: AbsolutePath | None = None
+    """Folder with the labelled validation images for kNN; without it evaluation is off."""
+    recipe: Literal["simsiam"] = "simsiam"
+    """Augmentation preset of the two views (paper: as in SimSiam)."""
+    batch_size: int = Field(default=1024, ge=2)
+    """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
+    image_size: int = Field(default=224, ge=16, le=1024)
+    """Height and width of a view in pixels (paper: 224)."""
+    crop_min_scale: float | None = Field(default=None, gt=0, le=1)
+    """Smallest share of the image's area that a crop takes; null is the preset's (simsiam: 0.2)."""
+    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where images are decoded and augmented; auto is the GPU where there is one."""
+    threads: int | None = Field(default=None, ge=1)
+    """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
+
+
+class Projector(Node):
+    depth: int = Field(default=3, ge=1, le=5)
+    """Number of linear layers (paper: 3)."""
+    width: int = Field(default=2048, ge=1)
+    """Width of every layer and of the embedding (paper: 2048)."""
+
+
+class Model(Node):
+    backbone: Literal[
+        "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2"
+    ] = "resnet50"
+    """torchvision encoder (paper: resnet50)."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """First layers: imagenet is a 7x7 convolution and pooling, small one 3x3 convolution for tiny images."""
+    projector: Projector = Projector()
+    """Head between the backbone and the objective."""
+    sync_batch_norm: bool = True
+    """Share batch statistics over the ranks (paper: on; without it accuracy falls by points)."""
+    batch_statistics: Literal["auto", "per_view", "per_size"] = "auto"
+    """Which images share batch statistics; auto: each global view by itself (authors' code)."""
+
+
+class Objective(Node):
+    method: Literal["unigrad"] = "unigrad"
+    """Training objective."""
+    balance: float = Field(default=100.0, ge=0)
+    """Weight of the negative term against the positive one (paper: 100)."""
+    decay: float = Field(default=0.99, ge=0, lt=1)
+    """Share of the old correlation matrix that is kept at each micro-batch (paper: 0.99)."""
+    correlation_source: Literal["target", "online"] = "target"
+    """Embeddings that make the correlation matrix: target (authors' code) or online (paper's formula)."""
+
+
+class Target(Node):
+    momentum: float = Field(default=0.996, ge=0, le=1)
+    """Share of the old target weights that is kept at the first step (paper: 0.996)."""
+    final_momentum: float = Field(default=1.0, ge=0, le=1)
+    """The same at the last step, reached along a cosine (paper: 1)."""
+
+
+class Optimizer(Node):
+    name: Literal["sgd"] = "sgd"
+    """Optimizer (paper: SGD for 100 epochs)."""
+    base_lr: float = Field(default=0.05, gt=0)
+    """Peak learning rate per 256 images: the rate is base_lr * data.batch_size / 256 (paper: 0.05)."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """SGD momentum (paper: 0.9)."""
+    weight_decay: float = Field(default=1e-4, ge=0)
+    """L2 penalty on the weights (paper: 1e-4)."""
+    exclude_bias_and_norm: bool = False
+    """Leave biases and batch norm out of weight decay (authors' code, SGD: no)."""
+    clip_norm: float = Field(default=0.0, ge=0)
+    """Largest norm of the whole gradient; 0 is no clipping (authors' code)."""
+
+
+class Schedule(Node):
+    epochs: int = Field(default=100, ge=1)
+    """Passes over the training images (paper: 100)."""
+    warmup_epochs: float = Field(default=5.0, ge=0)
+    """Epochs of linear warm-up, fractions allowed (paper: 5)."""
+    kind: Literal["cosine", "official"] = "cosine"
+    """Decay after warm-up: cosine ends at min_lr_fraction, official (authors' code) at 0.7 % of the peak."""
+    min_lr_fraction: float = Field(default=0.001, ge=0, le=1)
+    """Learning rate at the first and the last step, as a share of the peak (0.001: ours)."""
+
+
+class Engine(Node):
+    zero_stage: int = Field(default=0, ge=0, le=0)
+    """DeepSpeed ZeRO stage."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
+    accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches per optimizer step."""
+    max_skipped_steps: int = Field(default=10, ge=1)
+    """Steps in a row with non-finite values after which the run stops (10: ours)."""
+
+
+class Checkpoint(Node):
+    every: int = Field(default=1, ge=1)
+    """Epochs between two savings of the weights (authors' code: 1)."""
+
+
+class KNN(Node):
+    k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Neighbours that vote; auto is 200 from 20,000 training images on (the usual protocol), 20 below."""
+    temperature: float = Field(default=0.1, gt=0)
+    """Temperature of the votes exp(similarity / temperature) (usual protocol: 0.1)."""
+
+
+class Evaluation(Node):
+    every: int = Field(default=10, ge=0)
+    """Epochs between two kNN evaluations during training; 0 is only at the end."""
+    crop_fraction: float = Field(default=0.875, gt=0, le=1)
+    """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
+    batch_size: int = Field(default=256, ge=1)
+    """Images per rank and forward pass."""
+    knn: KNN = KNN()
+    """The weighted nearest-neighbour classifier."""
+
+
+class Telemetry(Node):
+    every: int = Field(default=10, ge=1)
+    """Optimizer steps between two rows of metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run folder."""
+    effective_rank_every: int = Field(default=100, ge=1)
+    """Optimizer steps between two computations of the correlation matrix's effective rank."""
+
+
+class Config(Node):
+    """Everything that decides a run."""
+
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of weights, order and augmentations."""
+    output: AbsolutePath | None = None
+    """Run folder; null is the first free one of runs/RECIPE, runs/RECIPE-2, runs/RECIPE-3, ..."""
+    recipe: str = DEFAULT_RECIPE
+    """Shipped recipe that the tree starts from; on the command line also the path of a YAML file."""
+    data: Data = Data()
+    """Images and augmentation."""
+    model: Model = Model()
+    """Networks."""
+    objective: Objective = Objective()
+    """What is minimised."""
+    target: Target = Target()
+    """The target branch, a momentum copy of the online branch."""
+    optimizer: Optimizer = Optimizer()
+    """Descent."""
+    schedule: Schedule = Schedule()
+    """Length of the run and course of the learning rate."""
+    engine: Engine = Engine()
+    """How a step is computed."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept."""
+    evaluation: Evaluation = Evaluation()
+    """How the encoder is judged."""
+    telemetry: Telemetry = Telemetry()
+    """What is reported."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        """Refuses combinations that are wrong for any number of ranks, all at once."""
+        problems = []
+        if self.recipe not in recipe_names():
+            problems.append(
+                f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
+            )
+        if self.schedule.warmup_epochs > self.schedule.epochs:
+            problems.append(
+                f"schedule.warmup_epochs = {_shown(self.schedule.warmup_epochs)}: more than schedule.epochs; "
+                f"allowed is 0 to {self.schedule.epochs}"
+            )
+        if self.target.final_momentum < self.target.momentum:
+            problems.append(
+                f"target.final_momentum = {_shown(self.target.final_momentum)}: less than target.momentum; "
+                f"allowed is {_shown(self.target.momentum)} to 1"
+            )
+        problems += self._batch_problems(world_size=1)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _batch_problems(self, world_size: int) -> list[str]:
+        batch, steps = self.data.batch_size, self.engine.accumulation_steps
+        # Batch norm needs two values per channel: over all ranks when synchronised, else on every rank.
+        least = 2 * steps * (1 if self.model.sync_batch_norm else world_size)
+        parts = world_size * steps
+        if batch % parts == 0 and batch >= least:
+            return []
+        candidates = (batch // parts * parts, -(-max(batch, least) // parts) * parts)
+        nearest = " or ".join(str(value) for value in dict.fromkeys(candidates) if value >= least)
+        where = f"{_count(world_size, 'rank')} x {_count(steps, 'accumulation step')}"
+        reason = f"does not divide over {where}" if batch % parts else f"is too small for {where}"
+        return [f"data.batch_size = {batch}: {reason}; use {nearest}"]
+
+    def check_world(self, world_size: int) -> None:
+        """Raises UserError when the run cannot be spread over `world_size` ranks."""
+        if problems := self._batch_problems(world_size):
+            raise UserError("\n".join(problems))
+
+    def check_folders(self) -> None:
+        """Raises UserError unless the image folders exist and the output folder holds no run yet."""
+        problems = []
+        for key, folder in (("data.train", self.data.train), ("data.val", self.data.val)):
+            if folder is None:
+                continue
+            if not folder.exists():
+                problem = "no such folder"
+                if self.recipe == "quickstart":
+                    problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
+                problems.append(f"{key} = {folder}: {problem}")
+            elif not folder.is_dir():
+                problems.append(f"{key} = {folder}: not a folder; give the folder that holds the images")
+            elif not os.access(folder, os.R_OK | os.X_OK):
+                problems.append(f"{key} = {folder}: unreadable; check its permissions")
+        if self.data.train is None:
+            problems.append(
+                "data.train = null: no training images; give their folder with --data.train FOLDER"
+            )
+        problems += self._output_problems()
+        if problems:
+            raise UserError("\n".join(problems))
+
+    def _output_problems(self) -> list[str]:
+        if self.output is None:
+            return []
+        if holds_run(self.output):
+            return [f"output = {self.output}: holds a run already; give another folder or remove this one"]
+        if self.output.exists() and not self.output.is_dir():
+            return [f"output = {self.output}: is a file; give a folder"]
+        parent = self.output
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            return [f"output = {self.output}: {parent} is not writable; give another folder"]
+        return []
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run: every run starts by writing its configuration."""
+    return (folder / "config.yaml").exists()
+
+
+def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
+    """First free folder of root/recipe, root/recipe-2, root/recipe-3, ..."""
+    candidate, number = root / recipe, 1
+    while candidate.exists():
+        number += 1
+        candidate = root / f"{recipe}-{number}"
+    return _absolute(candidate)
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    folder = resources.files("unigrad_fast") / "recipes"
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
+    """The tree of a shipped recipe, or of a YAML file over the shipped recipe that its key `recipe` names.
+
+    A YAML file without that key starts from the defaults, which are those of `imagenet_100ep`.
+    """
+    name = str(name_or_path)
+    if name in recipe_names():
+        text = (resources.files("unigrad_fast") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+        return {**_parse_yaml(text, name), "recipe": name}
+    path = Path(name).expanduser()
+    if not path.is_file():
+        close = difflib.get_close_matches(name, recipe_names(), n=1)
+        raise UserError(
+            f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
+            + ", ".join(recipe_names())
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
+    try:
+        tree = _parse_yaml(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe = {name}: cannot be read as text: {error}") from None
+    base = tree.get("recipe", DEFAULT_RECIPE)
+    return merge(load_recipe(base), tree) if base in recipe_names() else tree
+
+
+def _parse_yaml(text: str, name: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"recipe = {name}: not valid YAML{where}: {' '.join(str(problem).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe = {name}: holds {_shown(tree)}; a recipe is a tree of keys and values")
+    return tree
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` laid over `base`, group by group."""
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[str(key)] = merge(merged[key], value) if both else value
+    return merged
+
+
+def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
+    """The tree of texts that `--a.b value` and `--a.b=value` give.
+
+    The bare switch `--a.b` is True, `null` is None; words without a key take those of `positionals` in turn.
+    """
+    tree: dict[str, Any] = {}
+    rest, unnamed = list(arguments), list(positionals)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            if not unnamed:
+                raise UserError(f"{word}: unexpected argument; options are written --key value")
+            tree[unnamed.pop(0)] = word
+            continue
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else True
+        *groups, leaf = key.replace("-", "_").split(".")
+        place = tree
+        for group in groups:
+            if not isinstance(place.setdefault(group, {}), dict):
+                raise UserError(f"--{key}: {group} was given a value before; it is a group of keys")
+            place = place[group]
+        place[leaf] = None if str(value).lower() in ("null", "none") else value
+    return tree
+
+
+def resolve(
+    recipe: str | Path | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    model: type[AnyConfig] = Config,
+) -> AnyConfig:
+    """The checked tree: defaults, then the recipe, then the overrides.
+
+    Args:
+        recipe: shipped name or path of a YAML file; None takes it from the overrides, else `imagenet_100ep`.
+        overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
+        model: Config, or a subclass of it with more keys.
+
+    Raises:
+        UserError: listing every unknown key, wrong value and impossible combination.
+    """
+    top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
+    named = top.pop("recipe", None)
+    return validate(model, merge(load_recipe(recipe or named or DEFAULT_RECIPE), top))
+
+
+def to_yaml(config: Node) -> str:
+    """YAML of the whole tree, which `--recipe` accepts."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# The one formatter: whatever is wrong, wherever it came from, is said here.
+
+
+def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
+    """`model` built from a tree of YAML values or texts; UserError lists all that is wrong, one line each."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        lines = [line for problem in error.errors() for line in _explain(model, problem)]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
+    location, value = problem["loc"], problem["input"]
+    if not location:
+        return str(problem["ctx"]["error"]).split("\n")
+    owner, path = model, []
+    for part in location:
+        path.append(str(part))
+        if part not in owner.model_fields:
+            return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
+        group = _group(owner, part)
+        if group is None:
+            break  # what follows a leaf names an arm of its union
+        owner = group
+    else:
+        return [f"{'.'.join(path)} = {_shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
+    if problem["type"] == "missing":
+        description = owner.model_fields[part].description
+        return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
+    allowed = allowed_values(owner, part)
+    close = difflib.get_close_matches(str(value), allowed.removeprefix("one of ").split(", "), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return [f"{'.'.join(path)} = {_shown(value)}: allowed is {allowed}{hint}"]
+
+
+def _group(owner: type[Node], key: str) -> type[Node] | None:
+    annotation = owner.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
+
+
+def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a tree."""
+    for key in model.model_fields:
+        group = _group(model, key)
+        if group is None:
+            yield prefix + key
+        else:
+            yield from keys(group, f"{prefix}{key}.")
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values below `key`."""
+    if isinstance(value, Mapping) and value:
+        for name, child in value.items():
+            yield from leaves(child, f"{key}.{name}")
+    else:
+        yield key, value
+
+
+def _unknown(model: type[Node], owner: type[Node], key: str, value: Any) -> str:
+    nearest = _nearest_key(model, key)
+    hint = f"did you mean {nearest}?" if nearest else f"valid keys are {', '.join(owner.model_fields)}"
+    return f"{key} = {_shown(value)}: unknown key; {hint}"
+
+
+def _nearest_key(model: type[Node], wrong: str) -> str | None:
+    def likeness(key: str) -> tuple[float, float]:
+        leaf, wrong_leaf = key.rpartition(".")[2], wrong.rpartition(".")[2]
+        whole = difflib.SequenceMatcher(None, wrong, key).ratio()
+        last = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
+        if wrong_leaf in leaf.split("_"):
+            last = max(last, 0.9)
+        return max(whole, 0.95 * last), whole
+
+    best = max(keys(model), key=likeness)
+    return best if likeness(best)[0] >= 0.6 else None
+
+
+def allowed_values(owner: type[Node], key: str) -> str:
+    """Range or choices of a leaf in words."""
+    return _in_words(owner.model_json_schema()["properties"][key])
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("format") or schema["type"]
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "path": "a path",
+        "string": "a text",
+        "null": "null",
+    }[kind]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is not None and low == high:
+        return _shown(low)
+    limits = [
+        f"{word} {_shown(limit)}"
+        for word, limit in (("from", low), ("above", above), ("to", high), ("below", below))
+        if limit is not None
+    ]
+    return " ".join([words, *limits])
+
+
+def _shown(value: Any) -> str:
+    """A value as the user writes it, shortened."""
+    if isinstance(value, float):
+        text = f"{value:g}"
+    elif isinstance(value, str):
+        text = value or "''"
+    else:
+        text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

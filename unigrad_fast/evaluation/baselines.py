@@ -1,0 +1,54 @@
+"""What kNN reaches without learning: an encoder has to beat raw pixels and colours.
+
+Each baseline is a module without parameters that takes the place of the backbone, so that its images come
+through the same loader and its features go through the same classifier.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from unigrad_fast.evaluation.features import extract
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+
+
+def raw_pixels(manifest: Manifest, size: int = 32, threads: int | None = None) -> Tensor:
+    """The pixels of each image at size × size, standardised per image: fp32 [n, 3·size²].
+
+    With zero mean and unit deviation per image, cosine similarity is the correlation of two images, which
+    brightness and contrast do not change.
+    """
+    return extract(RawPixels(), manifest, image_size=size, crop_fraction=1.0, threads=threads)[0]
+
+
+def colour_histogram(manifest: Manifest, size: int = 64, threads: int | None = None) -> Tensor:
+    """Square root of the share of the pixels in each of 8 × 8 × 8 RGB cells: fp32 [n, 512].
+
+    The cosine similarity of the roots is the Bhattacharyya coefficient of two histograms.
+    """
+    return extract(ColourHistogram(), manifest, image_size=size, crop_fraction=1.0, threads=threads)[0]
+
+
+class RawPixels(nn.Module):
+    """Images [N, 3, S, S] to standardised pixels [N, 3·S²]; an image of one colour becomes zeros."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.flatten(1)
+        pixels = pixels - pixels.mean(dim=1, keepdim=True)
+        return pixels / pixels.std(dim=1, keepdim=True).clamp_min(1e-3)
+
+
+class ColourHistogram(nn.Module):
+    """Normalised images [N, 3, S, S] to the roots of joint RGB histograms, [N, bins³]."""
+
+    def __init__(self, bins: int = 8) -> None:
+        super().__init__()
+        self.bins = bins
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean, deviation = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (MEAN, DEVIATION))
+        level = ((images * deviation + mean) * self.bins).long().clamp(0, self.bins - 1)  # [N, 3, S, S]
+        cell = ((level[:, 0] * self.bins + level[:, 1]) * self.bins + level[:, 2]).flatten(1)  # [N, S²]
+        one = torch.ones_like(cell, dtype=images.dtype)
+        count = images.new_zeros(len(images), self.bins**3).scatter_add_(1, cell, one)
+        return (count / cell.shape[1]).sqrt()

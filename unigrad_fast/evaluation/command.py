@@ -1,0 +1,89 @@
+"""`unigrad-fast evaluate`: judge the encoder of a finished or running run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from unigrad_fast.training import distributed
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.training.distributed import World
+from unigrad_fast.errors import UserError
+from unigrad_fast.evaluation import baselines
+from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
+from unigrad_fast.evaluation.probe import BRANCH, PROTOCOL, KNNProbe
+from unigrad_fast.model import build_encoder
+from unigrad_fast.training.engine import autocast_dtype
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.weights import load_encoder
+
+
+def evaluate_knn(run: Path, with_baselines: bool = False) -> None:
+    """Print the kNN accuracy of a run's online backbone and write it to RUN/knn.json.
+
+    Args:
+        run: the run folder.
+        with_baselines: judge raw pixels, colour histograms and the untrained encoder beside it.
+
+    Raises:
+        UserError: a run without weights, labels or validation images.
+    """
+    config = resolve(run / "config.yaml")
+    with distributed.session() as world:
+        probe = build_probe(config, world)
+        dtype = autocast_dtype(config.engine.precision, world.device)
+        untrained = build_encoder(config.model, config.seed, world.device).backbone
+        rows: dict[str, KNNResult] = {}
+        if with_baselines:
+            rows["raw pixels"] = probe_baseline(probe, baselines.raw_pixels)
+            rows["colour histogram"] = probe_baseline(probe, baselines.colour_histogram)
+            rows["untrained encoder"] = probe(untrained, dtype)
+        metadata = load_encoder(run, untrained)
+        rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(untrained, dtype)
+        if world.rank == 0:
+            report(run, rows, metadata)
+
+
+def build_probe(config: Config, world: World) -> KNNProbe:
+    train, val = (folder and Manifest.from_folder(folder) for folder in (config.data.train, config.data.val))
+    if obstacle := KNNProbe.obstacle(train, val):
+        raise UserError(f"this run cannot be evaluated by kNN: {obstacle}")
+    return KNNProbe(config, world, train, val)
+
+
+def probe_baseline(probe: KNNProbe, features) -> KNNResult:
+    """The same classifier on features that need no encoder."""
+    settings, threads = probe.config.evaluation.knn, probe.config.data.threads
+    (bank, bank_labels), (queries, labels) = (
+        (features(manifest, threads=threads), torch.as_tensor(manifest.labels, dtype=torch.int64))
+        for manifest in (probe.train, probe.val)
+    )
+    return weighted_knn(bank, bank_labels, queries, labels, settings.k, settings.temperature)
+
+
+def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> None:
+    """One table on the console, and the same numbers in RUN/knn.json."""
+    result = list(rows.values())[-1]
+    table = Table(
+        title=f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
+        f"{result.queries:,} validation images against {result.bank:,} training images",
+        title_justify="left",
+    )
+    table.add_column("features")
+    table.add_column("top-1 accuracy, %", justify="right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row.accuracy:.2f}")
+    Console().print(table)
+    written = {
+        "protocol": PROTOCOL,
+        "branch": BRANCH,
+        **metadata,
+        "k": result.k,
+        "temperature": result.temperature,
+        "accuracy": {name.partition(",")[0]: row.accuracy for name, row in rows.items()},
+    }
+    (run / "knn.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

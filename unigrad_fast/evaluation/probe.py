@@ -1,0 +1,66 @@
+"""The kNN classifier on a run's backbone: during training, and from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation.features import extract
+from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.training.distributed import World
+
+PROTOCOL = "weighted kNN"
+BRANCH = "online backbone"
+
+
+@dataclass(frozen=True)
+class KNNProbe:
+    """Weighted kNN: training images as the bank, validation images as the queries, centre crops of both."""
+
+    config: Config
+    world: World
+    train: Manifest
+    val: Manifest
+
+    @staticmethod
+    def obstacle(train: Manifest, val: Manifest | None) -> str | None:
+        """Why the encoder cannot be evaluated, in words for the user; None when it can."""
+        if val is None:
+            return "no validation images (data.val)"
+        if not (train.has_labels and val.has_labels):
+            unlabelled = "training" if not train.has_labels else "validation"
+            return f"the {unlabelled} images have no labels (their folder has no CLASS sub-folders)"
+        if list(train.classes) != list(val.classes):
+            differing = sorted(set(train.classes) ^ set(val.classes))
+            return f"training and validation images have different classes ({', '.join(differing[:5])})"
+        return None
+
+    def __call__(self, backbone: nn.Module, dtype: torch.dtype | None) -> KNNResult:
+        """Accuracy of a backbone [N, 3, S, S] → [N, D]; all ranks call this together and get the same.
+
+        Args:
+            dtype: that the backbone computes in under autocast; None is its own.
+        """
+        settings = self.config.evaluation
+        parts = [
+            extract(
+                backbone,
+                manifest,
+                image_size=self.config.data.image_size,
+                crop_fraction=settings.crop_fraction,
+                batch_size=settings.batch_size,
+                device=self.world.device,
+                rank=self.world.rank,
+                world_size=self.world.size,
+                autocast_dtype=dtype,
+                threads=self.config.data.threads,
+            )
+            for manifest in (self.train, self.val)
+        ]
+        return weighted_knn(
+            *parts[0], *parts[1], settings.knn.k, settings.knn.temperature, device=self.world.device
+        )

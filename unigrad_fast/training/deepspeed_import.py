@@ -1,0 +1,57 @@
+"""Importing DeepSpeed, which otherwise chats, and compiles an operator that is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+
+def quiet_deepspeed(verbose: bool = False) -> ModuleType:
+    """Import DeepSpeed so that it needs no compiler and says nothing but errors.
+
+    Must come before any other import of DeepSpeed. Without a GPU it selects DeepSpeed's CPU accelerator.
+
+    Args:
+        verbose: show its warnings, and its log from level INFO on.
+
+    Returns:
+        The module `deepspeed`.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with contextlib.nullcontext() if verbose else _without_warnings():
+        import deepspeed
+        import deepspeed.ops
+
+        # What it asks of its operators, which of them could be compiled, some answer on stdout.
+        with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+            compilable = deepspeed.ops.__compatible_ops__
+    compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
+    _set_level(logging.INFO if verbose else logging.ERROR)
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _set_level(level: int) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)

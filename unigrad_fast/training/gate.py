@@ -1,0 +1,93 @@
+"""The gate: a step that met a non-finite value leaves no trace, and the host does not wait to find out.
+
+Three things hold state besides F, which its objective guards: the optimizer (see `optimizers.SGD`), the target
+branch (see `target.update_target_`) and the running buffers of batch norm in both branches, which a forward pass
+changes at once. The gate keeps the buffers as they were before the step and puts them back by a select.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unigrad_fast.errors import RunStopped
+from unigrad_fast.training.host_copy import HostCopy
+
+
+class FlatBuffers:
+    """The buffers of a module in one tensor per dtype, so that keeping and restoring them is one operation each.
+
+    The module's buffers become views of the flat tensors; they must only be changed in place afterwards.
+    """
+
+    def __init__(self, module: nn.Module):
+        owners: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                owners.setdefault(buffer.dtype, []).append((owner, name, buffer))
+        self.flats = []
+        for group in owners.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in group])
+            parts = flat.split([buffer.numel() for _, _, buffer in group])
+            for (owner, name, buffer), part in zip(group, parts, strict=True):
+                setattr(owner, name, part.view(buffer.shape))
+            self.flats.append(flat)
+        self.kept = [flat.clone() for flat in self.flats]
+
+    def keep(self) -> None:
+        for kept, flat in zip(self.kept, self.flats, strict=True):
+            kept.copy_(flat)
+
+    def restore_where(self, skip: Tensor) -> None:
+        for kept, flat in zip(self.kept, self.flats, strict=True):
+            flat.copy_(torch.where(skip != 0, kept, flat))
+
+
+class StepGate:
+    """Restores running buffers after a dropped step, and counts dropped steps.
+
+    Args:
+        modules: the online and the target encoder.
+        max_skipped: dropped steps in a row after which the run stops.
+    """
+
+    def __init__(self, modules: list[nn.Module], max_skipped: int, device: torch.device):
+        self.buffers = [FlatBuffers(module) for module in modules]
+        self.max_skipped = max_skipped
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        self._counters = HostCopy()
+        self._seen_total = 0
+
+    def open(self) -> None:
+        """Before the first forward pass of a step."""
+        for buffers in self.buffers:
+            buffers.keep()
+
+    def close(self, step: int, skip: Tensor) -> None:
+        """After a step: undo what its forward passes changed, where `skip` is not 0, and count."""
+        for buffers in self.buffers:
+            buffers.restore_where(skip)
+        skipped = (skip != 0).to(torch.int64)
+        self.in_a_row.add_(1).mul_(skipped)
+        self.total.add_(skipped)
+        self._counters.send(step, torch.stack([self.in_a_row, self.total]))
+
+    def check(self, before: int) -> int:
+        """Look at the counters of the steps before `before`; nothing waits when the last of them is one step old.
+
+        Returns:
+            The steps dropped so far.
+
+        Raises:
+            RunStopped: `max_skipped` steps in a row were dropped.
+        """
+        for step, (in_a_row, total) in self._counters.receive(before):
+            self._seen_total = total
+            if in_a_row >= self.max_skipped:
+                raise RunStopped(
+                    f"step {step + 1}: {in_a_row} steps in a row met NaN or infinite values and were dropped "
+                    f"(engine.max_skipped_steps is {self.max_skipped}); parameters and target are those of the last "
+                    "good step. Look for damaged images, lower optimizer.base_lr, or set optimizer.clip_norm"
+                )
+        return self._seen_total
