@@ -115,3 +115,9 @@ def _processor() -> str:
         else []
     )
     return models[0].partition(": ")[2] if models else platform.machine()
+
+
+@pytest.fixture(scope="session")
+def golden(shared: Path) -> Path:
+    """Folder with the numbers of the authors' implementation."""
+    return shared / "golden"

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from unigrad_fast.config import (
     Config,
-    Node,
     fresh_output,
-    keys,
     load_recipe,
     merge,
     parse_arguments,
@@ -21,6 +19,7 @@ from unigrad_fast.config import (
     to_yaml,
 )
 from unigrad_fast.errors import UserError
+from unigrad_fast.validation import Node, keys
 
 
 def refusal(*arguments: str) -> list[str]:
@@ -293,6 +292,15 @@ def test_folders_are_checked(tmp_path):
     ]
     with pytest.raises(UserError, match="no training images"):
         resolve().check_folders()
+
+
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/images", "/" + "a" * 5000, "a\0b"])
+def test_impossible_paths_are_refused_without_a_traceback(path):
+    config = resolve(overrides={"data": {"train": path}})
+    with pytest.raises(UserError, match="no such folder"):
+        config.check_folders()
+    with pytest.raises(UserError, match="no such file or shipped recipe"):
+        resolve(path)
 
 
 def test_output_that_holds_a_run_is_refused(tmp_path):

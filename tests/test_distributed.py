@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -202,7 +203,8 @@ torch.set_num_threads(1)
 with session("cpu") as world:
     total = torch.tensor([world.rank + 1.0])
     dist.all_reduce(total)
-    print("\\n" + json.dumps([world.rank, world.size, world.local_rank, world.local_size, total.item()]), flush=True)
+    told = [world.rank, world.size, world.local_rank, world.local_size, total.item()]
+    print("\\n" + json.dumps(told), flush=True)
 """
 
 
@@ -222,7 +224,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def said(output: str) -> list[list]:
-    return sorted(json.loads(line) for line in output.splitlines() if line.startswith("["))
+    return sorted(json.loads(line) for line in output.splitlines() if re.match(r"\[\d+, ", line))
 
 
 TWO_RANKS = [[0, 2, 0, 2, 3.0], [1, 2, 1, 2, 3.0]]
@@ -256,7 +258,7 @@ def test_deepspeed_launcher_starts_two_ranks(program):
     environment = clean_environment(DS_ACCELERATOR="cpu")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert said(result.stdout.replace("\n[20", "\n")) == TWO_RANKS
+    assert said(result.stdout) == TWO_RANKS
 
 
 def test_slurm_starts_two_ranks_without_warnings(program):
@@ -269,7 +271,7 @@ def test_slurm_starts_two_ranks_without_warnings(program):
     processes = [
         subprocess.Popen(
             [sys.executable, program],
-            env=clean_environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            env=clean_environment(**common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -345,7 +347,7 @@ def test_workers_answer_by_rank_and_are_reused(workers):
 
 
 def test_failure_in_a_worker_shows_its_traceback_and_leaves_a_working_group(workers):
-    with pytest.raises(WorkerError, match="on rank 1 of 2:\n(.|\n)*in fail_on_rank_one(.|\n)*had enough"):
+    with pytest.raises(WorkerError, match=r"(?s)on rank 1 of 2:.*in fail_on_rank_one.*had enough"):
         workers(2).run(fail_on_rank_one)
     assert [rank for rank, _ in workers(2).run(rank_and_pid, 0)] == [0, 1]
 

@@ -32,7 +32,7 @@ def run(norm: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     y = norm(x)
     y.backward(dy)
-    state = {name: value.clone() for name, value in norm.state_dict().items()}
+    state = {name: value.clone() for name, value in norm.named_buffers()}
     return {"y": y.detach(), "dx": x.grad, "dweight": norm.weight.grad, "dbias": norm.bias.grad, **state}
 
 
@@ -72,28 +72,27 @@ def test_rank_without_rows_takes_part(workers):
 
 def test_large_mean_in_fp32_keeps_the_deviation(workers):
     norm = network(4, torch.float32)
-    x = torch.randn(10, 5, 64, 64) + 1e4
+    x = (torch.randn(10, 5, 64, 64) + 1e4).contiguous(memory_format=torch.channels_last)
     dy = torch.randn_like(x)
     results = combine(workers(2).run(on_each_rank, norm, x, dy, (6, 4)))
     expected = run(copy.deepcopy(norm).double(), x.double(), dy.double())
-    # fp32 holds the mean, 1e4, to 5e-4 and the normalised values no better; torch's own fp32 batch norm errs by
-    # 0.1 here.
-    tolerances = {"y": 5e-3, "dx": 5e-3, "dweight": 1.0, "dbias": 1e-2, "running_mean": 2e-3}
+    # fp32 holds the mean, 1e4, to 5e-4 and the normalised values little better; torch's errs several times more.
+    tolerances = {"y": 3e-3, "dx": 2e-4, "dweight": 0.5, "dbias": 5e-3, "running_mean": 5e-4}
     for name, tolerance in tolerances.items():
         torch.testing.assert_close(results[name].double(), expected[name], rtol=0, atol=tolerance, msg=name)
-    torch.testing.assert_close(results["running_var"].double(), expected["running_var"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(results["running_var"].double(), expected["running_var"], rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_local_statistics_are_exact_far_from_zero(channels_last):
-    x = torch.randn(16, 8, 64, 64) + 1e4
+    x = torch.randn(16, 64, 32, 32) + 1e4
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
     count, own_mean, squares = local_statistics(x)
-    assert count == 16 * 64 * 64
+    assert count == 16 * 32 * 32
     torch.testing.assert_close(own_mean, mean, rtol=1e-10, atol=0)
-    torch.testing.assert_close(squares / count, variance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares / count, variance, rtol=5e-6, atol=0)
 
 
 def autocast_step(norm: nn.Module, x: Tensor, dy: Tensor) -> dict:

@@ -28,7 +28,8 @@ def _serve(rank: int, size: int, store_file: str, requests: Connection) -> None:
     store = dist.FileStore(store_file, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        while (message := requests.recv_bytes()) != b"":
+        while True:
+            message = requests.recv_bytes()
             try:
                 function, args = pickle.loads(message)
                 answer = pickle.dumps((True, function(*args)))
@@ -79,19 +80,11 @@ class WorkerGroup:
             answers = self._collect()
         finally:
             if len(answers) < self.size or not all(process.is_alive() for process in self._processes):
-                self._kill()
+                self.close()
         for rank, (good, result) in answers.items():
             if not good:
                 raise WorkerError(f"on rank {rank} of {self.size}:\n{result}")
         return [answers[rank][1] for rank in range(self.size)]
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.send_bytes(b"")
-        for process in self._processes:
-            process.join(10)
-        self._kill()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -128,7 +121,8 @@ class WorkerGroup:
                     end = min(end, monotonic() + GRACE)
         return answers
 
-    def _kill(self) -> None:
+    def close(self) -> None:
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In a checkout, `kernels/`, `pipelines/` and `benchmarks/` stand beside this folder and are subpackages all the
-# same: without an installation, or with an editable one.
+# In a checkout, `kernels/`, `pipelines/` and `benchmarks/` stand beside this folder and are subpackages all
+# the same: without an installation, or with an editable one.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "kernels" / "__init__.py").is_file() and (_checkout / "setup.py").is_file():
     __path__.append(str(_checkout))

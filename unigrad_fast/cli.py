@@ -19,18 +19,16 @@ from pydantic import Field
 
 import unigrad_fast
 from unigrad_fast.config import (
-    AbsolutePath,
     Config,
-    Node,
     fresh_output,
     holds_run,
     parse_arguments,
     recipe_names,
     resolve,
     to_yaml,
-    validate,
 )
 from unigrad_fast.errors import DataError, RunStopped, UserError
+from unigrad_fast.validation import AbsolutePath, Node, validate
 
 
 class Pretrain(Config):

@@ -2,59 +2,25 @@
 
 The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file
 that lists what differs; the command line lies on top. Whatever the source of a value, it is checked once,
-here, and reported by the one formatter at the end of this module. "Authors' code" is the code published with
-the paper.
+by `validation`. "Authors' code" is the code published with the paper.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from unigrad_fast.errors import UserError
+from unigrad_fast.validation import AbsolutePath, Node, absolute, count, shown, validate
 
 DEFAULT_RECIPE = "imagenet_100ep"
-
-
-def _absolute(path: Path) -> Path:
-    """Absolute form of a path, so that a saved configuration means the same from every folder."""
-    return Path(os.path.abspath(path.expanduser()))
-
-
-AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-
-
-class Node(BaseModel):
-    """A group of keys: immutable, without unknown keys, NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
-        """Booleans are written true or false, nothing else is a boolean, and an empty text is no path."""
-        wants_bool = cls.model_fields[info.field_name].annotation is bool
-        if wants_bool and isinstance(value, str):
-            value = {"true": True, "false": False}.get(value.lower(), value)
-        if value == "" or wants_bool != isinstance(value, bool):
-            raise ValueError("wrong type")
-        return value
 
 
 class Data(Node):
@@ -225,13 +191,13 @@ class Config(Node):
             )
         if self.schedule.warmup_epochs > self.schedule.epochs:
             problems.append(
-                f"schedule.warmup_epochs = {_shown(self.schedule.warmup_epochs)}: more than schedule.epochs; "
+                f"schedule.warmup_epochs = {shown(self.schedule.warmup_epochs)}: more than schedule.epochs; "
                 f"allowed is 0 to {self.schedule.epochs}"
             )
         if self.target.final_momentum < self.target.momentum:
             problems.append(
-                f"target.final_momentum = {_shown(self.target.final_momentum)}: less than target.momentum; "
-                f"allowed is {_shown(self.target.momentum)} to 1"
+                f"target.final_momentum = {shown(self.target.final_momentum)}: less than target.momentum; "
+                f"allowed is {shown(self.target.momentum)} to 1"
             )
         problems += self._batch_problems(world_size=1)
         if problems:
@@ -247,7 +213,7 @@ class Config(Node):
             return []
         candidates = (batch // parts * parts, -(-max(batch, least) // parts) * parts)
         nearest = " or ".join(str(value) for value in dict.fromkeys(candidates) if value >= least)
-        where = f"{_count(world_size, 'rank')} x {_count(steps, 'accumulation step')}"
+        where = f"{count(world_size, 'rank')} x {count(steps, 'accumulation step')}"
         reason = f"does not divide over {where}" if batch % parts else f"is too small for {where}"
         return [f"data.batch_size = {batch}: {reason}; use {nearest}"]
 
@@ -258,16 +224,17 @@ class Config(Node):
 
     def check_folders(self) -> None:
         """Raises UserError unless the image folders exist and the output folder holds no run yet."""
+        # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
         problems = []
         for key, folder in (("data.train", self.data.train), ("data.val", self.data.val)):
             if folder is None:
                 continue
-            if not folder.exists():
+            if not os.path.exists(folder):
                 problem = "no such folder"
                 if self.recipe == "quickstart":
                     problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
                 problems.append(f"{key} = {folder}: {problem}")
-            elif not folder.is_dir():
+            elif not os.path.isdir(folder):
                 problems.append(f"{key} = {folder}: not a folder; give the folder that holds the images")
             elif not os.access(folder, os.R_OK | os.X_OK):
                 problems.append(f"{key} = {folder}: unreadable; check its permissions")
@@ -284,23 +251,22 @@ class Config(Node):
             return []
         if holds_run(self.output):
             return [f"output = {self.output}: holds a run already; give another folder or remove this one"]
-        if self.output.exists() and not self.output.is_dir():
+        if os.path.exists(self.output) and not os.path.isdir(self.output):
             return [f"output = {self.output}: is a file; give a folder"]
         parent = self.output
-        while not parent.exists():
+        while not os.path.exists(parent):
             parent = parent.parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
             return [f"output = {self.output}: {parent} is not writable; give another folder"]
         return []
 
 
-AnyNode = TypeVar("AnyNode", bound=Node)
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run: every run starts by writing its configuration."""
-    return (folder / "config.yaml").exists()
+    return os.path.exists(folder / "config.yaml")
 
 
 def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
@@ -309,7 +275,7 @@ def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
     while candidate.exists():
         number += 1
         candidate = root / f"{recipe}-{number}"
-    return _absolute(candidate)
+    return absolute(candidate)
 
 
 def recipe_names() -> list[str]:
@@ -329,8 +295,8 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     if name in recipe_names():
         text = (resources.files("unigrad_fast") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
         return {**_parse_yaml(text, name), "recipe": name}
-    path = Path(name).expanduser()
-    if not path.is_file():
+    path = absolute(Path(name))
+    if not os.path.isfile(path):
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         raise UserError(
             f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
@@ -355,7 +321,7 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"recipe = {name}: holds {_shown(tree)}; a recipe is a tree of keys and values")
+        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe is a tree of keys and values")
     return tree
 
 
@@ -418,130 +384,3 @@ def resolve(
 def to_yaml(config: Node) -> str:
     """YAML of the whole tree, which `--recipe` accepts."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-# The one formatter: whatever is wrong, wherever it came from, is said here.
-
-
-def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
-    """`model` built from a tree of YAML values or texts; UserError lists all that is wrong, one line each."""
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        lines = [line for problem in error.errors() for line in _explain(model, problem)]
-        raise UserError("\n".join(dict.fromkeys(lines))) from None
-
-
-def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
-    location, value = problem["loc"], problem["input"]
-    if not location:
-        return str(problem["ctx"]["error"]).split("\n")
-    owner, path = model, []
-    for part in location:
-        path.append(str(part))
-        if part not in owner.model_fields:
-            return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
-        group = _group(owner, part)
-        if group is None:
-            break  # what follows a leaf names an arm of its union
-        owner = group
-    else:
-        return [f"{'.'.join(path)} = {_shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
-    if problem["type"] == "missing":
-        description = owner.model_fields[part].description
-        return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
-    allowed = allowed_values(owner, part)
-    close = difflib.get_close_matches(str(value), allowed.removeprefix("one of ").split(", "), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return [f"{'.'.join(path)} = {_shown(value)}: allowed is {allowed}{hint}"]
-
-
-def _group(owner: type[Node], key: str) -> type[Node] | None:
-    annotation = owner.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
-
-
-def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a tree."""
-    for key in model.model_fields:
-        group = _group(model, key)
-        if group is None:
-            yield prefix + key
-        else:
-            yield from keys(group, f"{prefix}{key}.")
-
-
-def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values below `key`."""
-    if isinstance(value, Mapping) and value:
-        for name, child in value.items():
-            yield from leaves(child, f"{key}.{name}")
-    else:
-        yield key, value
-
-
-def _unknown(model: type[Node], owner: type[Node], key: str, value: Any) -> str:
-    nearest = _nearest_key(model, key)
-    hint = f"did you mean {nearest}?" if nearest else f"valid keys are {', '.join(owner.model_fields)}"
-    return f"{key} = {_shown(value)}: unknown key; {hint}"
-
-
-def _nearest_key(model: type[Node], wrong: str) -> str | None:
-    def likeness(key: str) -> tuple[float, float]:
-        leaf, wrong_leaf = key.rpartition(".")[2], wrong.rpartition(".")[2]
-        whole = difflib.SequenceMatcher(None, wrong, key).ratio()
-        last = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
-        if wrong_leaf in leaf.split("_"):
-            last = max(last, 0.9)
-        return max(whole, 0.95 * last), whole
-
-    best = max(keys(model), key=likeness)
-    return best if likeness(best)[0] >= 0.6 else None
-
-
-def allowed_values(owner: type[Node], key: str) -> str:
-    """Range or choices of a leaf in words."""
-    return _in_words(owner.model_json_schema()["properties"][key])
-
-
-def _in_words(schema: Mapping[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_in_words(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    kind = schema.get("format") or schema["type"]
-    words = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "path": "a path",
-        "string": "a text",
-        "null": "null",
-    }[kind]
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    if low is not None and low == high:
-        return _shown(low)
-    limits = [
-        f"{word} {_shown(limit)}"
-        for word, limit in (("from", low), ("above", above), ("to", high), ("below", below))
-        if limit is not None
-    ]
-    return " ".join([words, *limits])
-
-
-def _shown(value: Any) -> str:
-    """A value as the user writes it, shortened."""
-    if isinstance(value, float):
-        text = f"{value:g}"
-    elif isinstance(value, str):
-        text = value or "''"
-    else:
-        text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

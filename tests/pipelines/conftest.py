@@ -2,9 +2,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from PIL import Image, ImageDraw
 
 from unigrad_fast.pipelines import Manifest
+
+settings.register_profile("pipelines", deadline=None, derandomize=True)
+settings.load_profile("pipelines")
 
 COUNT = 103  # prime: divides over nothing
 CLASSES = 5

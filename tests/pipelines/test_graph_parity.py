@@ -21,10 +21,10 @@ PLAIN = recipe(
 
 @pytest.fixture(scope="module", params=["pictures", "imagenet_sample"])
 def images(request, tmp_path_factory):
-    """Drawn and real images, at most sixteen."""
+    """Drawn and real images, at most eight."""
     root = request.getfixturevalue(request.param)
     manifest = Manifest.from_folder(root, cache=tmp_path_factory.mktemp("cache"))
-    return manifest, np.arange(min(16, len(manifest)))
+    return manifest, np.arange(min(8, len(manifest)))
 
 
 def draw(images, view, **fixed):
@@ -107,7 +107,7 @@ def test_crop_and_resize(images, interpolation):
     assert apart.max() <= 10.01
 
 
-@pytest.mark.parametrize("factor", [0.6, 0.85, 1.0, 1.4])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.4])
 @pytest.mark.parametrize("operation, bound", [("brightness", 2), ("contrast", 1), ("saturation", 2)])
 def test_jitter_of_one_kind(images, operation, bound, factor):
     neutral = dict(brightness=1.0, contrast=1.0, saturation=1.0, hue=0.0)

@@ -303,8 +303,35 @@ def test_evaluation_refuses_an_impossible_crop(manifest):
         EvaluationLoader(manifest, 32, crop_fraction=1.5)
 
 
-def test_ranks_draw_different_augmentations(manifest):
-    """The same images on every rank would show in the parameters: the draws depend on the image alone."""
-    batches = [loader(manifest, rank=rank, world_size=4) for rank in range(4)]
-    indices = np.concatenate([batch.indices(0)[1] for batch in batches])
-    assert len(np.unique(indices)) == 12
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+
+
+@pytest.mark.parametrize(
+    "mode, name, options",
+    [
+        ("L", "gray.jpg", {}),
+        ("CMYK", "print.jpg", {}),
+        ("RGB", "progressive.jpg", dict(progressive=True)),
+        ("RGB", "turned.jpg", dict(exif=TURNED)),
+        ("RGBA", "transparent.png", {}),
+        ("P", "palette.png", {}),
+        ("I;16", "deep.png", {}),
+        ("RGB", "really_png.jpg", dict(format="PNG")),
+        ("RGB", "picture.webp", {}),
+        ("RGB", "picture.bmp", {}),
+    ],
+)
+def test_unusual_files_are_decoded(tmp_path, mode, name, options):
+    Image.new("RGB", (48, 40), (250, 250, 250)).convert("L" if mode == "I;16" else mode).convert(mode).save(
+        tmp_path / name, **options
+    )
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.sizes.tolist() == [[48, 40]]
+    (batch,) = loader(manifest, batch_size=1, scale=(1.0, 1.0), ratio=(1.2, 1.2)).iterate(0, 1)
+    assert all(view.isfinite().all() for view in batch.views)
+
+
+def test_ranks_share_no_image_of_a_step(manifest):
+    ranks = [loader(manifest, rank=rank, world_size=4) for rank in range(4)]
+    assert len(np.unique(np.concatenate([rank.indices(0)[1] for rank in ranks]))) == 12

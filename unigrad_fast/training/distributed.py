@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ def expand_hosts(nodelist: str) -> list[str]:
         parts = re.split(r"\[([^\[\]]*)\]", word.strip())  # text and bracket in turn
         choices = [_ranges(part) if i % 2 else [part] for i, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
-    if not hosts or re.sub(r"\[[^\[\]]*\]", "", nodelist).count("[") or not all(hosts):
+    if not all(hosts) or not hosts or re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", nodelist)):
         raise ValueError(f"{nodelist!r} is not a list of hosts")
     return hosts
 
@@ -176,8 +177,8 @@ def _ranges(text: str) -> list[str]:
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise UserError(
-            f"{name} is not set, although other variables say that this is one of several processes; start the "
-            "run with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE for a single process"
+            f"{name} is not set, although other variables say that this is one of several processes; start "
+            "the run with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE for a single process"
         )
     return environ[name]
 
@@ -252,7 +253,12 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        # Once imported, DeepSpeed keeps groups of its own, which a later engine in this process would use.
+        deepspeed = sys.modules.get("deepspeed.comm")
+        if deepspeed is not None and deepspeed.is_initialized():
+            deepspeed.destroy_process_group()
+        else:
+            dist.destroy_process_group()
     _restore()
 
 
