@@ -21,8 +21,7 @@ class _KnownGradient(Function):
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         scaled = [
-            (grad_output * gradient).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            (grad_output * gradient).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return None, None, *scaled, *(None for _ in scaled)
 

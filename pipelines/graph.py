@@ -188,6 +188,4 @@ def _gray(fn: Any, types: Any, crop: Any) -> Any:
 
 
 def _normalize(fn: Any, types: Any, crop: Any, flip: Any) -> Any:
-    return fn.crop_mirror_normalize(
-        crop, output_layout="HWC", mirror=flip, mean=_SHIFT, std=_SCALE, dtype=types.FLOAT
-    )
+    return fn.crop_mirror_normalize(crop, output_layout="HWC", mirror=flip, mean=_SHIFT, std=_SCALE, dtype=types.FLOAT)

@@ -349,9 +349,7 @@ def _check_division(batch_size: int, accumulation_steps: int, world_size: int) -
         return
     low = batch_size // parts * parts
     nearest = f"{low} or {low + parts}" if low > 0 else str(parts)
-    over = f"{world_size} ranks" + (
-        f" and {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
-    )
+    over = f"{world_size} ranks" + (f" and {accumulation_steps} accumulation steps" if accumulation_steps > 1 else "")
     raise DataError(f"batch size {batch_size} does not divide over {over}; use {nearest}")
 
 

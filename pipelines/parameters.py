@@ -97,9 +97,7 @@ _WITHOUT_GRAY = np.eye(3) - 1 / 3  # onto the plane orthogonal to the gray axis
 _QUARTER_TURN = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / np.sqrt(3)  # there, red towards green
 
 
-def sample(
-    view: View, view_number: int, seed: int, epoch: int, index: np.ndarray, sizes: np.ndarray
-) -> Parameters:
+def sample(view: View, view_number: int, seed: int, epoch: int, index: np.ndarray, sizes: np.ndarray) -> Parameters:
     """Draws the parameters of one view of N images.
 
     Args:

@@ -109,11 +109,7 @@ def _commit() -> str:
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    models = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return models[0].partition(": ")[2] if models else platform.machine()
 
 

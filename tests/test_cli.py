@@ -67,10 +67,7 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
 
 def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert (
-        cli.main(["pretrain", "--data.train", str(images), "--model.projector.width", "4096", "--verbose"])
-        == 0
-    )
+    assert cli.main(["pretrain", "--data.train", str(images), "--model.projector.width", "4096", "--verbose"]) == 0
     tree = {"data": {"train": images}, "model": {"projector": {"width": 4096}}}
     expected = resolve("imagenet_100ep", {**tree, "output": tmp_path / "runs/imagenet_100ep"})
     assert trained == [(expected, True)]
@@ -90,9 +87,7 @@ def test_batch_that_does_not_divide_over_the_launched_ranks_is_refused(trained, 
     for word in words.split():
         monkeypatch.setenv(*word.split("="))
     lines = refused(capsys, "pretrain", "--data.train", str(images), "--data.batch_size", "100")
-    assert lines == [
-        "error: data.batch_size = 100: does not divide over 8 ranks x 1 accumulation step; use 96 or 104"
-    ]
+    assert lines == ["error: data.batch_size = 100: does not divide over 8 ranks x 1 accumulation step; use 96 or 104"]
     assert trained == []
 
 
@@ -143,9 +138,7 @@ def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
 def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     calls = []
-    monkeypatch.setattr(
-        "unigrad_fast.evaluation.command.evaluate_knn", lambda *arguments: calls.append(arguments)
-    )
+    monkeypatch.setattr("unigrad_fast.evaluation.command.evaluate_knn", lambda *arguments: calls.append(arguments))
     assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
     assert cli.main(["evaluate", "knn", str(tmp_path)]) == 0
     assert calls == [(tmp_path, True), (tmp_path, False)]

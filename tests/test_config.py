@@ -69,9 +69,7 @@ def test_imagenet_recipe_is_the_papers_table():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_printed_tree_can_be_fed_back(name, tmp_path):
-    config = resolve(
-        name, ["--seed", "3", "--output", str(tmp_path / "run"), "--optimizer.weight_decay", "1e-05"]
-    )
+    config = resolve(name, ["--seed", "3", "--output", str(tmp_path / "run"), "--optimizer.weight_decay", "1e-05"])
     file = tmp_path / "printed.yaml"
     file.write_text(to_yaml(config))
     assert resolve(file) == config
@@ -203,10 +201,7 @@ def test_all_problems_are_reported_at_once():
 
 
 def test_all_impossible_combinations_are_reported_at_once():
-    words = (
-        "--schedule.warmup_epochs 200 --target.final_momentum 0 "
-        "--data.batch_size 3 --engine.accumulation_steps 2"
-    )
+    words = "--schedule.warmup_epochs 200 --target.final_momentum 0 --data.batch_size 3 --engine.accumulation_steps 2"
     lines = refusal(*words.split())
     assert len(lines) == 3
 
@@ -240,9 +235,7 @@ def test_binary_recipe_file_is_refused(tmp_path):
     assert "cannot be read as text" in refusal("--recipe", str(file))[0]
 
 
-@pytest.mark.parametrize(
-    ("batch", "ranks", "remedy"), [(100, 8, "96 or 104"), (4, 8, "8"), (1024, 3, "1023 or 1026")]
-)
+@pytest.mark.parametrize(("batch", "ranks", "remedy"), [(100, 8, "96 or 104"), (4, 8, "8"), (1024, 3, "1023 or 1026")])
 def test_batch_that_does_not_divide_over_ranks_names_the_nearest(batch, ranks, remedy):
     with pytest.raises(
         UserError, match=f"{batch}: does not divide over {ranks} ranks x 1 accumulation step; use {remedy}"
@@ -257,9 +250,7 @@ def test_one_image_per_rank_is_refused_without_synchronised_batch_norm():
         config.check_world(4)
 
 
-@given(
-    batch=st.integers(2, 300), ranks=st.integers(1, 9), steps=st.integers(1, 9), synchronised=st.booleans()
-)
+@given(batch=st.integers(2, 300), ranks=st.integers(1, 9), steps=st.integers(1, 9), synchronised=st.booleans())
 def test_every_batch_size_that_is_suggested_is_accepted(batch, ranks, steps, synchronised):
     def problems(size: int) -> list[str]:
         tree = {

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_group import WorkerError, WorkerGroup
 
+from unigrad_fast import distributed
+from unigrad_fast.distributed import Launch, expand_hosts, launch_environment
 from unigrad_fast.errors import UserError
-from unigrad_fast.training import distributed
-from unigrad_fast.training.distributed import Launch, expand_hosts, launch_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,9 +182,7 @@ def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
         values = DEEPSPEED | {"MASTER_PORT": str(taken.getsockname()[1])}
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(
-            UserError, match=r"rank 1 of 2 did not meet the others at 127\.0\.0\.1:\d+ within"
-        ):
+        with pytest.raises(UserError, match=r"rank 1 of 2 did not meet the others at 127\.0\.0\.1:\d+ within"):
             distributed.start("cpu", rendezvous_timeout=timedelta(milliseconds=500))
     assert os.environ["LOCAL_RANK"] == "1" and not dist.is_initialized()
 
@@ -198,7 +196,7 @@ def test_cuda_without_a_gpu_is_a_users_error():
 # What the launched processes run: all meet, add up their ranks, and say who they are.
 PROGRAM = """
 import json, torch, torch.distributed as dist
-from unigrad_fast.training.distributed import session
+from unigrad_fast.distributed import session
 torch.set_num_threads(1)
 with session("cpu") as world:
     total = torch.tensor([world.rank + 1.0])
@@ -216,9 +214,7 @@ def program(tmp_path: Path) -> str:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_")) and k not in TORCHRUN
-    }
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_")) and k not in TORCHRUN}
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "always"} | more
 
@@ -286,7 +282,7 @@ def test_slurm_starts_two_ranks_without_warnings(program):
 
 ENGINE = """
 import torch
-from unigrad_fast.training.distributed import session
+from unigrad_fast.distributed import session
 from unigrad_fast.training.deepspeed_import import quiet_deepspeed
 torch.set_num_threads(1)
 for _ in range(2):

@@ -10,15 +10,11 @@ from sklearn.neighbors import KNeighborsClassifier
 from unigrad_fast.evaluation import KNNResult, weighted_knn
 
 
-def clusters(
-    seed: int, bank: int = 90, queries: int = 40, classes: int = 6, dim: int = 8
-) -> list[torch.Tensor]:
+def clusters(seed: int, bank: int = 90, queries: int = 40, classes: int = 6, dim: int = 8) -> list[torch.Tensor]:
     """Overlapping clusters: (train features, train labels, val features, val labels), float64."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(classes, dim))
-    labels = [
-        np.concatenate([np.arange(classes), rng.integers(0, classes, n - classes)]) for n in (bank, queries)
-    ]
+    labels = [np.concatenate([np.arange(classes), rng.integers(0, classes, n - classes)]) for n in (bank, queries)]
     features = [centres[label] + 1.2 * rng.normal(size=(len(label), dim)) for label in labels]
     return [torch.from_numpy(a) for a in (features[0], labels[0], features[1], labels[1])]
 
@@ -32,9 +28,7 @@ def reference(train, train_labels, val, val_labels, k: int, temperature: float) 
         nearest = sorted(range(len(train)), key=lambda i: (-similarity[i], int(train_labels[i])))[:k]
         votes: dict[int, float] = {}
         for i in nearest:
-            votes[int(train_labels[i])] = votes.get(int(train_labels[i]), 0.0) + np.exp(
-                similarity[i] / temperature
-            )
+            votes[int(train_labels[i])] = votes.get(int(train_labels[i]), 0.0) + np.exp(similarity[i] / temperature)
         ranking = sorted(votes, key=lambda c: (-votes[c], c))
         hits += [truth in ranking[:1], truth in ranking[:5]]
     return tuple(100 * hits / len(val))
@@ -53,9 +47,7 @@ def test_agrees_with_scikit_learn():
     train, train_labels, val, val_labels = clusters(seed=7)
     unit_train, unit_val = (torch.nn.functional.normalize(a).numpy() for a in (train, val))
     # For unit vectors s = 1 - d²/2; the constant factor exp(1/T) does not change a vote.
-    model = KNeighborsClassifier(
-        n_neighbors=10, weights=lambda d: np.exp(-(d**2) / 2 / 0.1), algorithm="brute"
-    )
+    model = KNeighborsClassifier(n_neighbors=10, weights=lambda d: np.exp(-(d**2) / 2 / 0.1), algorithm="brute")
     accuracy = 100 * model.fit(unit_train, train_labels.numpy()).score(unit_val, val_labels.numpy())
     assert weighted_knn(train, train_labels, val, val_labels, k=10).accuracy == pytest.approx(accuracy)
 

@@ -18,9 +18,7 @@ HEAVY = ("torch", "deepspeed", "nvidia.dali", "torchvision", "matplotlib", "tens
 def python(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
     """This interpreter in a folder, with one entry before everything that is installed."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +122,4 @@ def test_deepspeed_is_pinned_to_the_tested_version():
 
 def test_readme_says_what_was_not_reproduced():
     text = (ROOT / "README.md").read_text()
-    assert (
-        "ImageNet accuracy has not been reproduced by us; the paper's numbers are quoted as the paper's."
-        in text
-    )
+    assert "ImageNet accuracy has not been reproduced by us; the paper's numbers are quoted as the paper's." in text

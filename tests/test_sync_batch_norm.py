@@ -76,7 +76,7 @@ def test_large_mean_in_fp32_keeps_the_deviation(workers):
     dy = torch.randn_like(x)
     results = combine(workers(2).run(on_each_rank, norm, x, dy, (6, 4)))
     expected = run(copy.deepcopy(norm).double(), x.double(), dy.double())
-    # fp32 holds the mean, 1e4, to 5e-4 and the normalised values little better; torch's errs several times more.
+    # fp32 holds the mean, 1e4, to 5e-4 and the normalised values little better; torch errs more.
     tolerances = {"y": 3e-3, "dx": 2e-4, "dweight": 0.5, "dbias": 5e-3, "running_mean": 5e-4}
     for name, tolerance in tolerances.items():
         torch.testing.assert_close(results[name].double(), expected[name], rtol=0, atol=tolerance, msg=name)
@@ -136,9 +136,7 @@ def forward(norm: nn.Module, x: Tensor) -> tuple[Tensor, dict]:
 
 
 def test_one_value_over_all_ranks_is_refused(workers):
-    with pytest.raises(
-        WorkerError, match=r"ValueError: .*more than 1 value per channel over all ranks.*got 1"
-    ):
+    with pytest.raises(WorkerError, match=r"ValueError: .*more than 1 value per channel over all ranks.*got 1"):
         workers(2).run(on_each_rank, network(2, torch.float32), torch.randn(1, 5), torch.randn(1, 5), (1, 0))
 
 

@@ -42,9 +42,7 @@ class Run:
         console = Console(file=self.screen, force_terminal=terminal, width=120 if terminal else 80)
         self.telemetry = Telemetry(folder, config, 100, 10, rank=rank, console=console, clock=self.clock)
 
-    def advance(
-        self, steps: range, seconds: float = 1.0, images: int = 64, data_seconds: float = 0.25
-    ) -> None:
+    def advance(self, steps: range, seconds: float = 1.0, images: int = 64, data_seconds: float = 0.25) -> None:
         for step in steps:
             self.clock.now += seconds
             self.telemetry.advance(step, images, data_seconds)
@@ -286,9 +284,7 @@ def test_collapse_is_warned_of_once_in_a_run(tmp_path):
 )
 def test_collapse_watch_speaks_exactly_below_its_thresholds_after_warmup(std, rank, step):
     watch = CollapseWatch(warmup_steps=10)
-    low = (std is not None and std < COLLAPSED_FEATURE_STD) or (
-        rank is not None and rank < COLLAPSED_EFFECTIVE_RANK
-    )
+    low = (std is not None and std < COLLAPSED_FEATURE_STD) or (rank is not None and rank < COLLAPSED_EFFECTIVE_RANK)
     message = watch.check(step, {"feature_std": std, "effective_rank": rank})
     assert (message is not None) == (low and step > 10)
     assert message is None or watch.check(step + 1, {"feature_std": std, "effective_rank": rank}) is None

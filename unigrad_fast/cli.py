@@ -47,7 +47,7 @@ def pretrain(options: Pretrain) -> None:
         return
     config.check_folders()
     require_dali()
-    from unigrad_fast.training.distributed import launch_environment
+    from unigrad_fast.distributed import launch_environment
 
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import trainer
@@ -68,9 +68,7 @@ class EvaluateKNN(Node):
 
 def evaluate_knn(options: EvaluateKNN) -> None:
     if not holds_run(options.run):
-        raise UserError(
-            f"run = {options.run}: no run there (no config.yaml); give a folder that pretrain wrote"
-        )
+        raise UserError(f"run = {options.run}: no run there (no config.yaml); give a folder that pretrain wrote")
     require_dali()
     from unigrad_fast.evaluation import command
 

@@ -239,9 +239,7 @@ class Config(Node):
             elif not os.access(folder, os.R_OK | os.X_OK):
                 problems.append(f"{key} = {folder}: unreadable; check its permissions")
         if self.data.train is None:
-            problems.append(
-                "data.train = null: no training images; give their folder with --data.train FOLDER"
-            )
+            problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
         problems += self._output_problems()
         if problems:
             raise UserError("\n".join(problems))
@@ -281,9 +279,7 @@ def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
     folder = resources.files("unigrad_fast") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # Elements per block of the statistics: a block stays in the cache while it is read three times, and fp32 sums
-# over its rows lose little. torch.batch_norm sums all rows of channels-last input at once: 65,536 of mean 1e4 and
-# deviation 1 give it a variance 9 times too large in fp32.
+# over its rows lose little. torch.batch_norm sums all rows of channels-last input at once: 65,536 of mean 1e4
+# and deviation 1 give it a variance 9 times too large in fp32.
 BLOCK_ELEMENTS = 1 << 17
 
 _fixed_backward = torch.ops.aten.native_batch_norm_backward

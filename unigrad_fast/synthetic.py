@@ -11,17 +11,8 @@ picture. Legend of shapes: N pictures, S pixels per side.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-
-from unigrad_fast.errors import UserError
 
 Array = NDArray[np.float32]
 

@@ -90,12 +90,7 @@ def test_the_update_equals_the_one_with_a_reduction_over_ranks():
     unit, _ = unit_embeddings(random(8, PANEL_ROWS + 5))
     whole, halves = torch.zeros(2, PANEL_ROWS + 5, PANEL_ROWS + 5, dtype=torch.float64)
     update_correlation_(whole, unit, decay=0.0, count=8)
-    others = iter(
-        [
-            unit[4:, a:b].T @ unit[4:, a:] / 8
-            for a, b in ((0, PANEL_ROWS), (PANEL_ROWS, PANEL_ROWS + 5))
-        ]
-    )
+    others = iter([unit[4:, a:b].T @ unit[4:, a:] / 8 for a, b in ((0, PANEL_ROWS), (PANEL_ROWS, PANEL_ROWS + 5))])
     update_correlation_(halves, unit[:4], decay=0.0, count=8, reduce_=lambda panel: panel.add_(next(others)))
     torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-15)
 

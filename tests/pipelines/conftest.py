@@ -23,9 +23,7 @@ def draw(number: int, width: int, height: int) -> Image.Image:
     """Smooth colours, sharp edges and a little noise: what a photograph has."""
     random = np.random.default_rng(number)
     across, down = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
-    waves = [
-        np.sin(2 * np.pi * (random.uniform(0, 2) * across + random.uniform(0, 2) * down)) for _ in range(3)
-    ]
+    waves = [np.sin(2 * np.pi * (random.uniform(0, 2) * across + random.uniform(0, 2) * down)) for _ in range(3)]
     field = 128 + 90 * np.stack(waves, axis=-1) + random.normal(0, 4, (height, width, 3))
     image = Image.fromarray(field.clip(0, 255).astype(np.uint8))
     pen = ImageDraw.Draw(image)

@@ -14,9 +14,7 @@ from unigrad_fast.pipelines import Manifest, View, graph, recipe
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 
-PLAIN = recipe(
-    "simsiam", jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0, flip_probability=0.0
-)[0]
+PLAIN = recipe("simsiam", jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0, flip_probability=0.0)[0]
 
 
 @pytest.fixture(scope="module", params=["pictures", "imagenet_sample"])
@@ -95,9 +93,7 @@ def test_crop_and_resize(images, interpolation):
     mode = InterpolationMode.BILINEAR if interpolation == "bilinear" else InterpolationMode.BICUBIC
     theirs = torch.stack(
         [
-            F.pil_to_tensor(
-                F.resized_crop(original(images, i), *box, [view.size, view.size], mode, antialias=True)
-            )
+            F.pil_to_tensor(F.resized_crop(original(images, i), *box, [view.size, view.size], mode, antialias=True))
             for i, box in enumerate(zip(*(a.tolist() for a in (p.y, p.x, p.height, p.width)), strict=True))
         ]
     )

@@ -260,9 +260,7 @@ def test_evaluation_shows_every_image_once(manifest, world_size):
 
 def test_evaluation_with_more_ranks_than_images(pictures):
     manifest = Manifest.from_folder(pictures)
-    counts = [
-        len(list(EvaluationLoader(manifest, 32, rank=rank, world_size=6, threads=1))) for rank in range(6)
-    ]
+    counts = [len(list(EvaluationLoader(manifest, 32, rank=rank, world_size=6, threads=1))) for rank in range(6)]
     assert counts == [1, 1, 1, 1, 0, 0]
 
 

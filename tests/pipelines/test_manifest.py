@@ -162,9 +162,7 @@ def test_class_folders_of_text_files(tmp_path):
 
 def test_text_files_with_an_image_extension(tmp_path):
     (tmp_path / "a.jpg").write_text("text")
-    with pytest.raises(
-        DataError, match=r"none of 1 images .* can be read; .*a\.jpg: its header is not one of"
-    ):
+    with pytest.raises(DataError, match=r"none of 1 images .* can be read; .*a\.jpg: its header is not one of"):
         Manifest.from_folder(tmp_path)
 
 

@@ -56,9 +56,7 @@ def gathered(seed, step, count, batch_size, accumulation, world_size):
     """The images of one optimizer step in the order of micro-batches and ranks."""
     return np.concatenate(
         [
-            batch_indices(
-                seed, step * accumulation + part, count, batch_size, accumulation, rank, world_size
-            )[1]
+            batch_indices(seed, step * accumulation + part, count, batch_size, accumulation, rank, world_size)[1]
             for part in range(accumulation)
             for rank in range(world_size)
         ]
@@ -78,10 +76,7 @@ def test_epoch_shows_each_image_at_most_once_and_leaves_out_less_than_a_batch(se
     world_size, accumulation, batch_size, count = layout
     steps = count // batch_size
     seen = np.concatenate(
-        [
-            gathered(seed, epoch * steps + step, count, batch_size, accumulation, world_size)
-            for step in range(steps)
-        ]
+        [gathered(seed, epoch * steps + step, count, batch_size, accumulation, world_size) for step in range(steps)]
     )
     assert len(np.unique(seen)) == len(seen) > count - batch_size
 
@@ -89,14 +84,10 @@ def test_epoch_shows_each_image_at_most_once_and_leaves_out_less_than_a_batch(se
 def test_103_images_on_4_ranks_are_all_seen_within_few_epochs():
     steps = 103 // 8
     seen = [
-        batch_indices(0, step, 103, 8, rank=rank, world_size=4)[1]
-        for step in range(4 * steps)
-        for rank in range(4)
+        batch_indices(0, step, 103, 8, rank=rank, world_size=4)[1] for step in range(4 * steps) for rank in range(4)
     ]
     assert len(np.unique(np.concatenate(seen))) == 103
 
 
 def test_step_knows_its_epoch():
-    assert [batch_indices(0, step, 103, 40, accumulation_steps=2)[0] for step in range(9)] == [0] * 4 + [
-        1
-    ] * 4 + [2]
+    assert [batch_indices(0, step, 103, 40, accumulation_steps=2)[0] for step in range(9)] == [0] * 4 + [1] * 4 + [2]

@@ -38,9 +38,7 @@ def test_crops_are_distributed_as_torchvisions(size, scale):
     image = torch.empty(3, size[1], size[0])
     crop = v2.RandomResizedCrop(224, scale=scale, ratio=VIEW.ratio)
     theirs = [crop.make_params([image]) for _ in range(DRAWS)]
-    top, left, height, width = (
-        np.array([p[key] for p in theirs]) for key in ("top", "left", "height", "width")
-    )
+    top, left, height, width = (np.array([p[key] for p in theirs]) for key in ("top", "left", "height", "width"))
     assert_same_distribution(ours.width * ours.height, width * height)
     assert_same_distribution(ours.width / ours.height, width / height)
     assert_same_distribution(ours.x, left)
@@ -98,9 +96,7 @@ def test_images_share_no_randomness():
     assert abs(np.corrcoef(factors[1:], factors[:-1])[0, 1]) < 4.5 / np.sqrt(DRAWS)
 
 
-@given(
-    st.lists(st.integers(0, 2**31), min_size=1, max_size=20), st.integers(0, 2**64 - 1), st.integers(0, 10**5)
-)
+@given(st.lists(st.integers(0, 2**31), min_size=1, max_size=20), st.integers(0, 2**64 - 1), st.integers(0, 10**5))
 def test_parameters_of_an_image_do_not_depend_on_its_batch(index, seed, epoch):
     index = np.array(index)
     sizes = np.stack([index % 700 + 1, index % 333 + 1], axis=1)

@@ -9,25 +9,25 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unigrad_fast.training import distributed
+from unigrad_fast import distributed
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.training.distributed import World
+from unigrad_fast.distributed import World
 from unigrad_fast.errors import UserError
-from unigrad_fast.evaluation import baselines
+from unigrad_fast.evaluation.baselines import colour_histogram, raw_pixels
 from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
 from unigrad_fast.evaluation.probe import BRANCH, PROTOCOL, KNNProbe
 from unigrad_fast.model import build_encoder
-from unigrad_fast.training.engine import autocast_dtype
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.weights import load_encoder
 
 
-def evaluate_knn(run: Path, with_baselines: bool = False) -> None:
+def evaluate_knn(run: Path, baselines: bool = False) -> None:
     """Print the kNN accuracy of a run's online backbone and write it to RUN/knn.json.
 
     Args:
         run: the run folder.
-        with_baselines: judge raw pixels, colour histograms and the untrained encoder beside it.
+        baselines: judge raw pixels, colour histograms and the untrained encoder beside it.
 
     Raises:
         UserError: a run without weights, labels or validation images.
@@ -38,9 +38,9 @@ def evaluate_knn(run: Path, with_baselines: bool = False) -> None:
         dtype = autocast_dtype(config.engine.precision, world.device)
         untrained = build_encoder(config.model, config.seed, world.device).backbone
         rows: dict[str, KNNResult] = {}
-        if with_baselines:
-            rows["raw pixels"] = probe_baseline(probe, baselines.raw_pixels)
-            rows["colour histogram"] = probe_baseline(probe, baselines.colour_histogram)
+        if baselines:
+            rows["raw pixels"] = probe_baseline(probe, raw_pixels)
+            rows["colour histogram"] = probe_baseline(probe, colour_histogram)
             rows["untrained encoder"] = probe(untrained, dtype)
         metadata = load_encoder(run, untrained)
         rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(untrained, dtype)

@@ -76,9 +76,7 @@ def extract(
         features = _sum_over_ranks(features, seen, device)
     if not bool((seen == 1).all()):
         wrong = int((seen != 1).nonzero()[0, 0])
-        raise AssertionError(
-            f"image {wrong} of {len(manifest)} was read {int(seen[wrong])} times instead of once"
-        )
+        raise AssertionError(f"image {wrong} of {len(manifest)} was read {int(seen[wrong])} times instead of once")
     for start in range(0, len(features), ROWS_AT_ONCE):
         _refuse_non_finite(features[start : start + ROWS_AT_ONCE], start, manifest)
     labels = torch.as_tensor(manifest.labels, dtype=torch.int64) if manifest.has_labels else None

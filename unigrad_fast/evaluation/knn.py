@@ -91,9 +91,7 @@ def weighted_knn(
     # In this order of the bank a smaller position is a smaller class, which is how ties are decided.
     train_labels, order = train_labels.cpu().sort(stable=True)
     val_labels = val_labels.cpu()
-    similarity, position = _neighbours(
-        train_features, order, val_features, k, chunk, device or train_features.device
-    )
+    similarity, position = _neighbours(train_features, order, val_features, k, chunk, device or train_features.device)
     neighbour_label = train_labels[position]
 
     classes = int(max(train_labels.max(), val_labels.max())) + 1
@@ -116,8 +114,7 @@ def weighted_knn(
 def _check(features: Tensor, labels: Tensor, name: str) -> None:
     if features.ndim != 2 or labels.shape != features.shape[:1] or len(labels) == 0:
         raise ValueError(
-            f"{name} features {list(features.shape)} and labels {list(labels.shape)} must be [n, D] and [n], "
-            f"with n > 0"
+            f"{name} features {list(features.shape)} and labels {list(labels.shape)} must be [n, D] and [n], with n > 0"
         )
     if int(labels.min()) < 0:
         raise ValueError(f"{name} labels contain {int(labels.min())}; kNN needs a label ≥ 0 for every image")
@@ -166,9 +163,7 @@ def _largest(similarity: Tensor, position: Tensor, k: int) -> tuple[Tensor, Tens
     return value, position.gather(1, column)
 
 
-def _rank_of_truth(
-    similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float
-) -> Tensor:
+def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float) -> Tensor:
     """Place of the true class in the votes, 0 for the winner; `classes` where it has no vote. int64 [Q]."""
     similarity = similarity.double()
     # Dividing a row by its largest weight changes no comparison and keeps exp from overflowing at small T.

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from unigrad_fast.config import Config
+from unigrad_fast.distributed import World
 from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.training.distributed import World
 
 PROTOCOL = "weighted kNN"
 BRANCH = "online backbone"
@@ -61,6 +61,4 @@ class KNNProbe:
             )
             for manifest in (self.train, self.val)
         ]
-        return weighted_knn(
-            *parts[0], *parts[1], settings.knn.k, settings.knn.temperature, device=self.world.device
-        )
+        return weighted_knn(*parts[0], *parts[1], settings.knn.k, settings.knn.temperature, device=self.world.device)

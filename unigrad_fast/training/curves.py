@@ -90,9 +90,7 @@ def _draw_accuracy(axes: Axes, events: list[dict[str, Any]], color: str, first: 
         return
     axes.plot(epochs, values, color=color, linewidth=1.6, marker="o", markersize=4)
     if epochs[0] == 0:
-        axes.plot(
-            0, values[0], marker="o", markersize=8, markerfacecolor="white", markeredgecolor=color, zorder=3
-        )
+        axes.plot(0, values[0], marker="o", markersize=8, markerfacecolor="white", markeredgecolor=color, zorder=3)
         if first:  # runs that are compared mostly start at the same point
             _annotate(axes, f"untrained {values[0]:.1f}", (0, values[0]), color, left=True)
     if len(epochs) > 1:
@@ -108,9 +106,7 @@ def _draw_accuracy(axes: Axes, events: list[dict[str, Any]], color: str, first: 
 
 def _annotate(axes: Axes, text: str, point: tuple[float, float], color: str, left: bool) -> None:
     place = (
-        {"xytext": (8, -4), "ha": "left", "va": "top"}
-        if left
-        else {"xytext": (0, 8), "ha": "right", "va": "bottom"}
+        {"xytext": (8, -4), "ha": "left", "va": "top"} if left else {"xytext": (0, 8), "ha": "right", "va": "bottom"}
     )
     axes.annotate(text, point, textcoords="offset points", fontsize=9, color=color, **place)
 

@@ -1,8 +1,6 @@
-"""The DeepSpeed engine around the online branch, and the precision it computes in."""
+"""The DeepSpeed engine around the online branch."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,24 +8,6 @@ from torch import nn
 from unigrad_fast import config
 from unigrad_fast.training.deepspeed_import import quiet_deepspeed
 from unigrad_fast.training.optimizers import SGD
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 matrices in hardware (on the CPU: AMX, AVX512-BF16, or Arm's BF16)."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return False
-    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
-
-
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype that the networks compute in under autocast; None is plain fp32."""
-    if precision == "bf16" or (precision == "auto" and has_fast_bf16(device)):
-        return torch.bfloat16
-    return None
 
 
 def build_engine(

@@ -6,7 +6,13 @@ import math
 
 
 def learning_rate(
-    step: int, total_steps: int, *, peak: float, warmup_steps: int, kind: str = "cosine", min_fraction: float = 0.001
+    step: int,
+    total_steps: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    kind: str = "cosine",
+    min_fraction: float = 0.001,
 ) -> float:
     """Learning rate of an optimizer step.
 

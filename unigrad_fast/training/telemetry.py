@@ -114,11 +114,7 @@ class Throughput:
     def recent(self) -> dict[str, float]:
         """`images_per_second` and `data_wait_share` over the window; empty before the second step."""
         seconds, images, waited = self._between(self.marks[0] if self.marks else None)
-        return (
-            {"images_per_second": images / seconds, "data_wait_share": waited / seconds}
-            if seconds > 0
-            else {}
-        )
+        return {"images_per_second": images / seconds, "data_wait_share": waited / seconds} if seconds > 0 else {}
 
     def seconds_per_step(self) -> float | None:
         seconds = self._between(self.marks[0] if self.marks else None)[0]
@@ -252,9 +248,7 @@ class Telemetry:
         if message := self.collapse.check(step, numbers):
             self.warn(message, step)
         self._refresh_bar()
-        if self.progress is None and (
-            self.clock() - self.last_line >= PLAIN_SECONDS or step == self.total_steps
-        ):
+        if self.progress is None and (self.clock() - self.last_line >= PLAIN_SECONDS or step == self.total_steps):
             self.last_line = self.clock()
             digits = len(str(self.total_steps))
             place = f"step {step:>{digits}}/{self.total_steps}  epoch {self._epoch(step):7.2f}"
@@ -275,11 +269,7 @@ class Telemetry:
         self._event("knn", step, {"accuracy": result.accuracy, **top5, **settings})
         self._scalars("knn", step, {"accuracy": result.accuracy, **top5})
         self.accuracies.append((step, result.accuracy))
-        first = (
-            f", {self.accuracies[0][1]:.2f} % at step {self.accuracies[0][0]}"
-            if len(self.accuracies) > 1
-            else ""
-        )
+        first = f", {self.accuracies[0][1]:.2f} % at step {self.accuracies[0][0]}" if len(self.accuracies) > 1 else ""
         self.say(
             f"epoch {self._epoch(step):.2f}  kNN accuracy {result.accuracy:.2f} %{first}"
             f"  (weighted kNN, k {result.k}, T {result.temperature:g}, online backbone)"
@@ -294,9 +284,7 @@ class Telemetry:
         if self.progress is None:
             self._print(f"WARNING: {message}")
         else:
-            self.console.print(
-                Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow")
-            )
+            self.console.print(Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow"))
 
     def say(self, message: str) -> None:
         """Shows a line on the console, above the progress bar, and records it in the log."""
@@ -305,9 +293,7 @@ class Telemetry:
         self._log(message)
         self._print(message)
 
-    def finish(
-        self, summary: Mapping[str, Any] | None = None, next_commands: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def finish(self, summary: Mapping[str, Any] | None = None, next_commands: Sequence[str] = ()) -> dict[str, Any]:
         """Shows the final table and the commands to type next; writes summary.json and returns what it holds.
 
         summary: further entries, each a row of the table (percent where the name begins with knn_), or other
@@ -319,10 +305,7 @@ class Telemetry:
         own = {
             "steps": self.step,
             "epochs": self._epoch(self.step),
-            **{
-                name: self.latest.get(name)
-                for name in ("loss", "positive_cosine", "feature_std", "effective_rank")
-            },
+            **{name: self.latest.get(name) for name in ("loss", "positive_cosine", "feature_std", "effective_rank")},
             "knn_first": accuracies[0] if accuracies else None,
             "knn_last": accuracies[-1] if accuracies else None,
             "knn_best": max(accuracies, default=None),
@@ -377,9 +360,7 @@ class Telemetry:
 
     def _files(self) -> list[str]:
         return sorted(
-            path.name + "/" * path.is_dir()
-            for path in self.run_dir.iterdir()
-            if not path.name.startswith(".")
+            path.name + "/" * path.is_dir() for path in self.run_dir.iterdir() if not path.name.startswith(".")
         )
 
     def _event(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
@@ -395,9 +376,7 @@ class Telemetry:
 
     def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
         """Every occasion is an event; the console is told once per metric."""
-        message = f"non-finite at step {step}, written as null: " + ", ".join(
-            f"{k} = {v}" for k, v in odd.items()
-        )
+        message = f"non-finite at step {step}, written as null: " + ", ".join(f"{k} = {v}" for k, v in odd.items())
         if odd.keys() <= self.named_non_finite:
             self._event("warning", step, {"message": message})
             self._log(f"WARNING: {message}")

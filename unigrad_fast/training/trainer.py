@@ -10,16 +10,17 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from unigrad_fast import distributed
 from unigrad_fast.config import Config, to_yaml
+from unigrad_fast.distributed import World
 from unigrad_fast.errors import RunStopped, UserError
 from unigrad_fast.evaluation.probe import KNNProbe
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest, recipe
-from unigrad_fast.training import distributed
+from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.training.curves import draw
-from unigrad_fast.training.distributed import World
-from unigrad_fast.training.engine import autocast_dtype, build_engine
+from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer

@@ -216,6 +216,7 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
     chosen = _choose_device(device, launch)
     # DeepSpeed wants it, as the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
+    _set("LOCAL_WORLD_SIZE", str(launch.local_size))  # the loader divides the cores by it
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device does, while a host name may not resolve, without a network say.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
