@@ -94,7 +94,7 @@ class Loader:
         if prefetch < 1:
             raise DataError(f"prefetch {prefetch} leaves no batch in the making; use 2, or at least 1")
         if len(manifest) < batch_size:
-            raise DataError(_too_few(len(manifest), batch_size, accumulation_steps * world_size))
+            raise DataError(_too_few(manifest, batch_size, accumulation_steps * world_size))
         manifest.require_readable()
         self.manifest = manifest
         self.views = make_recipe(recipe, image_size, **override) if isinstance(recipe, str) else tuple(recipe)
@@ -353,8 +353,9 @@ def _check_division(batch_size: int, accumulation_steps: int, world_size: int) -
     raise DataError(f"batch size {batch_size} does not divide over {over}; use {nearest}")
 
 
-def _too_few(count: int, batch_size: int, parts: int) -> str:
-    found = f"{count} image{'s' if count > 1 else ''} cannot fill a batch of {batch_size}"
+def _too_few(manifest: Manifest, batch_size: int, parts: int) -> str:
+    count = len(manifest)
+    found = f"{manifest.root}: {count} image{'s' if count > 1 else ''} cannot fill a batch of {batch_size}"
     largest = count // parts * parts
     remedy = f"a batch size of {largest} or less, or" if largest else ""
     return f"{found}; use {remedy} at least {batch_size} images".replace("  ", " ")

@@ -13,6 +13,7 @@ import torchvision
 from torch import Tensor, nn
 
 from unigrad_fast import config
+from unigrad_fast.small_convolution import use_small_convolutions
 from unigrad_fast.sync_batch_norm import convert
 
 
@@ -96,4 +97,6 @@ def build_encoder(settings: config.Model, seed: int, device: torch.device) -> En
         encoder = Encoder(settings)
     if settings.sync_batch_norm:
         encoder = convert(encoder, device.type)
+    if device.type == "cpu":
+        use_small_convolutions(encoder)
     return encoder.to(device).train()

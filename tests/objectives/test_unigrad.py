@@ -246,5 +246,5 @@ def test_shapes_that_do_not_fit_are_refused():
 
 def test_build_knows_unigrad_and_names_the_known_methods():
     assert build("unigrad", width=8, balance=3.0).balance == 3.0
-    with pytest.raises(ValueError, match="unigrd.*unigrad"):
+    with pytest.raises(ValueError, match=r"unigrd.*unigrad"):
         build("unigrd", width=8)

@@ -1,0 +1,235 @@
+"""The main job from the command line: real JPEG files, DALI, DeepSpeed, torchrun; what it writes and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from drawn_images import draw_tree
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = """
+recipe: cifar_subset
+data: {batch_size: 32, threads: 1}
+model: {projector: {width: 32}}
+schedule: {epochs: 2}
+evaluation: {every: 1}
+telemetry: {every: 1, effective_rank_every: 1, tensorboard: false}
+engine: {precision: fp32}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """train (96 images), val (32), flat (40 without labels)."""
+    root = tmp_path_factory.mktemp("data")
+    draw_tree(root / "train", per_class=48)
+    draw_tree(root / "val", per_class=16)
+    (root / "flat").mkdir()
+    for number, file in enumerate(sorted((root / "train").rglob("*.jpg"))[:40]):
+        shutil.copy(file, root / "flat" / f"{number}.jpg")
+    (root / "small.yaml").write_text(SMALL)
+    return root
+
+
+def command(*arguments, launcher=(), cwd: Path | None = None) -> subprocess.CompletedProcess:
+    start = [sys.executable, "-m", *launcher, "unigrad_fast"] if launcher else [sys.executable, "-m", "unigrad_fast"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    return subprocess.run(
+        [*start, *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+def pretrain(data: Path, output: Path, *arguments, launcher=()) -> subprocess.CompletedProcess:
+    given = ("--recipe", data / "small.yaml", "--output", output, "--data.train", data / "train", *arguments)
+    return command("pretrain", *given, launcher=launcher)
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    return run, pretrain(data, run, "--data.val", data / "val", "--telemetry.tensorboard", "true")
+
+
+def test_a_run_ends_well_and_writes_its_files(finished):
+    run, result = finished
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "weights.safetensors", "curves.png", "tensorboard", "summary.json", "log.txt"
+    }  # fmt: skip
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_says_what_it_does_and_nothing_else(finished):
+    _, result = finished
+    assert result.stderr == ""
+    assert "resnet18, projector 3 x 32" in result.stdout
+    assert "Pretraining finished" in result.stdout
+    assert "unigrad-fast evaluate knn" in result.stdout
+    assert "DeepSpeed" not in result.stdout
+
+
+def test_every_reported_metric_is_in_the_file(finished):
+    run, _ = finished
+    train = events(run, "train")
+    assert [event["step"] for event in train] == list(range(1, 7))
+    names = "loss positive_cosine negative_term feature_std effective_rank gradient_norm lr target_momentum".split()
+    for event in train:
+        assert all(isinstance(event[name], float) for name in names)
+        assert event["skipped_steps"] == 0 and event["memory_gib"] > 0
+    assert all(event["images_per_second"] > 0 and 0 <= event["data_wait_share"] <= 1 for event in train[2:])
+    assert train[-1]["lr"] == pytest.approx(1e-3 * max(event["lr"] for event in train), rel=0.01)
+    assert train[-1]["target_momentum"] == 1.0
+
+
+def test_the_encoder_is_judged_before_during_and_after(finished):
+    run, _ = finished
+    assert [(event["step"], event["epoch"]) for event in events(run, "knn")] == [(0, 0.0), (3, 1.0), (6, 2.0)]
+    assert all(
+        e["k"] == 20 and e["temperature"] == 0.1 and e["branch"] == "online backbone" for e in events(run, "knn")
+    )
+
+
+def test_evaluate_reproduces_the_accuracy_of_the_run_and_of_its_untrained_encoder(finished):
+    run, _ = finished
+    result = command("evaluate", "knn", run, "--baselines", "true")
+    assert result.returncode == 0, result.stderr
+    accuracy = json.loads((run / "knn.json").read_text())["accuracy"]
+    during = [event["accuracy"] for event in events(run, "knn")]
+    assert accuracy["untrained encoder"] == during[0]
+    assert accuracy["trained encoder"] == during[-1]
+    assert {"raw pixels", "colour histogram"} < accuracy.keys()
+    for name, value in accuracy.items():
+        assert name in result.stdout and f"{value:.2f}" in result.stdout
+    assert "epoch 2" in result.stdout and "online backbone" in result.stdout
+
+
+def test_the_saved_configuration_repeats_the_run(finished, tmp_path):
+    run, _ = finished
+    again = command("pretrain", "--recipe", run / "config.yaml", "--output", tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    with safe_open(run / "weights.safetensors", "pt") as one, safe_open(
+        tmp_path / "again" / "weights.safetensors", "pt"
+    ) as other:  # fmt: skip
+        assert one.metadata() == other.metadata() == {"step": "6", "epoch": "2"}
+        assert set(one.keys()) == set(other.keys())
+        assert {name.split(".")[0] for name in one.keys()} == {"online", "target", "objective"}  # noqa: SIM118
+        for name in one.keys():  # noqa: SIM118
+            assert torch.equal(one.get_tensor(name), other.get_tensor(name)), name
+
+
+def test_two_ranks_under_torchrun(data, tmp_path):
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module")
+    result = pretrain(data, tmp_path / "run", "--data.val", data / "val", launcher=launcher)
+    assert result.returncode == 0, result.stderr
+    assert "float32 on 2 x cpu" in result.stdout
+    assert result.stdout.count("Pretraining finished") == 1
+    assert len(events(tmp_path / "run", "train")) == 6
+    # Reported metrics are means over ranks, so the first step reports what one rank would.
+    alone = pretrain(data, tmp_path / "alone", "--data.val", data / "val", "--schedule.epochs", "1")
+    assert alone.returncode == 0, alone.stderr
+    first, expected = events(tmp_path / "run", "train")[0], events(tmp_path / "alone", "train")[0]
+    assert first["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert first["positive_cosine"] == pytest.approx(expected["positive_cosine"], abs=1e-5)
+    assert first["effective_rank"] == pytest.approx(expected["effective_rank"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda data: ["--data.train", data / "flat", "--data.val", data / "val"],
+            "the training images have no labels",
+        ),
+        (lambda data: [], "no validation images"),
+    ],
+    ids=["no labels", "no validation set"],
+)
+def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_path, change, said):
+    result = pretrain(data, tmp_path / "run", *change(data), "--schedule.epochs", "1", "--schedule.warmup_epochs", "0")
+    assert result.returncode == 0, result.stderr
+    assert f"evaluation is off: {said}" in result.stdout
+    assert events(tmp_path / "run", "knn") == []
+    assert "evaluate knn" not in result.stdout
+    refused = command("evaluate", "knn", tmp_path / "run")
+    assert refused.returncode == 2 and said in refused.stderr
+
+
+def test_collapse_is_warned_of(data, tmp_path):
+    """Without the negative term, targets that follow at once and a high rate collapse within a few steps."""
+    result = pretrain(
+        data, tmp_path / "run", "--objective.balance", "0", "--optimizer.base_lr", "4", "--schedule.epochs", "12",
+        "--target.momentum", "0.5", "--schedule.warmup_epochs", "0",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (warning,) = events(tmp_path / "run", "warning")
+    assert "collapsing" in warning["message"] and "WARNING" in result.stdout
+
+
+def empty(folder: Path) -> None:
+    pass
+
+
+def one_image(folder: Path) -> None:
+    (folder / "a").mkdir()
+    draw_tree(folder / "tree", per_class=1, classes=1)
+    shutil.move(folder / "tree/class0/000.jpg", folder / "a/0.jpg")
+    shutil.rmtree(folder / "tree")
+
+
+def fewer_than_a_batch(folder: Path) -> None:
+    shutil.rmtree(folder)
+    draw_tree(folder, per_class=10)
+
+
+def text_files(folder: Path) -> None:
+    (folder / "notes").mkdir()
+    (folder / "notes" / "readme.txt").write_text("no image")
+
+
+def text_named_jpg(folder: Path) -> None:
+    (folder / "notes").mkdir()
+    for number in range(40):
+        (folder / "notes" / f"{number}.jpg").write_text("no image")
+
+
+@pytest.mark.parametrize("fill", [empty, one_image, fewer_than_a_batch, text_files, text_named_jpg])
+def test_a_folder_that_cannot_be_trained_on_is_refused(data, tmp_path, fill):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    fill(folder)
+    result = pretrain(data, tmp_path / "run", "--data.train", folder)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and str(folder) in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_cannot_be_decoded_ends_the_run_with_its_path(data, tmp_path):
+    shutil.copytree(data / "train", tmp_path / "train")
+    broken = tmp_path / "train/class1/007.jpg"
+    broken.write_bytes(broken.read_bytes()[:500])
+    result = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "train")
+    assert result.returncode == 2
+    assert str(broken) in result.stderr and "Traceback" not in result.stderr
+
+
+def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):
+    result = pretrain(
+        data, tmp_path / "run", "--optimizer.base_lr", "1e30", "--engine.max_skipped_steps", "2",
+        "--schedule.epochs", "4", "--schedule.warmup_epochs", "0",
+    )  # fmt: skip
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "2 steps in a row met NaN or infinite values" in result.stderr and "Traceback" not in result.stderr
+    assert (tmp_path / "run/weights.safetensors").exists()
