@@ -1,41 +1,40 @@
 """A labelled set of small JPEG pictures, drawn: the data of the quickstart.
 
-A class is a shape filled with a pattern. Each picture shows several such objects; their colours, positions, sizes,
-directions and shading differ inside one picture as much as between pictures, and so do the light, the background and
-its clutter. What all crops of a picture share is the class and little else: pixels and colours say next to nothing
-about it, and an encoder that learns what crops have in common finds it.
+A class is a shape filled with a pattern. Each picture shows four such objects on a cluttered background. Their
+positions, sizes, directions, colours, contrast and shading differ inside one picture as much as between pictures,
+and every picture has its own light, contrast, saturation and tint. What two crops of a picture share, once the
+usual augmentations changed the light, is the class and little else: pixels and colours say next to nothing about
+it, and an encoder that learns what crops have in common finds it. Hues run through the rainbow inside each
+picture, because a palette of its own would tell crops of one picture from all others without any shape.
 
-All arithmetic runs over a batch of pictures at once, in float32, in coordinates from −1 to 1 over the picture.
-Shape suffixes: N pictures, H and W pixels.
+All arithmetic is float32, over N pictures of one class at once, in coordinates that run from -1 to 1 over a
+picture of S by S pixels. Arrays of points are [N, S, S]; parameters of a picture are [N, 1, 1].
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.random import Generator
+from numpy.typing import NDArray
 from PIL import Image
 
 from unigrad_fast.errors import UserError
 
-Array = np.ndarray
-Plane = Callable[[Array, Array], Array]
+Array = NDArray[np.float32]
 
 TAU = 2 * np.pi
 JPEG_QUALITY = 90
-MARKER = ".synthetic.json"
-DRAWING = 1  # raise when pictures change, so that a set of older pictures is not taken for the new ones
-PICTURES_AT_ONCE = 50
+PICTURES_AT_ONCE = 50  # the arrays of so many small pictures stay in the cache
+DRAWING = 1  # raise when the pictures change: a set drawn by an older version is then refused, not taken as new
+MARKER = ".synthetic.json"  # written last into a finished set: what it was drawn with
 
 
-# Shapes: distance to the outline, negative inside; about 1 from the centre to the farthest point.
+# Shapes: distance to the outline, negative inside; the farthest point is about 1 from the centre.
 
 
 def _disc(x: Array, y: Array) -> Array:
@@ -50,219 +49,238 @@ def _triangle(x: Array, y: Array) -> Array:
     return np.maximum(-y, 0.866 * np.abs(x) + 0.5 * y) - 0.5
 
 
-def _star(x: Array, y: Array) -> Array:
-    sector = TAU / 5
-    angle = np.abs(np.mod(np.arctan2(y, x) + sector / 2, sector) - sector / 2)
-    radius = np.hypot(x, y)
-    tip, notch_x, notch_y = 1.05, 0.45 * np.cos(sector / 2), 0.45 * np.sin(sector / 2)
-    normal_x, normal_y = notch_y, tip - notch_x
-    inside = normal_x * (radius * np.cos(angle) - tip) + normal_y * radius * np.sin(angle)
-    return inside / np.hypot(normal_x, normal_y)
-
-
 def _cross(x: Array, y: Array) -> Array:
     x, y = np.abs(x), np.abs(y)
     return np.minimum(np.maximum(x - 0.95, y - 0.36), np.maximum(y - 0.95, x - 0.36))
 
 
+def _star(x: Array, y: Array) -> Array:
+    sector = TAU / 5
+    angle = np.abs(np.mod(np.arctan2(y, x) + sector / 2, sector) - sector / 2)
+    radius = np.hypot(x, y)
+    tip, notch_x, notch_y = 1.05, 0.45 * np.cos(sector / 2), 0.45 * np.sin(sector / 2)
+    across = notch_y * (radius * np.cos(angle) - tip) + (tip - notch_x) * radius * np.sin(angle)
+    return across / np.hypot(notch_y, tip - notch_x)
+
+
 def _ring(x: Array, y: Array) -> Array:
-    return np.abs(np.hypot(x, y) - 0.66) - 0.29
+    return np.abs(np.hypot(x, y) - 0.68) - 0.27
 
 
-# Patterns: share of the second colour, from 0 to 1, with a period of about 1.
+def _crescent(x: Array, y: Array) -> Array:
+    return np.maximum(np.hypot(x, y) - 0.95, 0.7 - np.hypot(x - 0.55, y))
 
 
-def _edge(wave: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(2.5 * wave)
+def _hexagon(x: Array, y: Array) -> Array:
+    return np.maximum(np.abs(y), 0.866 * np.abs(x) + 0.5 * np.abs(y)) - 0.78
+
+
+def _heart(x: Array, y: Array) -> Array:
+    x, y = 0.58 * np.abs(x), 0.58 * y + 0.55
+    along = np.maximum(x + y, 0) / 2
+    lobe = np.hypot(x - 0.25, y - 0.75) - 0.35355
+    side = np.minimum(np.hypot(x, y - 1), np.hypot(x - along, y - along)) * np.sign(x - y)
+    return np.where(x + y > 1, lobe, side) / 0.58
+
+
+def _drop(x: Array, y: Array) -> Array:
+    tip = np.maximum(0.898 * np.abs(x) - 0.44 * (1 - y), -0.008 - y)
+    return np.minimum(np.hypot(x, y + 0.25) - 0.55, tip)
+
+
+# Patterns: a wave over (u, v) in periods, or over the object's own (x, y) for those with a centre. Positive where
+# the first colour is, negative where the second is, about 1 to 3 at the extremes.
 
 
 def _stripes(u: Array, v: Array) -> Array:
-    return _edge(np.sin(TAU * u))
+    return np.sin(TAU * u)
+
+
+def _fine_stripes(u: Array, v: Array) -> Array:
+    return np.sin(1.6 * TAU * u)
 
 
 def _checks(u: Array, v: Array) -> Array:
-    return _edge(2 * np.sin(TAU * 0.7 * u) * np.sin(TAU * 0.7 * v))
+    return 2 * np.sin(0.7 * TAU * u) * np.sin(0.7 * TAU * v)
 
 
 def _dots(u: Array, v: Array) -> Array:
-    return _edge(3 * (np.cos(TAU * 0.8 * u) + np.cos(TAU * 0.8 * v) - 0.7))
+    return 3 * (np.cos(0.8 * TAU * u) + np.cos(0.8 * TAU * v) - 0.7)
 
 
 def _zigzag(u: Array, v: Array) -> Array:
-    return _edge(np.sin(TAU * (u + 0.5 * np.abs(np.mod(0.8 * v, 1) * 2 - 1))))
+    return np.sin(TAU * (u + 0.5 * np.abs(2 * np.mod(0.8 * v, 1) - 1)))
+
+
+def _bricks(u: Array, v: Array) -> Array:
+    to_row = 0.5 - np.abs(np.mod(v, 1) - 0.5)
+    to_end = 0.5 - np.abs(np.mod(u / 2 + np.mod(np.floor(v), 2) / 2, 1) - 0.5)
+    return 8 * (np.minimum(to_row, 2 * to_end) - 0.13)
 
 
 def _grid(u: Array, v: Array) -> Array:
-    return _edge(3 * (np.maximum(np.cos(TAU * 0.8 * u), np.cos(TAU * 0.8 * v)) - 0.75))
+    return 3 * (np.maximum(np.cos(0.8 * TAU * u), np.cos(0.8 * TAU * v)) - 0.75)
 
 
-def _plain(u: Array, v: Array) -> Array:
-    return np.zeros_like(u)
+def _plain(x: Array, y: Array) -> Array:
+    return np.full_like(x, 3)
 
 
-CLASSES: dict[str, tuple[Plane, Plane]] = {
-    "checked-star": (_star, _checks),
-    "checked-triangle": (_triangle, _checks),
-    "dotted-disc": (_disc, _dots),
-    "dotted-square": (_square, _dots),
-    "grid-cross": (_cross, _grid),
-    "grid-disc": (_disc, _grid),
-    "plain-ring": (_ring, _plain),
+def _circles(x: Array, y: Array) -> Array:
+    return np.sin(1.9 * TAU * np.hypot(x, y))
+
+
+def _spokes(x: Array, y: Array) -> Array:
+    return 3 * np.sin(5 * np.arctan2(y, x))
+
+
+CENTRED = (_plain, _circles, _spokes)
+
+CLASSES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array, Array], Array]]] = {
+    "bricks-hexagon": (_hexagon, _bricks),
+    "checked-square": (_square, _checks),
+    "circled-drop": (_drop, _circles),
+    "dotted-triangle": (_triangle, _dots),
+    "fine-striped-crescent": (_crescent, _fine_stripes),
+    "gridded-heart": (_heart, _grid),
     "plain-star": (_star, _plain),
+    "spoked-ring": (_ring, _spokes),
     "striped-disc": (_disc, _stripes),
-    "striped-triangle": (_triangle, _stripes),
     "zigzag-cross": (_cross, _zigzag),
-    "zigzag-square": (_square, _zigzag),
 }
 
 
-def _turned(x: Array, y: Array, angle_N: Array) -> tuple[Array, Array]:
-    cosine, sine = (f(angle_N)[:, None, None] for f in (np.cos, np.sin))
-    return cosine * x + sine * y, cosine * y - sine * x
+def _rotate(x: Array, y: Array, angle: Array) -> tuple[Array, Array]:
+    cos, sin = np.cos(angle), np.sin(angle)
+    return cos * x + sin * y, cos * y - sin * x
 
 
-class _Canvas:
-    """N pictures in the making, and the random numbers for them.
-
-    Attributes:
-        pixels: [N, H, W, 3], about 0 to 1.
-        x, y: [N, H, W] coordinates of the pixels.
-    """
-
-    def __init__(self, random: Generator, pictures: int, size: int):
-        self.random, self.pictures, self.size = random, pictures, size
-        axis = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
-        self.x = np.broadcast_to(axis[None, None, :], (pictures, size, size))
-        self.y = np.broadcast_to(axis[None, :, None], (pictures, size, size))
-        # Background: random colours at 3×3 points, and what lies between them.
-        knots = 0.5 + self.uniform(-0.2, 0.2, 3, 3, 3)
-        weights = np.clip(1 - np.abs(axis[:, None] - np.array([-1, 0, 1], np.float32)), 0, 1)
-        self.pixels = np.einsum("nabc,ya,xb->nyxc", knots, weights, weights, optimize=True)
-
-    def uniform(self, low: float, high: float, *shape: int) -> Array:
-        return self.random.uniform(low, high, (self.pictures, *shape)).astype(np.float32)
-
-    def paint(self, colour: Array, distance: Array, opacity_N: Array) -> None:
-        """Lay a colour (broadcast to [N, H, W, 3]) over where the distance (in coordinates) is negative."""
-        cover = np.clip(0.5 - distance * (self.size / 2), 0, 1) * opacity_N[:, None, None]
-        self.pixels += (colour - self.pixels) * cover[..., None]
-
-    def clutter(self) -> None:
-        """A bar of one colour."""
-        u, v = _turned(
-            self.x - self.uniform(-1, 1, 1, 1), self.y - self.uniform(-1, 1, 1, 1), self.uniform(0, TAU)
-        )
-        length, breadth = self.uniform(0.05, 0.45, 1, 1), self.uniform(0.03, 0.15, 1, 1)
-        distance = np.maximum(np.abs(u) - length, np.abs(v) - breadth)
-        self.paint(self.uniform(0.25, 0.75, 1, 1, 3), distance, self.uniform(0.3, 0.9))
-
-    def object(self, shape: Plane, pattern: Plane, shown_N: Array) -> None:
-        """One object: place, size, direction, colours, pattern's direction and phase, shading are its own."""
-        scale = self.uniform(*OBJECT_SCALE, 1, 1)
-        x, y = self.x - self.uniform(-0.85, 0.85, 1, 1), self.y - self.uniform(-0.85, 0.85, 1, 1)
-        stretch = np.exp(self.uniform(-0.15, 0.15, 1, 1))
-        u, v = _turned(x, y, self.uniform(0, TAU))
-        u, v = u / (scale * stretch), v * stretch / scale
-        distance = shape(u, v) * scale
-
-        period = self.uniform(*PATTERN_PERIOD, 1, 1)
-        a, b = _turned(x, y, self.uniform(0, TAU))
-        share = pattern(a / period + self.uniform(0, 1, 1, 1), b / period + self.uniform(0, 1, 1, 1))[..., None]
-        # Two colours, one lighter and one darker than the middle, in either order.
-        side = np.where(self.uniform(0, 1, 1) < 0.5, -0.6, 0.6) + self.uniform(-1, 1, 3)
-        side *= self.uniform(0.28, 0.45, 1) / np.abs(side).max(axis=1, keepdims=True)
-        middle = 0.5 + self.uniform(-0.08, 0.08, 3)
-        first, second = ((middle + sign * side)[:, None, None, :] for sign in (1, -1))
-        shade, _ = _turned(u, v, self.uniform(0, TAU))
-        light = 1 + self.uniform(0, 0.3, 1, 1) * shade
-        self.paint((first + (second - first) * share) * light[..., None], distance, shown_N)
-
-    def finish(self) -> Array:
-        """Light from one side, and noise; uint8 [N, H, W, 3]."""
-        slope, _ = _turned(self.x, self.y, self.uniform(0, TAU))
-        pixels = self.pixels * (1 + self.uniform(0, 0.4, 1, 1) * slope)[..., None]
-        pixels += 0.02 * self.random.standard_normal(pixels.shape, dtype=np.float32)
-        return (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)
+def _rainbow(phase: Array) -> Array:
+    """Offsets of red, green and blue [N, S, S, 3] that go once round the hues as `phase` grows by 2π."""
+    return np.stack([np.cos(phase), np.cos(phase - TAU / 3), np.cos(phase + TAU / 3)], axis=-1)
 
 
-OBJECTS = (3, 6)  # in a picture
-OBJECT_SCALE = (0.3, 0.6)  # from the centre to the outline; the picture is 2 wide
-PATTERN_PERIOD = (0.2, 0.3)
-CLUTTER = 3  # bars in a picture
-
-
-def pictures(random: Generator, name: str, count: int, size: int) -> Array:
-    """`count` pictures of a class, uint8 [N, H, W, 3] with H = W = size."""
+def draw_pictures(random: np.random.Generator, name: str, count: int, size: int) -> NDArray[np.uint8]:
+    """Pictures [count, size, size, 3] of class `name`, a key of CLASSES; all chance comes from `random`."""
     shape, pattern = CLASSES[name]
-    canvas = _Canvas(random, count, size)
-    for _ in range(CLUTTER):
-        canvas.clutter()
-    objects_N = random.integers(OBJECTS[0], OBJECTS[1] + 1, count)
-    for number in range(OBJECTS[1]):
-        canvas.object(shape, pattern, (number < objects_N).astype(np.float32))
-    return canvas.finish()
+    pixel = np.float32(2 / size)
+    axis = (np.arange(size, dtype=np.float32) + 0.5) * pixel - 1
+    x, y = axis[None, None, :], axis[None, :, None]
+
+    def uniform(low: float, high: float, channels: int | None = None) -> Array:
+        dims = (count, 1, 1) if channels is None else (count, 1, 1, channels)
+        return random.uniform(low, high, dims).astype(np.float32)
+
+    def angle() -> Array:
+        return uniform(0, TAU)
+
+    def sign() -> Array:
+        return np.sign(uniform(-1, 1))
+
+    def rainbow(low: float, high: float) -> Array:
+        return _rainbow(_rotate(x, y, angle())[0] * uniform(low, high) + angle())
+
+    def cover(distance: Array) -> Array:  # the share of a pixel inside an outline
+        return np.clip(0.5 - distance / pixel, 0, 1)
+
+    # Background: brightness between 3 x 3 random knots, hues, and two bars of any colour.
+    knots = uniform(-0.12, 0.12, 9).reshape(count, 3, 3)
+    weight = np.clip(1 - np.abs(axis[:, None] - np.array([-1, 0, 1], np.float32)), 0, 1)
+    picture = 0.5 + (weight @ knots @ weight.T)[..., None] + 0.15 * rainbow(3, 5)
+    for _ in range(2):
+        a, b = _rotate(x - uniform(-1, 1), y - uniform(-1, 1), angle())
+        bar = cover(np.maximum(np.abs(a) - uniform(0.05, 0.45), np.abs(b) - uniform(0.03, 0.15))) * uniform(0.3, 0.9)
+        picture += (uniform(0.25, 0.75, 3) - picture) * bar[..., None]
+
+    # Objects, near the corners of a turned and shifted square.
+    turn, shift_x, shift_y = angle(), uniform(-0.3, 0.3), uniform(-0.3, 0.3)
+    for corner_x, corner_y in ((-0.53, -0.53), (0.53, -0.53), (-0.53, 0.53), (0.53, 0.53)):
+        centre_x, centre_y = _rotate(corner_x + uniform(-0.1, 0.1), corner_y + uniform(-0.1, 0.1), turn)
+        from_x, from_y = x - centre_x - shift_x, y - centre_y - shift_y
+        radius, stretch = uniform(0.48, 0.6), np.exp(uniform(-0.15, 0.15))
+        a, b = _rotate(from_x, from_y, angle())
+        a, b = a * sign() * stretch / radius, b / (stretch * radius)
+        if pattern in CENTRED:
+            wave = pattern(a, b)
+        else:
+            period = uniform(0.24, 0.28)
+            u, v = _rotate(from_x, from_y, angle())
+            wave = pattern(u / period + uniform(0, 1), v / period + uniform(0, 1))
+        tone = np.tanh(2.5 * (wave + uniform(-0.35, 0.35)))  # -1 to 1; the offset varies how much is which colour
+        colour = (uniform(0.44, 0.56) + uniform(0.24, 0.36) * sign() * tone)[..., None]
+        colour = colour + 0.3 * rainbow(3, 6) * tone[..., None]
+        colour *= (1 + uniform(0, 0.3) * _rotate(a, b, angle())[0])[..., None]
+        picture += (colour - picture) * cover(shape(a, b) * radius)[..., None]
+
+    # Light, saturation, contrast, tint, grain.
+    picture *= (1 + uniform(0, 0.25) * _rotate(x, y, angle())[0])[..., None]
+    grey = picture.mean(axis=-1, keepdims=True)
+    picture = grey + (picture - grey) * uniform(0.4, 1.2, 1)
+    picture = (picture - 0.5) * uniform(0.7, 1.05, 1) + uniform(0.4, 0.6, 1) + uniform(-0.06, 0.06, 3)
+    picture += 0.02 * random.standard_normal(picture.shape, dtype=np.float32)
+    return (np.clip(picture, 0, 1) * 255 + 0.5).astype(np.uint8)
 
 
-def draw(folder: Path | str, seed: int = 0, train_per_class: int = 400, val_per_class: int = 60, size: int = 64) -> Path:
-    """Draw the set: folder/{train,val}/CLASS/NNNN.jpg.
+def _write(folder: Path, seed: int, parts: dict[str, int], size: int) -> None:
+    for part_number, (part, per_class) in enumerate(parts.items()):
+        for class_number, name in enumerate(CLASSES):
+            class_folder = folder / part / name
+            class_folder.mkdir(parents=True)
+            random = np.random.default_rng([seed, part_number, class_number])
+            for start in range(0, per_class, PICTURES_AT_ONCE):
+                pictures = draw_pictures(random, name, min(PICTURES_AT_ONCE, per_class - start), size)
+                for number, picture in enumerate(pictures, start):
+                    Image.fromarray(picture).save(class_folder / f"{number:04}.jpg", quality=JPEG_QUALITY)
 
-    The same arguments give the same files, byte for byte with the same Pillow. The set appears at its place whole or
-    not at all; a folder that holds this set already is left as it is.
 
-    Args:
-        folder: where; must not exist, or be empty, or hold this very set.
-        seed: of all randomness.
-        train_per_class, val_per_class: pictures.
-        size: width and height in pixels.
+def _finished(folder: Path, parameters: dict[str, int]) -> bool:
+    """Whether `folder` holds the set of these parameters; raises UserError when it holds anything else."""
+    try:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return False
+        found = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        found = None
+    if found == parameters:
+        return True
+    what = "another drawn set" if isinstance(found, dict) else "something else"
+    raise UserError(f"{folder} holds {what}; name a new folder, or remove this one first")
 
-    Raises:
-        UserError: the folder holds something else, or cannot be written.
+
+def draw(
+    folder: str | os.PathLike[str],
+    seed: int = 0,
+    train_per_class: int = 400,
+    val_per_class: int = 70,
+    size: int = 64,
+) -> Path:
+    """Draws the set into `folder`, as folder/{train,val}/CLASS/NNNN.jpg, unless it is there already.
+
+    The same arguments give the same bytes (with the same NumPy and Pillow). Images are `size` pixels square; `seed`
+    selects the set. The set appears under its name at once and complete, or not at all. Returns the folder.
+    Raises UserError for a folder with other content, one that cannot be written, or numbers out of range.
     """
     folder = Path(folder)
-    what = {
+    parameters = {
         "drawing": DRAWING,
         "seed": seed,
         "train_per_class": train_per_class,
         "val_per_class": val_per_class,
         "size": size,
     }
-    if folder.exists():
-        if _marker(folder) == what:
-            return folder
-        if not folder.is_dir() or any(folder.iterdir()):
-            raise UserError(f"{folder}: holds something else already; give another folder or remove this one")
+    for name, least in (("seed", 0), ("train_per_class", 1), ("val_per_class", 1), ("size", 16)):
+        if parameters[name] < least:
+            raise UserError(f"{name} {parameters[name]} is too small; use {least} or more")
+    if _finished(folder, parameters):
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            drawn = Path(temporary) / "set"  # a folder of its own: the temporary one is closed to other users
+            _write(drawn, seed, {"train": train_per_class, "val": val_per_class}, size)
+            (drawn / MARKER).write_text(json.dumps(parameters))
+            if not _finished(folder, parameters):  # another process may have been faster
+                drawn.replace(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
-    try:
-        for split, (part, count) in enumerate((("train", train_per_class), ("val", val_per_class))):
-            for label, name in enumerate(CLASSES):
-                _draw_class(unfinished / part / name, np.random.default_rng([seed, split, label]), name, count, size)
-        (unfinished / MARKER).write_text(json.dumps(what), encoding="utf-8")
-        unfinished.chmod(0o755)  # mkdtemp's is private
-        os.rename(unfinished, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); free some space or give another") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     return folder
-
-
-def _draw_class(folder: Path, random: Generator, name: str, count: int, size: int) -> None:
-    folder.mkdir(parents=True)
-    for first in range(0, count, PICTURES_AT_ONCE):
-        for number, picture in enumerate(
-            pictures(random, name, min(PICTURES_AT_ONCE, count - first), size), start=first
-        ):
-            encoded = io.BytesIO()
-            Image.fromarray(picture).save(encoded, "JPEG", quality=JPEG_QUALITY)
-            (folder / f"{number:04}.jpg").write_bytes(encoded.getvalue())
-
-
-def _marker(folder: Path) -> dict | None:
-    try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -1,0 +1,102 @@
+"""What the encoder learns, measured by kNN on real runs of the shipped recipes; minutes each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def unigrad_fast(*arguments) -> str:
+    """Standard output of the command, which must end with status 0."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    result = subprocess.run(
+        [sys.executable, "-m", "unigrad_fast", *map(str, arguments)],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def train_and_judge(recipe: str, data: Path, run: Path, record, *arguments) -> dict[str, float]:
+    """kNN accuracy in percent of raw pixels, colour histogram, untrained and trained encoder."""
+    folders = ("--data.train", data / "train", "--data.val", data / "val", "--output", run)
+    unigrad_fast("pretrain", "--recipe", recipe, *folders, *arguments)
+    unigrad_fast("evaluate", "knn", run, "--baselines", "true")
+    accuracy = json.loads((run / "knn.json").read_text())["accuracy"]
+    summary = json.loads((run / "summary.json").read_text())
+    for name, value in accuracy.items():
+        record(f"{name}, kNN %", round(value, 2))
+    record("minutes", round(summary["wall_seconds"] / 60, 1))
+    record("images/s", round(summary["images_per_second"]))
+    record("effective rank", round(summary["effective_rank"], 1))
+    record("feature std", round(summary["feature_std"], 3))
+    return accuracy
+
+
+def warnings(run: Path) -> list[str]:
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["message"] for event in events if event["event"] == "warning"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("accuracy")
+
+
+@pytest.fixture(scope="module")
+def quickstart(folder: Path):
+    """Trains the quickstart on the built-in images of a seed, once per seed."""
+    finished: dict[int, dict[str, float]] = {}
+
+    def train(seed: int, record) -> dict[str, float]:
+        if seed not in finished:
+            unigrad_fast("data", "synth", folder / f"images-{seed}", "--seed", seed)
+            finished[seed] = train_and_judge("quickstart", folder / f"images-{seed}", folder / f"run-{seed}", record)
+        return finished[seed]
+
+    return train
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_beats_all_baselines_by_20_points(quickstart, folder, seed, record_property):
+    accuracy = quickstart(seed, record_property)
+    trained = accuracy.pop("trained encoder")
+    assert accuracy.keys() == {"raw pixels", "colour histogram", "untrained encoder"}
+    assert trained >= max(accuracy.values()) + 20
+    assert warnings(folder / f"run-{seed}") == []
+
+
+def test_without_the_negative_term_the_quickstart_collapses(quickstart, folder, record_property):
+    healthy = quickstart(0, record_property)
+    run = folder / "run-collapsed"
+    collapsed = train_and_judge("quickstart", folder / "images-0", run, record_property, "--objective.balance", "0")
+    (warning,) = warnings(run)
+    assert "collapsing" in warning
+    assert collapsed["trained encoder"] < healthy["trained encoder"] - 20
+
+
+def test_the_cifar_subset_beats_pixels_by_4_and_the_untrained_encoder_by_10_points(
+    cifar_subset, folder, record_property
+):
+    rows = []
+    for seed in (0, 1, 2):
+
+        def record(name, value, seed=seed):
+            record_property(f"seed {seed}: {name}", value)
+
+        rows.append(train_and_judge("cifar_subset", cifar_subset, folder / f"cifar-{seed}", record, "--seed", seed))
+    mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    record_property("mean of the trained encoders, kNN %", round(mean["trained encoder"], 2))
+    assert mean["trained encoder"] >= mean["untrained encoder"] + 10
+    assert mean["trained encoder"] >= mean["raw pixels"] + 4
