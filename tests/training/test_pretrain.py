@@ -85,7 +85,16 @@ def test_every_reported_metric_is_in_the_file(finished):
     run, _ = finished
     train = events(run, "train")
     assert [event["step"] for event in train] == list(range(1, 7))
-    names = "loss positive_cosine negative_term feature_std effective_rank gradient_norm lr target_momentum".split()
+    names = [
+        "loss",
+        "positive_cosine",
+        "negative_term",
+        "feature_std",
+        "effective_rank",
+        "gradient_norm",
+        "lr",
+        "target_momentum",
+    ]
     for event in train:
         assert all(isinstance(event[name], float) for name in names)
         assert event["skipped_steps"] == 0 and event["memory_gib"] > 0

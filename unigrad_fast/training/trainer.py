@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -263,7 +263,9 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     """Draw the curves, and show the final table with the commands to type next."""
     if trainer.world.rank != 0:
         return
-    run = os.path.relpath(trainer.config.output)
+    run = trainer.config.output
+    if run.is_relative_to(Path.cwd()):
+        run = run.relative_to(Path.cwd())
     draw(trainer.config.output)
     commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
