@@ -18,17 +18,12 @@ help:
 	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
 	@echo "make lint         Ruff"
 
-quickstart: $(READY) data/quickstart
+quickstart: $(READY)
+	@$(BIN)/unigrad-fast data synth data/quickstart
 	@run=runs/quickstart; number=1; \
 	while [ -e "$$run" ]; do number=$$((number + 1)); run=runs/quickstart-$$number; done; \
 	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
 	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
-
-# Drawn beside its place and moved, so that an interrupted drawing is not taken for a whole one.
-data/quickstart: | $(READY)
-	@rm -rf $@.part
-	@$(BIN)/unigrad-fast data synth $@.part
-	@mv $@.part $@
 
 test: $(READY)
 	@$(BIN)/python -m pytest

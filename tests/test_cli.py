@@ -146,7 +146,7 @@ def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
 
 def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("unigrad_fast.synthetic.draw", lambda folder, seed: calls.append((folder, seed)))
+    monkeypatch.setattr("unigrad_fast.synthetic.draw", lambda folder, seed: calls.append((folder, seed)) or folder)
     assert cli.main(["data", "synth", str(tmp_path / "a"), "--seed", "3"]) == 0
     assert calls == [(tmp_path / "a", 3)]
 

@@ -87,7 +87,8 @@ class DataSynth(Node):
 def data_synth(options: DataSynth) -> None:
     from unigrad_fast import synthetic
 
-    synthetic.draw(options.folder, options.seed)
+    folder = synthetic.draw(options.folder, options.seed)
+    print(f"{len(synthetic.CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
 
 
 def require_dali() -> None:

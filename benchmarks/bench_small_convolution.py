@@ -1,0 +1,93 @@
+"""3×3 convolutions on few pixels: torch's against one matrix product, forward and backward, on the CPU.
+
+    python -m unigrad_fast.benchmarks.bench_small_convolution
+
+Rows go to results/small_convolution.jsonl. Also the whole step of a ResNet-18 (target forward, online forward,
+backward over two views), with and without.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from unigrad_fast import small_convolution
+from unigrad_fast.benchmarks.record import append
+from unigrad_fast.config import resolve
+from unigrad_fast.model import Encoder
+from unigrad_fast.small_convolution import SmallConv2d, use_small_convolutions
+
+REPEATS, WARMUP = 11, 2
+SHAPES = ((64, 8), (128, 4), (256, 4), (256, 2), (512, 2), (512, 1))  # channels, pixels per side
+IMAGES = 128
+
+
+def interleaved(variants: Sequence[Callable[[], None]]) -> list[list[float]]:
+    """Milliseconds of each variant, one after the other in every repetition."""
+    times: list[list[float]] = [[] for _ in variants]
+    for repeat in range(WARMUP + REPEATS):
+        for variant, kept in zip(variants, times, strict=True):
+            start = time.perf_counter()
+            variant()
+            if repeat >= WARMUP:
+                kept.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def convolution(module: nn.Module, channels: int, side: int, dtype: torch.dtype) -> Callable[[], None]:
+    images = torch.randn(IMAGES, channels, side, side, dtype=dtype).to(memory_format=torch.channels_last)
+    images.requires_grad_()
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            output = module(images)
+        output.backward(output.detach())
+
+    return run
+
+
+def step(encoder: nn.Module, images: int, side: int, dtype: torch.dtype) -> Callable[[], None]:
+    views = [torch.randn(images, 3, side, side).to(memory_format=torch.channels_last) for _ in range(2)]
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            with torch.no_grad():
+                encoder(views)
+            embeddings = encoder(views)
+        torch.autograd.backward(embeddings, [torch.ones_like(z) for z in embeddings])
+
+    return run
+
+
+def row(what: str, dtype: torch.dtype, times: list[list[float]]) -> dict:
+    library, product = (statistics.median(kept) for kept in times)
+    name = str(dtype).removeprefix("torch.")
+    print(f"{what:42} {name:8}  torch {library:7.1f} ms   product {product:7.1f} ms   {library / product:5.2f} x")
+    spread = [round(max(kept) / min(kept), 2) for kept in times]
+    return {"what": what, "dtype": name, "torch_ms": library, "product_ms": product, "spread": spread}
+
+
+def main() -> None:
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        limit, small_convolution.MOST_PIXELS = small_convolution.MOST_PIXELS, 10**9
+        for channels, side in SHAPES:
+            plain = nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+            small = SmallConv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+            variants = [convolution(module, channels, side, dtype) for module in (plain, small)]
+            rows.append(row(f"{channels} channels, {side} x {side}, {IMAGES} images", dtype, interleaved(variants)))
+        small_convolution.MOST_PIXELS = limit
+        for images, side in ((128, 32), (64, 48)):
+            settings = resolve("cifar_subset").model
+            encoders = [Encoder(settings), use_small_convolutions(Encoder(settings))]
+            variants = [step(e.to(memory_format=torch.channels_last), images, side, dtype) for e in encoders]
+            rows.append(row(f"ResNet-18 step, {images} images, {side} px", dtype, interleaved(variants)))
+    print(append("small_convolution", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Rows of measurements: what was measured, on what, with which code; appended to a file and never changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores, card, versions, commit and time."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    flags = Path("/proc/cpuinfo").read_text()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=RESULTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": names[0].partition(": ")[2] if names else platform.machine(),
+        "matrix_units": "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none",
+        "cores": os.cpu_count() or 1,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def append(name: str, rows: list[dict]) -> Path:
+    """Append rows, with the machine in each, to results/NAME.jsonl."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.jsonl"
+    where = machine()
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
+    return path
