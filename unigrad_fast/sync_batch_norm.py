@@ -141,6 +141,11 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
         return dx, dy_normalised_sum, dy_sum, None, None, None, None
 
 
+def is_alone() -> bool:
+    """Whether there is no other rank to share statistics with, so that torch's faster batch norm will do."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 class CPUSyncBatchNorm(_BatchNorm):
     """Batch norm over the images of all ranks, for CPU tensors [N, C], [N, C, L] or [N, C, H, W].
 
@@ -158,8 +163,7 @@ class CPUSyncBatchNorm(_BatchNorm):
             raise ValueError(f"batch norm takes an input of 2 to 4 dimensions, got {input.dim()}")
 
     def forward(self, x: Tensor) -> Tensor:
-        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if alone or not self.training:
+        if not self.training or is_alone():
             return super().forward(x)
         self._check_input_dim(x)
         momentum = self.momentum

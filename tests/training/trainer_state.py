@@ -20,7 +20,8 @@ def small_config(images: str, **overrides) -> Config:
     tree = {
         "data": {"train": images, "batch_size": 32, "threads": 1},
         "model": {"projector": {"depth": 3, "width": 32}},
-        "optimizer": {"base_lr": 0.48},
+        "objective": {"correlation_source": "target"},
+        "optimizer": {"base_lr": 3.2},
         "engine": {"precision": "fp32"},
         "schedule": {"epochs": 8},
         "telemetry": {"tensorboard": False, "every": 1, "effective_rank_every": 1},
