@@ -129,4 +129,4 @@ def unigrad_gradient(
 
 def effective_rank(correlation_CC: Tensor) -> Tensor:
     """Participation ratio trace(F)² / ‖F‖²: the number of directions the embeddings use, from 1 to C; a scalar."""
-    return correlation_CC.diagonal().sum().square() / correlation_CC.square().sum()
+    return (correlation_CC.diagonal().sum() / torch.linalg.vector_norm(correlation_CC)).square()

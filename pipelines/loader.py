@@ -334,8 +334,10 @@ def _threads(threads: int | None) -> int:
         if threads < 1:
             raise DataError(f"{threads} threads cannot decode images; use at least 1")
         return threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1)  # as torchrun and deepspeed set it
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # The machine's cores are shared by its ranks, unless the launcher already gave each rank cores of its own.
+    return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -50,9 +50,7 @@ class Manifest:
     fingerprint: str
 
     @classmethod
-    def from_folder(
-        cls, path: str | os.PathLike, cache: str | os.PathLike | None = None, require_labels: bool = False
-    ) -> "Manifest":
+    def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads an ImageFolder tree (`CLASS/**/*.jpg`), or a flat folder of images, which has no labels.
 
         Hidden files and folders are ignored, and so is a class folder without an image. Image sizes come
@@ -63,18 +61,12 @@ class Manifest:
             path: the folder.
             cache: folder of remembered sizes; None for `$UNIGRAD_CACHE`, or `~/.cache/unigrad-fast`. One
                 that cannot be written is not an error.
-            require_labels: refuse a folder without class folders.
 
         Raises:
             DataError: the folder is missing, unreadable or holds no image that can be read.
         """
         root = os.path.abspath(os.fspath(path))
         classes, listing = _list_tree(root)
-        if require_labels and not classes:
-            raise DataError(
-                f"{root} has no class folders, and labels are needed here; put the images of each class "
-                f"into a folder of its own: {os.path.join(root, 'CLASS', 'NAME.jpg')}"
-            )
         fingerprint = listing.fingerprint()
         store = _cache_file(root, cache)
         manifest = cls(
@@ -297,5 +289,9 @@ def _remember(store: Path | None, fingerprint: str, sizes: np.ndarray) -> None:
         store.parent.mkdir(parents=True, exist_ok=True)
         # Several ranks may write at once: each its own draft, and the last one in place stays.
         with tempfile.NamedTemporaryFile(dir=store.parent, prefix=f".{store.name}.", delete=False) as draft:
-            np.savez(draft, fingerprint=fingerprint, sizes=sizes)
-        os.replace(draft.name, store)
+            try:
+                np.savez(draft, fingerprint=fingerprint, sizes=sizes)
+                draft.flush()
+                os.replace(draft.name, store)
+            except OSError:
+                os.unlink(draft.name)

@@ -7,6 +7,7 @@ torch, DeepSpeed and DALI are imported inside the functions that need them, so t
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 import itertools
 import os
@@ -45,6 +46,8 @@ def pretrain(options: Pretrain) -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
+    # All ranks find the same free name, because rank 0 creates the folder only after all have met.
+    config = config.model_copy(update={"output": config.output or fresh_output(config.recipe)})
     config.check_folders()
     require_dali()
     from unigrad_fast.distributed import launch_environment
@@ -52,9 +55,7 @@ def pretrain(options: Pretrain) -> None:
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import trainer
 
-    # All ranks find the same free name, because rank 0 creates the folder only after all have met.
-    output = config.output or fresh_output(config.recipe)
-    trainer.pretrain(config.model_copy(update={"output": output}), verbose=options.verbose)
+    trainer.pretrain(config, verbose=options.verbose)
 
 
 class EvaluateKNN(Node):
@@ -95,8 +96,8 @@ def require_dali() -> None:
     """Raises UserError when DALI, which the user chooses by CUDA version, is not installed."""
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
         raise UserError(
-            "DALI, which decodes the images, is not installed; type `pip install 'unigrad-fast[cuda13]'`, or "
-            "`unigrad-fast[cuda12]` for a CUDA 12 driver (without a GPU either will do)"
+            "DALI, which decodes the images, is not installed; type `pip install nvidia-dali-cuda130`, or "
+            "`nvidia-dali-cuda120` beside a torch for CUDA 12 (without a GPU either will do)"
         )
 
 
@@ -192,6 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
+        return 3
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        print(f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -133,7 +133,7 @@ class KNN(Node):
 
 class Evaluation(Node):
     every: int = Field(default=10, ge=0)
-    """Epochs between two kNN evaluations during training; 0 is only at the end."""
+    """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
     crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
     batch_size: int = Field(default=256, ge=1)

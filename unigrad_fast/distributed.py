@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from unigrad_fast.errors import UserError
 
-# The slowest thing that ranks wait for is rank 0 evaluating alone.
+# Ranks may wait for one that lists millions of files.
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
@@ -265,12 +265,19 @@ def stop() -> None:
 
 @contextmanager
 def session(device: str = "auto") -> Iterator[World]:
-    """`start`, and `stop` at the end."""
+    """`start`, and `stop` at the end.
+
+    After an error the process group is left as it is where ranks compute on GPUs: the others may wait in a collective
+    that will not come, and to leave in order would be to wait for them.
+    """
     world = start(device)
     try:
         yield world
-    finally:
-        stop()
+    except BaseException:
+        if world.device.type != "cuda":
+            stop()
+        raise
+    stop()
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -53,12 +53,6 @@ def test_flat_folder_has_no_labels(tmp_path):
     assert not manifest.has_labels and manifest.labels is None and manifest.classes == []
 
 
-def test_flat_folder_is_refused_where_labels_are_required(tmp_path):
-    save(tmp_path / "a.jpg")
-    with pytest.raises(DataError, match="no class folders"):
-        Manifest.from_folder(tmp_path, require_labels=True)
-
-
 def test_hidden_files_and_folders_and_other_files_are_ignored(tmp_path):
     save(tmp_path / "cat" / "a.jpg")
     save(tmp_path / "cat" / "._a.jpg")

@@ -155,6 +155,20 @@ def test_two_ranks_under_torchrun(data, tmp_path):
     assert first["effective_rank"] == pytest.approx(expected["effective_rank"], rel=1e-4)
 
 
+def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished, tmp_path):
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module")
+    (tmp_path / "empty").mkdir()
+    refused = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "empty", launcher=launcher)
+    for rank in ("error", "error on rank 1"):
+        assert f"{rank}: {tmp_path / 'empty'} holds no files" in refused.stderr
+    assert 'File "' not in refused.stderr.split("torch/distributed")[0]
+    run, _ = finished
+    alone = [event["accuracy"] for event in events(run, "knn")]
+    result = command("evaluate", "knn", run, launcher=launcher)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((run / "knn.json").read_text())["accuracy"]["trained encoder"] == alone[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -230,8 +244,9 @@ def test_a_file_that_cannot_be_decoded_ends_the_run_with_its_path(data, tmp_path
     broken = tmp_path / "train/class1/007.jpg"
     broken.write_bytes(broken.read_bytes()[:500])
     result = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "train")
-    assert result.returncode == 2
+    assert result.returncode == 3
     assert str(broken) in result.stderr and "Traceback" not in result.stderr
+    assert (tmp_path / "run/weights.safetensors").exists()
 
 
 def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):

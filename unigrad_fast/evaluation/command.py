@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -10,14 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from unigrad_fast import distributed
-from unigrad_fast.config import Config, resolve
-from unigrad_fast.distributed import World
+from unigrad_fast.config import resolve
 from unigrad_fast.errors import UserError
 from unigrad_fast.evaluation.baselines import colour_histogram, raw_pixels
-from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
-from unigrad_fast.evaluation.probe import BRANCH, PROTOCOL, KNNProbe
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, weighted_knn
+from unigrad_fast.evaluation.probe import KNNProbe
+from unigrad_fast.images import read_manifests
 from unigrad_fast.model import build_encoder
-from unigrad_fast.pipelines import Manifest
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.weights import load_encoder
 
@@ -33,26 +33,25 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
         UserError: a run without weights, labels or validation images.
     """
     config = resolve(run / "config.yaml")
+    if not os.access(run, os.W_OK):
+        raise UserError(f"{run}: not writable, and the result is written there; check its permissions")
     with distributed.session() as world:
-        probe = build_probe(config, world)
-        dtype = autocast_dtype(config.engine.precision, world.device)
+        trained = build_encoder(config.model, config.seed, world.device).backbone
+        metadata = load_encoder(run, trained)
         untrained = build_encoder(config.model, config.seed, world.device).backbone
+        train, val, _ = read_manifests(config, world)
+        if obstacle := KNNProbe.obstacle(train, val):
+            raise UserError(f"this run cannot be evaluated by kNN: {obstacle}")
+        probe = KNNProbe(config, world, train, val)
+        dtype = autocast_dtype(config.engine.precision, world.device)
         rows: dict[str, KNNResult] = {}
         if baselines:
             rows["raw pixels"] = probe_baseline(probe, raw_pixels)
             rows["colour histogram"] = probe_baseline(probe, colour_histogram)
             rows["untrained encoder"] = probe(untrained, dtype)
-        metadata = load_encoder(run, untrained)
-        rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(untrained, dtype)
+        rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(trained, dtype)
         if world.rank == 0:
             report(run, rows, metadata)
-
-
-def build_probe(config: Config, world: World) -> KNNProbe:
-    train, val = (folder and Manifest.from_folder(folder) for folder in (config.data.train, config.data.val))
-    if obstacle := KNNProbe.obstacle(train, val):
-        raise UserError(f"this run cannot be evaluated by kNN: {obstacle}")
-    return KNNProbe(config, world, train, val)
 
 
 def probe_baseline(probe: KNNProbe, features) -> KNNResult:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.errors import RunStopped
+from unigrad_fast.images import on_all_ranks
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 
 # Rows that travel or are checked at once: 0.5 GiB of fp32 at 2048 features.
@@ -27,6 +28,7 @@ def extract(
     world_size: int = 1,
     autocast_dtype: torch.dtype | None = None,
     threads: int | None = None,
+    decode: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs every image of the manifest once through the backbone in evaluation mode.
 
@@ -41,12 +43,13 @@ def extract(
             together.
         autocast_dtype: computes under autocast in this dtype; None leaves the backbone's own precision.
         threads: decoder threads of this rank; None lets the loader choose.
+        decode: device that decodes; None is `device`.
 
     Returns:
         Features fp32 [len(manifest), D] and labels int64 [len(manifest)] (None without labels), in the order
         of the manifest, on the CPU, the same on all ranks.
 
-    Raises RunStopped on all ranks where a feature is not finite, DataError where an image cannot be decoded.
+    Raises RunStopped on all ranks where a feature is not finite, DataError on all where an image cannot be decoded.
     """
     device = torch.device(device)
     loader = EvaluationLoader(
@@ -56,22 +59,28 @@ def extract(
         batch_size,
         rank=rank,
         world_size=world_size,
-        device=device,
+        device=decode or device,
         threads=threads,
     )
     features: Tensor | None = None
     seen = torch.zeros(len(manifest), dtype=torch.int32)
-    with (
-        _evaluation_mode(backbone),
-        torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
-    ):
+
+    def read() -> None:
+        nonlocal features
         for images, index in loader:
-            output = backbone(images)
+            output = backbone(images.to(device))
             if features is None:
                 features = torch.zeros(len(manifest), output.shape[1])
             index = index.cpu()
             features[index] = output.float().cpu()
             seen[index] += 1
+
+    autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
+    with _evaluation_mode(backbone), autocast:
+        if world_size > 1:
+            on_all_ranks(read)
+        else:
+            read()
     if world_size > 1:
         features = _sum_over_ranks(features, seen, device)
     if not bool((seen == 1).all()):

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+PROTOCOL = "weighted kNN"
+BRANCH = "online backbone"  # the branch whose features a run reports
 LARGE_BANK = 20_000  # images from which `k="auto"` means 200, the literature's value for ImageNet; 20 below
 
 

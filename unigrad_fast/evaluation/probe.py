@@ -13,9 +13,6 @@ from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
 from unigrad_fast.pipelines import Manifest
 
-PROTOCOL = "weighted kNN"
-BRANCH = "online backbone"
-
 
 @dataclass(frozen=True)
 class KNNProbe:
@@ -58,6 +55,7 @@ class KNNProbe:
                 world_size=self.world.size,
                 autocast_dtype=dtype,
                 threads=self.config.data.threads,
+                decode="cpu" if self.config.data.decode == "cpu" else None,
             )
             for manifest in (self.train, self.val)
         ]

@@ -30,10 +30,11 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
         import deepspeed
         import deepspeed.ops
 
-        # What it asks of its operators, which of them could be compiled, some answer on stdout.
-        with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
-            compilable = deepspeed.ops.__compatible_ops__
-    compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
+        if not torch.cuda.is_available():
+            # What it asks of its operators, which of them could be compiled, some answer on stdout.
+            with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+                compilable = deepspeed.ops.__compatible_ops__
+            compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
     _set_level(logging.INFO if verbose else logging.ERROR)
     return deepspeed
 

@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 import unigrad_fast
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -222,29 +223,26 @@ class Telemetry:
     def evaluation(self) -> Iterator[None]:
         """Time inside is evaluation: left out of the throughput, expected again in the time left."""
         start = self.clock()
-        yield
-        self.evaluation_seconds.append(self.clock() - start)
-        self.throughput.excluded += self.evaluation_seconds[-1]
+        try:
+            yield
+        finally:
+            self.evaluation_seconds.append(self.clock() - start)
+            self.throughput.excluded += self.evaluation_seconds[-1]
 
-    def log_train(
-        self, step: int, metrics: Mapping[str, Any], phase_seconds: Mapping[str, float] | None = None
-    ) -> None:
+    def log_train(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes the metrics of a step, numbers or 0-d tensors, and warns of collapse. It may come late.
 
-        `images_per_second`, `data_wait_share` and `memory_gib` are added here. `phase_seconds` are the
-        seconds per step of each stage of the step, where they were measured.
+        `images_per_second`, `data_wait_share` and `memory_gib` are added here.
         """
         if not self.active:
             return
         self.step = max(self.step, step)
         numbers, odd = _numbers({"memory_gib": memory_gib(), **self.throughput.recent(), **metrics})
-        seconds, odd_seconds = _numbers(phase_seconds or {})
-        self._event("train", step, numbers | ({"phase_seconds": seconds} if seconds else {}))
+        self._event("train", step, numbers)
         self._scalars("train", step, numbers)
-        self._scalars("phase_seconds", step, seconds)
         self.latest |= {name: value for name, value in numbers.items() if value is not None}
-        if odd | odd_seconds:
-            self._warn_non_finite(step, odd | odd_seconds)
+        if odd:
+            self._warn_non_finite(step, odd)
         if message := self.collapse.check(step, numbers):
             self.warn(message, step)
         self._refresh_bar()
@@ -263,8 +261,8 @@ class Telemetry:
         settings = {
             "k": result.k,
             "temperature": result.temperature,
-            "protocol": "weighted kNN",
-            "branch": "online backbone",
+            "protocol": PROTOCOL,
+            "branch": BRANCH,
         }
         self._event("knn", step, {"accuracy": result.accuracy, **top5, **settings})
         self._scalars("knn", step, {"accuracy": result.accuracy, **top5})

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from unigrad_fast import distributed
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.distributed import World
-from unigrad_fast.errors import RunStopped, UserError
+from unigrad_fast.errors import DataError, RunStopped, UserError
 from unigrad_fast.evaluation.probe import KNNProbe
+from unigrad_fast.images import read_manifests
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest, recipe
@@ -37,10 +38,11 @@ def pretrain(config: Config, verbose: bool = False) -> None:
 
     Raises:
         UserError, DataError: input that cannot work, before the run folder is made.
-        RunStopped: too many steps in a row met non-finite values; the weights of the last good step are saved.
+        RunStopped: too many steps in a row met non-finite values, or an image cannot be decoded; the weights of the
+            last good step are saved.
     """
     with distributed.session() as world:
-        train, val = read_manifests(config, world)
+        train, val, said = read_manifests(config, world)
         trainer = Trainer(config, world, train, verbose)
         obstacle = KNNProbe.obstacle(train, val)
         probe = KNNProbe(config, world, train, val) if obstacle is None else None
@@ -49,6 +51,8 @@ def pretrain(config: Config, verbose: bool = False) -> None:
             (config.output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         with Telemetry(config.output, config, trainer.total_steps, trainer.steps_per_epoch, world.rank) as telemetry:
             introduce(telemetry, trainer, train, obstacle)
+            for warning in said:
+                telemetry.warn(warning)
             run(trainer, telemetry, probe)
 
 
@@ -58,7 +62,11 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:
     batches = trainer.loader.iterate(stop_step=trainer.total_steps * trainer.accumulation)
     trainer.evaluate(probe, telemetry, step=0)
     for step in range(trainer.total_steps):
-        waited = trainer.step(step, batches)
+        try:
+            waited = trainer.step(step, batches)
+        except DataError as error:
+            trainer.save(step)
+            raise RunStopped(f"{error}; the weights after {step} steps are saved") from None
         trainer.report(telemetry, before=step)  # one step late, when the device is done with it
         telemetry.advance(step + 1, config.data.batch_size, waited)
 
@@ -90,6 +98,8 @@ class Trainer:
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
 
         encoder = build_encoder(config.model, config.seed, world.device)
+        # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
+        self.target = make_target(encoder).to(memory_format=torch.channels_last)
         self.optimizer = build_optimizer(encoder, config.optimizer)
         self.online = build_engine(
             encoder,
@@ -99,7 +109,6 @@ class Trainer:
             dtype=self.dtype,
             verbose=verbose,
         )
-        self.target = make_target(encoder)
         self.objective = build(
             config.objective.method,
             width=config.model.projector.width,
@@ -205,20 +214,6 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
-
-
-def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None]:
-    """Training and validation manifests; one rank per node reads first, and fills the cache for the others."""
-
-    def read() -> list[Manifest | None]:
-        return [folder and Manifest.from_folder(folder) for folder in (config.data.train, config.data.val)]
-
-    if world.local_rank == 0:
-        manifests = read()
-    dist.barrier()
-    if world.local_rank != 0:
-        manifests = read()
-    return manifests[0], manifests[1]
 
 
 def build_loader(config: Config, world: World, manifest: Manifest) -> Loader:
