@@ -102,8 +102,8 @@ def test_run_folder_is_not_overwritten(trained, images, capsys, tmp_path):
 def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     lines = refused(capsys, "pretrain", "--data.train", str(images))
-    assert "pip install 'unigrad-fast[cuda13]'" in lines[0]
-    assert "unigrad-fast[cuda12]" in lines[0]
+    assert "pip install nvidia-dali-cuda130" in lines[0]
+    assert "nvidia-dali-cuda120" in lines[0]
 
 
 @pytest.mark.parametrize(

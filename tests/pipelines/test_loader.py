@@ -333,3 +333,20 @@ def test_unusual_files_are_decoded(tmp_path, mode, name, options):
 def test_ranks_share_no_image_of_a_step(manifest):
     ranks = [loader(manifest, rank=rank, world_size=4) for rank in range(4)]
     assert len(np.unique(np.concatenate([rank.indices(0)[1] for rank in ranks]))) == 12
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "ranks", "threads"),
+    [
+        (16, 16, 1, 15),  # one process
+        (96, 96, 8, 11),  # torchrun: all ranks may use all cores
+        (96, 12, 8, 11),  # srun: each rank has cores of its own
+        (2, 2, 2, 1),
+        (1, 1, 1, 1),
+    ],
+)
+def test_a_rank_decodes_on_its_share_of_the_cores_less_one(manifest, monkeypatch, cores, allowed, ranks, threads):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(allowed)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert Loader(manifest, batch_size=4, image_size=16).threads == threads

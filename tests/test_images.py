@@ -1,0 +1,65 @@
+"""Ranks see the same images, or fail together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from unigrad_fast.config import resolve
+from unigrad_fast.distributed import World
+from unigrad_fast.errors import DataError
+from unigrad_fast.images import read_manifests
+
+
+def read(folders: list[str], val: str | None = None) -> str:
+    """What reading this rank's folder gives: a summary, or the error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = resolve("quickstart", {"data": {"train": folders[rank], "val": val}})
+    try:
+        train, val, said = read_manifests(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
+    except DataError as error:
+        return f"DataError: {error}"
+    return f"{len(train)} images, {val and len(val)} to validate, {said}"
+
+
+def folder(root: Path, names: list[str], size: int = 8) -> str:
+    root.mkdir(parents=True)
+    for name in names:
+        (root / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (size, size)).save(root / name)
+    return str(root)
+
+
+def test_equal_copies_on_two_machines_are_the_same_images(workers, tmp_path):
+    names = ["a/1.jpg", "b/1.jpg", "b/2.jpg"]
+    copies = [folder(tmp_path / "one", names), folder(tmp_path / "two", names)]
+    for file in Path(copies[1]).rglob("*.jpg"):
+        os.utime(file, (1, 1))  # copied without their times
+    assert workers(2).run(read, copies) == ["3 images, None to validate, []"] * 2
+    assert workers(2).run(read, copies, copies[0]) == ["3 images, 3 to validate, []"] * 2
+
+
+@pytest.mark.parametrize("other", [["a/1.jpg"], ["a/1.jpg", "a/3.jpg"]])
+def test_different_images_are_refused_on_all_ranks(workers, tmp_path, other):
+    folders = [folder(tmp_path / "one", ["a/1.jpg", "a/2.jpg"]), folder(tmp_path / "two", other)]
+    for rank, message in enumerate(workers(2).run(read, folders)):
+        assert message.startswith(f"DataError: {folders[rank]}: ranks 0 and 1 see different images")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_folder_that_one_rank_cannot_read_fails_on_all(workers, tmp_path, broken):
+    folders = [folder(tmp_path / str(rank), ["a/1.jpg"] if rank != broken else []) for rank in range(2)]
+    first, second = workers(2).run(read, folders)
+    assert first == second
+    assert first.startswith(f"DataError: {folders[broken]} holds no files")
+
+
+def test_warnings_are_handed_on_instead_of_printed(workers, tmp_path):
+    images = folder(tmp_path / "one", ["a/1.jpg", "stray.jpg"])
+    (said,) = workers(1).run(read, [images])
+    assert "1 images lie directly in" in said
