@@ -239,10 +239,25 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(data, tmp_path, fill):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_cannot_be_decoded_ends_the_run_with_its_path(data, tmp_path):
-    shutil.copytree(data / "train", tmp_path / "train")
-    broken = tmp_path / "train/class1/007.jpg"
-    broken.write_bytes(broken.read_bytes()[:500])
+def cut(data: Path, copy: Path, share: float) -> Path:
+    """A damaged file in a copy of the training images: what is left when the rest of it was lost."""
+    shutil.copytree(data / "train", copy)
+    broken = copy / "class1/007.jpg"
+    content = broken.read_bytes()
+    broken.write_bytes(content[: int(share * len(content))])
+    return broken
+
+
+def test_a_file_with_a_damaged_header_is_refused_before_the_run(data, tmp_path):
+    broken = cut(data, tmp_path / "train", share=0.02)
+    result = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "train")
+    assert result.returncode == 2
+    assert str(broken) in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_cannot_be_decoded_stops_the_run_with_its_path_and_saves_the_weights(data, tmp_path):
+    broken = cut(data, tmp_path / "train", share=0.6)
     result = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "train")
     assert result.returncode == 3
     assert str(broken) in result.stderr and "Traceback" not in result.stderr

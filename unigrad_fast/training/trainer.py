@@ -204,7 +204,11 @@ class Trainer:
         if probe is None:
             return
         with telemetry.evaluation():
-            telemetry.log_knn(step, probe(self.online.module.backbone, self.dtype))
+            try:
+                result = probe(self.online.module.backbone, self.dtype)
+            except DataError as error:
+                raise RunStopped(str(error)) from None
+            telemetry.log_knn(step, result)
 
     def save(self, step: int) -> None:
         """Write the weights of both branches and F to the run folder."""
