@@ -57,7 +57,9 @@ class View:
 
 
 _SIMSIAM = View()
-RECIPES: dict[str, tuple[View, ...]] = {"simsiam": (_SIMSIAM, _SIMSIAM)}
+# One view, cropped and flipped: what a classifier on frozen features is trained on (the paper, linear evaluation).
+_LINEAR = View(scale=(0.08, 1.0), jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+RECIPES: dict[str, tuple[View, ...]] = {"simsiam": (_SIMSIAM, _SIMSIAM), "linear": (_LINEAR,)}
 
 
 def recipe(name: str, image_size: int = 224, **override: Any) -> tuple[View, ...]:

@@ -27,7 +27,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
     """Collects the configurations that the trainer is called with, instead of training."""
     calls = []
     monkeypatch.setattr(
-        "unigrad_fast.training.trainer.pretrain", lambda config, verbose: calls.append((config, verbose))
+        "unigrad_fast.training.trainer.pretrain", lambda config, verbose, fall_back: calls.append((config, verbose))
     )
     return calls
 
@@ -91,12 +91,19 @@ def test_batch_that_does_not_divide_over_the_launched_ranks_is_refused(trained, 
     assert trained == []
 
 
-def test_run_folder_is_not_overwritten(trained, images, capsys, tmp_path):
+def test_fresh_refuses_a_folder_that_holds_a_run(trained, images, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("seed: 0\n")
-    lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"))
-    assert "holds a run already" in lines[0]
+    lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"), "--fresh")
+    assert "holds a run, which --fresh does not continue" in lines[0]
     assert trained == []
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"])
+def test_a_command_that_is_started_again_must_name_its_folder(trained, images, capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    (line,) = refused(capsys, "pretrain", "--data.train", str(images))
+    assert variable in line and "give --output FOLDER" in line
 
 
 def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
@@ -116,7 +123,7 @@ def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
     ],
 )
 def test_exit_status_and_message(error, status, message, images, capsys, monkeypatch):
-    def fail(config, verbose):
+    def fail(config, verbose, fall_back):
         raise error
 
     monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", fail)
@@ -125,7 +132,7 @@ def test_exit_status_and_message(error, status, message, images, capsys, monkeyp
 
 
 def test_bug_is_not_swallowed(images, monkeypatch):
-    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", lambda config, verbose: 1 / 0)
+    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")])
 
@@ -156,8 +163,8 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     [
         ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
         ("evaluate", "evaluate: unknown command; did you mean evaluate knn?"),
-        ("evaluate linear x", "evaluate linear x: unknown command; did you mean evaluate knn?"),
-        ("--frobnicate", "--frobnicate: unknown command; commands are pretrain, evaluate knn, data synth"),
+        ("evaluate kn x", "evaluate kn x: unknown command; did you mean evaluate knn?"),
+        ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
         ("evaluate knn", "run: missing; folder of the run."),
         ("evaluate knn a b", "b: unexpected argument; options are written --key value"),

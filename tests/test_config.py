@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from unigrad_fast.config import (
     Config,
+    contradictions,
     fresh_output,
     load_recipe,
     merge,
@@ -154,7 +155,7 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--optimizer.base_lr nan", "optimizer.base_lr = nan: allowed is a number above 0"),
         ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: allowed is a number from 0"),
         ("--evaluation.knn.k 0", "evaluation.knn.k = 0: allowed is a whole number from 1 or auto"),
-        ("--engine.zero_stage 2", "engine.zero_stage = 2: allowed is 0"),
+        ("--engine.zero_stage 3", "engine.zero_stage = 3: allowed is a whole number from 0 to 2"),
         ("--seed true", "seed = true: allowed is a whole number from 0 to 4294967295"),
         ("--data.batch_size 12.5", "data.batch_size = 12.5: allowed is a whole number from 2"),
         ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: allowed is true or false"),
@@ -294,14 +295,34 @@ def test_impossible_paths_are_refused_without_a_traceback(path):
         resolve(path)
 
 
-def test_output_that_holds_a_run_is_refused(tmp_path):
+def test_output_that_holds_a_run_is_refused_by_fresh(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(run)})
     config.check_folders()
     (run / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(UserError, match="holds a run already; give another folder or remove this one"):
-        config.check_folders()
+    config.check_folders()
+    with pytest.raises(UserError, match="holds a run, which --fresh does not continue; give another folder"):
+        config.check_folders(fresh=True)
+
+
+def test_only_what_decides_the_result_forbids_to_go_on():
+    began = resolve().model_dump(mode="json")
+    harmless = {
+        "output": "/elsewhere",
+        "data": {"train": "/moved", "val": "/moved/val", "threads": 3, "decode": "cpu"},
+        "engine": {"zero_stage": 2, "max_skipped_steps": 5},
+        "checkpoint": {"every": 0.5, "keep": 7, "keep_every": 10},
+        "evaluation": {"every": 3, "knn": {"k": 5}},
+        "telemetry": {"every": 1, "tensorboard": False},
+    }
+    assert contradictions(resolve(overrides=harmless), began, "the checkpoint") == []
+    changed = {"seed": 3, "schedule": {"epochs": 200}, "model": {"projector": {"width": 4096}}}
+    assert contradictions(resolve(overrides=changed), began, "the checkpoint") == [
+        "seed = 3: the checkpoint has 0",
+        "model.projector.width = 4096: the checkpoint has 2048",
+        "schedule.epochs = 200: the checkpoint has 100",
+    ]
 
 
 def test_output_below_a_file_is_refused(tmp_path):

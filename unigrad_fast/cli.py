@@ -1,6 +1,7 @@
 """The command `unigrad-fast`: one options class and one function per sub-command.
 
-Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself, 130 Ctrl-C.
+Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself,
+75 preempted after saving, 130 Ctrl-C.
 torch, DeepSpeed and DALI are imported inside the functions that need them, so that `--help` answers at once.
 """
 
@@ -13,7 +14,8 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 from pydantic import Field
@@ -28,7 +30,7 @@ from unigrad_fast.config import (
     resolve,
     to_yaml,
 )
-from unigrad_fast.errors import DataError, RunStopped, UserError
+from unigrad_fast.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.validation import AbsolutePath, Node, validate
 
 
@@ -39,6 +41,10 @@ class Pretrain(Config):
     """Print the resolved configuration as YAML, which --recipe accepts, and do nothing else."""
     verbose: bool = False
     """Show what DeepSpeed and the other libraries say."""
+    fresh: bool = False
+    """Refuse an output folder that holds a run, instead of going on with it."""
+    fall_back: bool = False
+    """Where the newest checkpoint is damaged, go on from the newest intact one."""
 
 
 def pretrain(options: Pretrain) -> None:
@@ -46,16 +52,28 @@ def pretrain(options: Pretrain) -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    # All ranks find the same free name, because rank 0 creates the folder only after all have met.
-    config = config.model_copy(update={"output": config.output or fresh_output(config.recipe)})
-    config.check_folders()
+    if config.output is None:
+        require_named_output(os.environ)
+        # All ranks find the same free name, because rank 0 creates the folder only after all have met.
+        config = config.model_copy(update={"output": fresh_output(config.recipe)})
+    config.check_folders(options.fresh)
     require_dali()
     from unigrad_fast.distributed import launch_environment
 
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import trainer
 
-    trainer.pretrain(config, verbose=options.verbose)
+    trainer.pretrain(config, verbose=options.verbose, fall_back=options.fall_back)
+
+
+def require_named_output(environ: Mapping[str, str]) -> None:
+    """Raises UserError where a launcher starts a command again, which then must find the run it began."""
+    for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
+        if int(environ.get(variable, "0")) > 0:
+            raise UserError(
+                f"output = null: {whose} starts this command again ({variable} is {environ[variable]}), and a free "
+                "folder would be another one each time; give --output FOLDER"
+            )
 
 
 class EvaluateKNN(Node):
@@ -68,12 +86,86 @@ class EvaluateKNN(Node):
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
-    if not holds_run(options.run):
-        raise UserError(f"run = {options.run}: no run there (no config.yaml); give a folder that pretrain wrote")
+    require_run(options.run)
     require_dali()
     from unigrad_fast.evaluation import command
 
     command.evaluate_knn(options.run, options.baselines)
+
+
+class EvaluateLinear(Node):
+    """Linear classifier on the frozen features of a run's online backbone."""
+
+    run: AbsolutePath
+    """Folder of the run."""
+    protocol: Literal["quick", "paper"] = "quick"
+    """quick is a logistic regression on cached features, paper trains on random crops with LARS for 90 epochs."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs of the paper's protocol; null is its 90."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Images per step of the paper's protocol, over all ranks; null is its 4096."""
+    base_lr: float | None = Field(default=None, gt=0)
+    """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
+
+
+def evaluate_linear(options: EvaluateLinear) -> None:
+    require_run(options.run)
+    changes = {
+        key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
+    }
+    if changes and options.protocol == "quick":
+        key, value = next(iter(changes.items()))
+        raise UserError(f"{key} = {value}: belongs to --protocol paper; leave it out, or add that")
+    require_dali()
+    from unigrad_fast.evaluation import command
+
+    command.evaluate_linear(options.run, options.protocol, changes)
+
+
+class Export(Node):
+    """Write a run's backbone for torchvision, with a description of it."""
+
+    run: AbsolutePath
+    """Folder of the run."""
+    format: Literal["torchvision", "safetensors"] | None = None
+    """torch.save or safetensors of the same names; null goes by the ending of the output, else safetensors."""
+    branch: Literal["online", "target"] = "online"
+    """Branch whose backbone is written."""
+    with_linear: bool = False
+    """Add the linear probe of `evaluate linear` as the layer fc."""
+    output: AbsolutePath | None = None
+    """File to write; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+
+
+def export(options: Export) -> None:
+    require_run(options.run)
+    from unigrad_fast.evaluation import export
+
+    export.export(**dict(options))
+
+
+class ImportData(Node):
+    train: AbsolutePath | None = None
+    """Folder with the training images that the run is evaluated with."""
+    val: AbsolutePath | None = None
+    """Folder with the validation images that the run is evaluated with."""
+
+
+class Import(Node):
+    """Turn a checkpoint of the authors' code into a run to evaluate and export."""
+
+    file: AbsolutePath
+    """File that the authors' code saved, or a safetensors file with the same names."""
+    run: AbsolutePath
+    """New folder of the run."""
+    data: ImportData = ImportData()
+    """Images."""
+
+
+def import_weights(options: Import) -> None:
+    from unigrad_fast import authors_weights
+
+    authors_weights.import_run(options.file, options.run, options.data.train, options.data.val)
 
 
 class DataSynth(Node):
@@ -92,6 +184,77 @@ def data_synth(options: DataSynth) -> None:
     print(f"{len(synthetic.CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
 
 
+class Doctor(Node):
+    """Say what the machine has, what a run will use and what is missing, and try each part."""
+
+    smoke: bool = True
+    """Try each part of a training step and time it."""
+    verbose: bool = False
+    """Show the tracebacks of parts that fail, and what the libraries say."""
+
+
+def doctor(options: Doctor) -> None:
+    from unigrad_fast import doctor
+
+    doctor.run(options.smoke, options.verbose)
+
+
+class BenchStep(Node):
+    """Measure images/s and memory of a training step, against a plain loop."""
+
+    case: Literal["resnet50", "resnet18", "all"] = "all"
+    """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
+    images: AbsolutePath | None = None
+    """Folder of images; null takes photographs of ImageNet where they are at hand, else draws some."""
+    batch_size: int | None = Field(default=None, ge=2)
+    """Images per step; null is the case's."""
+    repetitions: int = Field(default=3, ge=1)
+    """Rounds in which each variant has its turn."""
+    steps: int = Field(default=2, ge=1)
+    """Measured steps per turn."""
+    warmup: int = Field(default=1, ge=1)
+    """Steps before them."""
+
+
+def bench_step(options: BenchStep) -> None:
+    require_dali()
+    from unigrad_fast.benchmarks import bench_step
+
+    bench_step.main(**dict(options))
+
+
+def require_run(folder: Path) -> None:
+    """Raises UserError unless a folder holds a run."""
+    if not holds_run(folder):
+        raise UserError(f"run = {folder}: no run there (no config.yaml); give a folder that pretrain wrote")
+
+
+class CheckpointShow(Node):
+    """Say what a checkpoint holds."""
+
+    path: AbsolutePath
+    """A run folder, whose newest checkpoint is shown, or the folder of one checkpoint."""
+
+
+def checkpoint_show(options: CheckpointShow) -> None:
+    from unigrad_fast import checkpoint_report
+
+    checkpoint_report.show(options.path)
+
+
+class CheckpointVerify(Node):
+    """Compare a checkpoint's files with their digests."""
+
+    path: AbsolutePath
+    """A run folder, all of whose checkpoints are verified, or the folder of one checkpoint."""
+
+
+def checkpoint_verify(options: CheckpointVerify) -> None:
+    from unigrad_fast import checkpoint_report
+
+    checkpoint_report.verify(options.path)
+
+
 def require_dali() -> None:
     """Raises UserError when DALI, which the user chooses by CUDA version, is not installed."""
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
@@ -104,7 +267,14 @@ def require_dali() -> None:
 COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (Pretrain, pretrain),
     "evaluate knn": (EvaluateKNN, evaluate_knn),
+    "evaluate linear": (EvaluateLinear, evaluate_linear),
+    "export": (Export, export),
+    "import": (Import, import_weights),
     "data synth": (DataSynth, data_synth),
+    "checkpoint show": (CheckpointShow, checkpoint_show),
+    "checkpoint verify": (CheckpointVerify, checkpoint_verify),
+    "bench step": (BenchStep, bench_step),
+    "doctor": (Doctor, doctor),
 }
 
 
@@ -138,7 +308,7 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
         if list(words[:length]) == name.split():
             return name, words[length:]
     given = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words)) or words[0]
-    close = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
     raise UserError(f"{given}: unknown command; {hint}")
 
@@ -191,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, DataError) as error:
         print(*(f"{prefix}: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         return 2
+    except Preempted as error:
+        print(f"preempted: {error}", file=sys.stderr)
+        return 75
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 3

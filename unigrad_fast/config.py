@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from unigrad_fast.errors import UserError
-from unigrad_fast.validation import AbsolutePath, Node, absolute, count, shown, validate
+from unigrad_fast.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
 
 DEFAULT_RECIPE = "imagenet_100ep"
 
@@ -109,8 +109,8 @@ class Schedule(Node):
 
 
 class Engine(Node):
-    zero_stage: int = Field(default=0, ge=0, le=0)
-    """DeepSpeed ZeRO stage."""
+    zero_stage: int = Field(default=0, ge=0, le=2)
+    """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
     accumulation_steps: int = Field(default=1, ge=1)
@@ -120,8 +120,12 @@ class Engine(Node):
 
 
 class Checkpoint(Node):
-    every: int = Field(default=1, ge=1)
-    """Epochs between two savings of the weights (authors' code: 1)."""
+    every: float = Field(default=1.0, gt=0)
+    """Epochs between two checkpoints, fractions allowed (authors' code: 1)."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept (2: the newest may turn out damaged)."""
+    keep_every: int = Field(default=0, ge=0)
+    """Epochs whose multiples keep their checkpoint for good; 0 is none."""
 
 
 class KNN(Node):
@@ -222,8 +226,12 @@ class Config(Node):
         if problems := self._batch_problems(world_size):
             raise UserError("\n".join(problems))
 
-    def check_folders(self) -> None:
-        """Raises UserError unless the image folders exist and the output folder holds no run yet."""
+    def check_folders(self, fresh: bool = False) -> None:
+        """Raises UserError unless the image folders exist and the output folder can be used.
+
+        Args:
+            fresh: the output folder must not hold a run, which would be continued otherwise.
+        """
         # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
         problems = []
         for key, folder in (("data.train", self.data.train), ("data.val", self.data.val)):
@@ -240,15 +248,15 @@ class Config(Node):
                 problems.append(f"{key} = {folder}: unreadable; check its permissions")
         if self.data.train is None:
             problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
-        problems += self._output_problems()
+        problems += self._output_problems(fresh)
         if problems:
             raise UserError("\n".join(problems))
 
-    def _output_problems(self) -> list[str]:
+    def _output_problems(self, fresh: bool) -> list[str]:
         if self.output is None:
             return []
-        if holds_run(self.output):
-            return [f"output = {self.output}: holds a run already; give another folder or remove this one"]
+        if fresh and holds_run(self.output):
+            return [f"output = {self.output}: holds a run, which --fresh does not continue; give another folder"]
         if os.path.exists(self.output) and not os.path.isdir(self.output):
             return [f"output = {self.output}: is a file; give a folder"]
         parent = self.output
@@ -274,6 +282,30 @@ def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
         number += 1
         candidate = root / f"{recipe}-{number}"
     return absolute(candidate)
+
+
+# What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
+HARMLESS = (
+    *("output", "recipe", "data.train", "data.val", "data.decode", "data.threads"),
+    *("engine.zero_stage", "engine.max_skipped_steps", "checkpoint", "evaluation", "telemetry"),
+)
+
+
+def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list[str]:
+    """What forbids to continue a run with this configuration, one line per key; empty when nothing does.
+
+    Args:
+        saved: the configuration that the run began with, as JSON values.
+        whose: what `saved` belongs to, for the message.
+    """
+    before = dict(leaves(validate(Config, saved).model_dump(mode="json"), ""))
+    now = dict(leaves(config.model_dump(mode="json"), ""))
+    keys_of_result = [key for key in now if not any(f"{key}.".startswith(f".{harmless}.") for harmless in HARMLESS)]
+    return [
+        f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before[key])}"
+        for key in keys_of_result
+        if now[key] != before[key]
+    ]
 
 
 def recipe_names() -> list[str]:

@@ -11,15 +11,18 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from unigrad_fast.errors import UserError
+from unigrad_fast.errors import DataError, RunStopped, UserError
+
+Result = TypeVar("Result")
 
 # Ranks may wait for one that lists millions of files.
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -280,13 +283,40 @@ def session(device: str = "auto") -> Iterator[World]:
     stop()
 
 
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Do something that may fail; when it does on one rank, all ranks raise the error of the first that failed.
+
+    Without a process group it is a plain call. Errors are those a user can cause: wrong input, a full disk.
+    """
+    failure, result = None, None
+    try:
+        result = work()
+    except (DataError, OSError, RunStopped, UserError) as error:
+        failure = error
+    for error in gather(failure):
+        if error is not None:
+            raise error
+    return result
+
+
+def gather(value: Result) -> list[Result]:
+    """The picklable values of all ranks, on every rank; [value] without a process group."""
+    if not dist.is_initialized():
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.size == 1:
         return dist.HashStore()
     host = f"[{launch.address}]" if ":" in launch.address else launch.address
     url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size={launch.size}"
     store, _, _ = next(dist.rendezvous(url, timeout=timeout))
-    return store
+    # torchrun's store outlives the processes, and with it the addresses of those that were killed: a process that it
+    # starts again would try to reach the dead, and wait.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _choose_device(device: str, launch: Launch) -> torch.device:

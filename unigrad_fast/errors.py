@@ -2,7 +2,7 @@
 
 from unigrad_fast.pipelines.errors import DataError
 
-__all__ = ["DataError", "RunStopped", "UserError"]
+__all__ = ["DataError", "Preempted", "RunStopped", "UserError"]
 
 
 class UserError(Exception):
@@ -11,3 +11,7 @@ class UserError(Exception):
 
 class RunStopped(Exception):
     """The run ended itself, say after non-finite values (exit status 3); the message says why."""
+
+
+class Preempted(Exception):
+    """The run was asked to leave, and saved its state (exit status 75); the message says where."""

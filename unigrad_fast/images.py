@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
-
-import torch.distributed as dist
 
 from unigrad_fast.config import Config
-from unigrad_fast.distributed import World
+from unigrad_fast.distributed import World, gather, on_all_ranks
 from unigrad_fast.errors import DataError
 from unigrad_fast.pipelines import Manifest
 
@@ -32,8 +29,7 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
 
         for turn in (True, False):
             on_all_ranks(read if (world.local_rank == 0) == turn else lambda: None)
-    digests: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(digests, [_digest(manifest) for manifest in manifests])
+    digests = gather([digest(manifest) for manifest in manifests])
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):
             if theirs[number] != digests[0][number]:
@@ -44,21 +40,7 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     return manifests[0], manifests[1] if config.data.val is not None else None, said
 
 
-def on_all_ranks(work: Callable[[], None]) -> None:
-    """Do something that may raise `DataError`; when it does on one rank, all ranks raise the first rank's error."""
-    said: str | None = None
-    try:
-        work()
-    except DataError as error:
-        said = str(error)
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, said)
-    for error in errors:
-        if error is not None:
-            raise DataError(error)
-
-
-def _digest(manifest: Manifest) -> str:
+def digest(manifest: Manifest) -> str:
     """Of names and sizes in pixels, which equal copies on several machines share."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(manifest.names.tobytes())

@@ -22,7 +22,7 @@ def descend(optimizer, module: nn.Module, steps: int, spoil: int | None = None) 
         if step == spoil:
             module[3].weight.grad[0, 0] = torch.nan
         if isinstance(optimizer, SGD):
-            optimizer.nonfinite.zero_()
+            optimizer.open()
         optimizer.step()
 
 

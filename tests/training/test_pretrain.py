@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from drawn_images import draw_tree
-from safetensors import safe_open
+
+from unigrad_fast.checkpoint_files import Reader, latest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -67,7 +68,7 @@ def test_a_run_ends_well_and_writes_its_files(finished):
     run, result = finished
     assert result.returncode == 0, result.stdout + result.stderr
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "weights.safetensors", "curves.png", "tensorboard", "summary.json", "log.txt"
+        "config.yaml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard", "summary.json", "log.txt", ".lock"
     }  # fmt: skip
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -129,14 +130,12 @@ def test_the_saved_configuration_repeats_the_run(finished, tmp_path):
     run, _ = finished
     again = command("pretrain", "--recipe", run / "config.yaml", "--output", tmp_path / "again")
     assert again.returncode == 0, again.stderr
-    with safe_open(run / "weights.safetensors", "pt") as one, safe_open(
-        tmp_path / "again" / "weights.safetensors", "pt"
-    ) as other:  # fmt: skip
-        assert one.metadata() == other.metadata() == {"step": "6", "epoch": "2"}
-        assert set(one.keys()) == set(other.keys())
-        assert {name.split(".")[0] for name in one.keys()} == {"online", "target", "objective"}  # noqa: SIM118
-        for name in one.keys():  # noqa: SIM118
-            assert torch.equal(one.get_tensor(name), other.get_tensor(name)), name
+    one, other = (Reader(latest(folder)) for folder in (run, tmp_path / "again"))
+    assert one.about["step"] == other.about["step"] == 6 and one.about["epoch"] == 2
+    assert one.names == other.names
+    assert {name.split(".")[0] for name in one.names} == {"online", "momentum", "target", "objective", "gate"}
+    for name in one.names:
+        assert torch.equal(one.tensor(name), other.tensor(name)), name
 
 
 def test_two_ranks_under_torchrun(data, tmp_path):
@@ -256,12 +255,12 @@ def test_a_file_with_a_damaged_header_is_refused_before_the_run(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_cannot_be_decoded_stops_the_run_with_its_path_and_saves_the_weights(data, tmp_path):
+def test_a_file_that_cannot_be_decoded_stops_the_run_with_its_path_and_a_checkpoint(data, tmp_path):
     broken = cut(data, tmp_path / "train", share=0.6)
     result = pretrain(data, tmp_path / "run", "--data.train", tmp_path / "train")
     assert result.returncode == 3
     assert str(broken) in result.stderr and "Traceback" not in result.stderr
-    assert (tmp_path / "run/weights.safetensors").exists()
+    assert latest(tmp_path / "run")
 
 
 def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):
@@ -271,4 +270,4 @@ def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):
     )  # fmt: skip
     assert result.returncode == 3, result.stdout + result.stderr
     assert "2 steps in a row met NaN or infinite values" in result.stderr and "Traceback" not in result.stderr
-    assert (tmp_path / "run/weights.safetensors").exists()
+    assert latest(tmp_path / "run")

@@ -1,11 +1,11 @@
-"""The number of ranks changes nothing.
+"""The number of ranks changes nothing, nor does the ZeRO stage.
 
-In float64 two free runs of a plain loop stay one. In fp32, through the engine, each of 20 steps starts from the
-one-rank run's state, since batch norm amplifies rounding and free runs drift apart even when all is right. There
-ReLU gives way to SiLU: where an activation lies within rounding of ReLU's kink, the gradient jumps by far more than
-rounding (seen in 5 of 20 steps, by up to 3e-3 of a tensor), on any two machines as on any two numbers of ranks. The
-one rank takes the synchronised batch norm too: torch's, which it would take, sums in fp32 over all rows at once and
-alone moves the gradient by up to 1e-5; `test_sync_batch_norm.py` compares the two.
+In float64 two free runs of a plain loop stay one. In fp32, through the engine, each of 20 steps starts from the state
+of a run with one rank at stage 0, since batch norm amplifies rounding and free runs drift apart even when all is
+right. There ReLU gives way to SiLU: where an activation lies within rounding of ReLU's kink, the gradient jumps by far
+more than rounding (seen in 5 of 20 steps, by up to 3e-3 of a tensor), on any two machines as on any two numbers of
+ranks. The one rank takes the synchronised batch norm too: torch's, which it would take, sums in fp32 over all rows at
+once and alone moves the gradient by up to 1e-5; `test_sync_batch_norm.py` compares the two.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from trainer_state import batches, make_trainer, restore, small_config, state
+from torch import Tensor
+from trainer_state import batches, make_trainer, small_config, smooth
 
 from unigrad_fast import sync_batch_norm
+from unigrad_fast.checkpoint_files import Reader
 from unigrad_fast.config import Config
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.training import checkpoint
 from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.schedules import learning_rate, target_momentum
 from unigrad_fast.training.target import make_target, update_target_
@@ -71,64 +73,107 @@ def test_one_and_two_ranks_are_one_run_in_float64(images, workers):
         assert abs(one - two) / max(1, abs(one)) <= 1e-7
 
 
-def smooth(trainer: Trainer) -> Trainer:
-    for branch in (trainer.online.module, trainer.target):
-        for module in list(branch.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, nn.ReLU):
-                    setattr(module, name, nn.SiLU())
-    return trainer
+def momentum(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer's velocity by parameter, whole on every rank, in float64."""
+    whole = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in trainer.fragments.named}
+    for f in trainer.fragments.momentum():
+        whole[f.name][f.start : f.start + f.tensor.numel()] = f.tensor.reshape(-1).double()
+    if trainer.fragments.sharded:
+        for values in whole.values():
+            dist.all_reduce(values)
+    return whole
 
 
-def observe_step(trainer, step: int) -> tuple[float, dict[str, Tensor]]:
-    """One step; the loss over all ranks and the gradient that the optimizer was given."""
-    gradient = {}
-
-    def keep(*_):
-        gradient.update({n: p.grad.clone() for n, p in trainer.online.module.named_parameters()})
-
-    hook = trainer.optimizer.register_step_pre_hook(keep)
+def loss_and_gradient(trainer: Trainer, step: int) -> tuple[float, dict[str, Tensor]]:
+    """One step; the gradient with its weight decay is what the velocity gained."""
+    before = momentum(trainer)
     trainer.step(step, batches(trainer, step))
-    hook.remove()
     ((_, metrics),) = trainer.metrics(before=step + 1)
-    return metrics["loss"], gradient
+    decay = trainer.config.optimizer.momentum
+    return metrics["loss"], {name: after - decay * before[name] for name, after in momentum(trainer).items()}
 
 
-def record(config: Config, steps: int, folder: str) -> None:
-    trainer = smooth(make_trainer(config))
+def record(config, steps: int, folder: str) -> None:
+    """A run at stage 0, with a checkpoint before every step."""
     with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+        trainer = smooth(make_trainer(config))
         for step in range(steps):
-            before = state(trainer)
-            loss, gradient = observe_step(trainer, step)
-            torch.save({"state": before, "loss": loss, "gradient": gradient}, f"{folder}/{step}.pt")
+            checkpoint.save(trainer, {})
+            loss, gradient = loss_and_gradient(trainer, step)
+            if dist.get_rank() == 0:
+                torch.save({"loss": loss, "gradient": gradient}, f"{folder}/{step}.pt")
 
 
-def compare(config: Config, steps: int, folder: str) -> list[tuple[float, float, float]]:
-    """Per step: the loss's difference, the gradient's relative error, and the worst tensor's."""
-    trainer = smooth(make_trainer(config))
+def compare(config, steps: int, folder: str) -> list[tuple[float, float, float]]:
+    """Per step from the recorded state: difference of the loss, error of the gradient, and of its worst tensor."""
     errors = []
-    for step in range(steps):
-        expected = torch.load(f"{folder}/{step}.pt", weights_only=True)
-        restore(trainer, expected["state"])
-        loss, gradient = observe_step(trainer, step)
-        pairs = [(gradient[name], value) for name, value in expected["gradient"].items()]
-        norm = torch.stack([value.norm() for _, value in pairs]).norm()
-        distance = torch.stack([(ours - value).norm() for ours, value in pairs]).norm()
-        # A tensor whose gradient is rounding alone (a bias before a batch norm) has no relative error.
-        worst = max(((ours - value).norm() / value.norm().clamp_min(1e-6 * norm)).item() for ours, value in pairs)
-        errors.append((abs(loss - expected["loss"]), (distance / norm).item(), worst))
+    with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+        trainer = smooth(make_trainer(config))
+        for step in range(steps):
+            checkpoint.restore(trainer, Reader(config.output / f"checkpoints/step-{step:08}"))
+            expected = torch.load(f"{folder}/{step}.pt", weights_only=True)
+            loss, gradient = loss_and_gradient(trainer, step)
+            pairs = [(gradient[name], value) for name, value in expected["gradient"].items()]
+            norm = torch.stack([value.norm() for _, value in pairs]).norm()
+            distance = torch.stack([(ours - value).norm() for ours, value in pairs]).norm()
+            worst = max(((ours - value).norm() / value.norm().clamp_min(1e-6 * norm)).item() for ours, value in pairs)
+            errors.append((abs(loss - expected["loss"]), (distance / norm).item(), worst))
     return errors
 
 
-@pytest.mark.parametrize(("accumulation_steps", "steps"), [(1, STEPS), (2, 4)])
-def test_each_step_through_the_engine_is_the_same_on_one_and_two_ranks(
-    images: Path, workers, tmp_path, accumulation_steps, steps
-):
-    # Micro-batches of 32 images in both cases: batch statistics over fewer amplify rounding.
-    changes = {"engine__accumulation_steps": accumulation_steps, "data__batch_size": 32 * accumulation_steps}
-    config = small_config(str(images), **changes)
-    workers(1).run(record, config, steps, str(tmp_path))
-    for loss, gradient, worst in workers(2).run(compare, config, steps, str(tmp_path))[1]:
+def config_at(images: Path, run: Path, stage: int, precision: str = "fp32", accumulation_steps: int = 1) -> Config:
+    # Micro-batches of 32 images in all cases: batch statistics over fewer amplify rounding.
+    changes = {
+        "data__batch_size": 32 * accumulation_steps,
+        "engine__accumulation_steps": accumulation_steps,
+        "engine__zero_stage": stage,
+        "engine__precision": precision,
+        "checkpoint__keep": STEPS,
+    }
+    return small_config(str(images), **changes).model_copy(update={"output": run})
+
+
+@pytest.fixture(scope="module")
+def recorded(images, workers, tmp_path_factory) -> Path:
+    """20 steps of one rank at stage 0, in fp32."""
+    folder = tmp_path_factory.mktemp("recorded")
+    workers(1).run(record, config_at(images, folder, 0), STEPS, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_step_in_fp32_is_the_same_at_every_stage(images, workers, recorded, stage, ranks):
+    for loss, gradient, worst in workers(ranks).run(compare, config_at(images, recorded, stage), STEPS, str(recorded))[
+        -1
+    ]:
         assert loss <= 1e-5
         assert gradient <= 1e-5
         assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers, tmp_path, stage):
+    workers(1).run(record, config_at(images, tmp_path, 0, accumulation_steps=2), 4, str(tmp_path))
+    config = config_at(images, tmp_path, stage, accumulation_steps=2)
+    for loss, gradient, worst in workers(2).run(compare, config, 4, str(tmp_path))[-1]:
+        assert loss <= 1e-5
+        assert gradient <= 1e-5
+        assert worst <= 1e-4
+
+
+def reduced_in_bf16(config, folder: str) -> tuple[float, float]:
+    """Error of a step's gradient against stage 0, and what rounding that gradient to bf16 would cost."""
+    ((_, gradient, _),) = compare(config, 1, folder)
+    expected = torch.load(f"{folder}/0.pt", weights_only=True)["gradient"].values()
+    rounded = [value.bfloat16().double() - value for value in expected]
+    cost = torch.stack([r.norm() for r in rounded]).norm() / torch.stack([v.norm() for v in expected]).norm()
+    return gradient, cost.item()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_a_step_in_bf16_are_reduced_in_fp32(images, workers, tmp_path, stage):
+    workers(2).run(record, config_at(images, tmp_path, 0, "bf16"), 1, str(tmp_path))
+    for gradient, cost in workers(2).run(reduced_in_bf16, config_at(images, tmp_path, stage, "bf16"), str(tmp_path)):
+        assert cost > 1e-3
+        assert gradient <= 1e-5

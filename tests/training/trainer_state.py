@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.distributed import World
@@ -62,24 +62,14 @@ def state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     return {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in parts.items()}
 
 
-@torch.no_grad()
-def restore(trainer: Trainer, saved: dict[str, dict[str, Tensor]]) -> None:
-    online = trainer.online.module
-    parameters = dict(online.named_parameters())
-    for name, value in saved["momentum"].items():
-        buffer = trainer.optimizer.state[parameters[name]].setdefault(
-            "momentum_buffer", torch.zeros_like(parameters[name])
-        )
-        buffer.copy_(value)
-    for part, tensors in (
-        ("parameters", parameters),
-        ("buffers", dict(online.named_buffers())),
-        ("target_parameters", dict(trainer.target.named_parameters())),
-        ("target_buffers", dict(trainer.target.named_buffers())),
-        ("objective", dict(trainer.objective.named_buffers())),
-    ):
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[part][name])
+def smooth(trainer: Trainer) -> Trainer:
+    """The trainer with SiLU in place of ReLU, whose kink turns rounding into jumps of the gradient."""
+    for branch in (trainer.online.module, trainer.target):
+        for module in list(branch.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.ReLU):
+                    setattr(module, name, nn.SiLU())
+    return trainer
 
 
 def changed(before: dict[str, dict[str, Tensor]], after: dict[str, dict[str, Tensor]]) -> dict[str, list[str]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save
 
 from unigrad_fast import distributed
 from unigrad_fast.config import resolve
 from unigrad_fast.errors import UserError
+from unigrad_fast.evaluation import linear
 from unigrad_fast.evaluation.baselines import colour_histogram, raw_pixels
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, weighted_knn
 from unigrad_fast.evaluation.probe import KNNProbe
@@ -20,6 +23,7 @@ from unigrad_fast.images import read_manifests
 from unigrad_fast.model import build_encoder
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.weights import load_encoder
+from unigrad_fast.whole_file import write_whole
 
 
 def evaluate_knn(run: Path, baselines: bool = False) -> None:
@@ -33,8 +37,7 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
         UserError: a run without weights, labels or validation images.
     """
     config = resolve(run / "config.yaml")
-    if not os.access(run, os.W_OK):
-        raise UserError(f"{run}: not writable, and the result is written there; check its permissions")
+    require_writable(run)
     with distributed.session() as world:
         trained = build_encoder(config.model, config.seed, world.device).backbone
         metadata = load_encoder(run, trained)
@@ -52,6 +55,61 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
         rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(trained, dtype)
         if world.rank == 0:
             report(run, rows, metadata)
+
+
+def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -> None:
+    """Print the accuracy of a linear classifier on a run's frozen online backbone.
+
+    It is written to RUN/linear.json, and the classifier to RUN/linear.safetensors.
+
+    Args:
+        run: the run folder.
+        protocol: "quick" or "paper".
+        changes: fields of `linear.Schedule` in which the training differs from the paper's.
+
+    Raises:
+        UserError: a run without weights, labels or validation images.
+    """
+    config = resolve(run / "config.yaml")
+    require_writable(run)
+    with distributed.session() as world:
+        backbone = build_encoder(config.model, config.seed, world.device).backbone
+        metadata = load_encoder(run, backbone)
+        train, val, _ = read_manifests(config, world)
+        if obstacle := KNNProbe.obstacle(train, val):
+            raise UserError(f"this run cannot be evaluated by a linear classifier: {obstacle}")
+        console = Console(quiet=world.rank != 0, highlight=False)
+        dtype = autocast_dtype(config.engine.precision, world.device)
+        probe = linear.LinearProbe(config, world, train, val, backbone, dtype)
+        if protocol == "quick":
+            classifier = probe.quick()
+            settings = {"l2": linear.L2}
+            name = f"quick protocol (logistic regression on cached features of centre crops, L2 {linear.L2:g})"
+        else:
+            schedule = replace(linear.PAPER, **changes)
+            classifier = probe.paper(schedule, console.print)
+            settings = asdict(schedule)
+            name = "paper protocol (LARS on random crops" + "".join(f", {k} {v:g}" for k, v in settings.items()) + ")"
+            name += "".join(f", but {key} {value:g}" for key, value in changes.items())
+        result = probe.judge(classifier)
+        if world.rank != 0:
+            return
+        about = {"protocol": protocol, "branch": BRANCH, **metadata, **settings, **asdict(result)}
+        weights = {"weight": classifier.weight.detach().cpu(), "bias": classifier.bias.detach().cpu()}
+        texts = {key: str(value) for key, value in about.items()}
+        write_whole(run / "linear.safetensors", save(weights, {**texts, "classes": json.dumps(list(train.classes))}))
+        write_whole(run / "linear.json", json.dumps(about, indent=2).encode() + b"\n")
+        table = Table(title=f"Linear probe, {BRANCH}, epoch {metadata['epoch']}", title_justify="left")
+        for column in ("protocol", "top-1 accuracy, %", "top-5, %", "validation images"):
+            table.add_column(column, justify="left" if column == "protocol" else "right")
+        top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
+        table.add_row(name, f"{result.accuracy:.2f}", top5, f"{result.images:,}")
+        console.print(table)
+
+
+def require_writable(run: Path) -> None:
+    if not os.access(run, os.W_OK):
+        raise UserError(f"{run}: not writable, and the result is written there; check its permissions")
 
 
 def probe_baseline(probe: KNNProbe, features) -> KNNResult:
@@ -85,4 +143,4 @@ def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> N
         "temperature": result.temperature,
         "accuracy": {name.partition(",")[0]: row.accuracy for name, row in rows.items()},
     }
-    (run / "knn.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    write_whole(run / "knn.json", json.dumps(written, indent=2).encode() + b"\n")

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unigrad_fast.distributed import on_all_ranks
 from unigrad_fast.errors import RunStopped
-from unigrad_fast.images import on_all_ranks
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 
 # Rows that travel or are checked at once: 0.5 GiB of fp32 at 2048 features.
@@ -67,20 +67,16 @@ def extract(
 
     def read() -> None:
         nonlocal features
-        for images, index in loader:
-            output = backbone(images.to(device))
+        for output, index in features_of(backbone, loader, device, autocast_dtype):
             if features is None:
                 features = torch.zeros(len(manifest), output.shape[1])
-            index = index.cpu()
-            features[index] = output.float().cpu()
+            features[index] = output.cpu()
             seen[index] += 1
 
-    autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    with _evaluation_mode(backbone), autocast:
-        if world_size > 1:
-            on_all_ranks(read)
-        else:
-            read()
+    if world_size > 1:
+        on_all_ranks(read)
+    else:
+        read()
     if world_size > 1:
         features = _sum_over_ranks(features, seen, device)
     if not bool((seen == 1).all()):
@@ -92,8 +88,21 @@ def extract(
     return features, labels
 
 
+@torch.no_grad()
+def features_of(
+    backbone: nn.Module, loader: EvaluationLoader, device: torch.device, autocast_dtype: torch.dtype | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features fp32 [N, D] on the device, and their places in the manifest, int64 [N] on the CPU, batch by batch."""
+    autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
+    with evaluation_mode(backbone):
+        for images, index in loader:
+            with autocast:
+                output = backbone(images.to(device))
+            yield output.float(), index.cpu()
+
+
 @contextmanager
-def _evaluation_mode(backbone: nn.Module) -> Iterator[None]:
+def evaluation_mode(backbone: nn.Module) -> Iterator[None]:
     """Evaluation mode inside, then each module's own mode again: a frozen part may differ from the whole."""
     before = {module: module.training for module in backbone.modules()}
     backbone.eval()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from unigrad_fast import config
 
@@ -26,7 +27,7 @@ class SGD(torch.optim.SGD):
 
     Attributes:
         nonfinite: float32 scalar on the parameters' device. Whoever meets a non-finite value before the step raises
-            it to 1; `step` raises it for gradients; the caller clears it with `zero_` before the next step.
+            it to 1; `measure` raises it for gradients; `open` clears it.
         gradient_norm: ℓ2 norm of the whole gradient at the last step, before clipping; a scalar on the device.
     """
 
@@ -43,21 +44,107 @@ class SGD(torch.optim.SGD):
         self.clip_norm = clip_norm
         self.nonfinite = torch.zeros((), device=device)
         self.gradient_norm = torch.zeros((), device=device)
+        self._measured = False
+
+    def open(self) -> None:
+        """Before whatever may meet non-finite values in this step."""
+        self.nonfinite.zero_()
+        self._measured = False
+
+    @torch.no_grad()
+    def measure(self, gradients: list[Tensor], sharded: bool = False) -> None:
+        """Take the norm of the whole gradient, and see whether it is finite.
+
+        `step` does so itself unless it was done since `open`. Under ZeRO it has to be done before: there the steps of
+        the parameter groups follow each other, and the first must know of all.
+
+        Args:
+            gradients: this rank's.
+            sharded: each rank has a part of the gradient; else all have all of it.
+        """
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.nonfinite.device)
+        if sharded:
+            square = norm.double().square()
+            dist.all_reduce(square)
+            norm = square.sqrt().float()
+        self.gradient_norm = norm
+        torch.maximum(self.nonfinite, (~torch.isfinite(norm)).float(), out=self.nonfinite)
+        self._measured = True
+
+    @torch.no_grad()
+    def momentum_of(self, parameter: Tensor) -> Tensor:
+        """The velocity v of a parameter, in its layout; zeros before the first step."""
+        # The fused kernel would leave the momentum unset when it skips the first step; from zero the first step is
+        # the same. It walks memory in order, so the momentum takes the layout that its parameter has by now.
+        if not self.state[parameter]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return self.state[parameter]["momentum_buffer"]
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # The fused kernel would leave the momentum unset when it skips the first step; from zero the first step is
-        # the same. It walks memory in order, so the momentum takes the layout that its parameter has by now.
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        self.gradient_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-        torch.maximum(self.nonfinite, (~torch.isfinite(self.gradient_norm)).float(), out=self.nonfinite)
+        for parameter in parameters:
+            self.momentum_of(parameter)
+        measured_before = self._measured
+        if not measured_before:
+            self.measure([p.grad for p in parameters])
         self.found_inf = self.nonfinite
         if self.clip_norm > 0:
             self.grad_scale = (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()  # gradients are divided
         super().step(closure)
+        self._measured = measured_before
+
+
+class LARS(torch.optim.Optimizer):
+    """Momentum with a learning rate per layer (You, Gitman and Ginsburg, 2017).
+
+    v ← momentum·v + t·(grad + weight_decay·w),  w ← w − lr·v,  t = trust_coefficient·‖w‖ / ‖grad + weight_decay·w‖,
+    with t = 1 where either norm is 0 and in groups with `adapt=False`. The host waits for nothing.
+
+    Args:
+        params: parameters or groups of them, fp32 or float64.
+        lr: learning rate.
+        momentum: 0 to below 1.
+        weight_decay: L2 penalty.
+        trust_coefficient: ratio of an update's norm to its parameter's, at lr 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+    ):
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "adapt": True,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
+            updates = torch._foreach_add([w.grad for w in weights], weights, alpha=group["weight_decay"])
+            if group["adapt"]:
+                norms = zip(torch._foreach_norm(weights), torch._foreach_norm(updates), strict=True)
+                coefficient = group["trust_coefficient"]
+                ratios = [torch.where((w > 0) & (u > 0), coefficient * w / u, 1.0) for w, u in norms]
+                torch._foreach_mul_(updates, ratios)
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, updates)
+            torch._foreach_add_(weights, velocities, alpha=-group["lr"])
 
 
 def parameter_groups(module: nn.Module, settings: config.Optimizer) -> list[dict]:

@@ -1,6 +1,6 @@
 """What a run tells while it trains: progress on the console, metrics in files, warnings, a summary.
 
-    RUN/metrics.jsonl   one JSON object per line, flushed at once; events `train`, `knn` and `warning`
+    RUN/metrics.jsonl   one JSON object per line, flushed at once; events `train`, `knn`, `warning` and `resumed`
     RUN/log.txt         what the console showed, with the time of day
     RUN/tensorboard/    the same numbers for TensorBoard
     RUN/summary.json    the final numbers
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import resource
 import shlex
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -34,6 +35,8 @@ from rich.text import Text
 
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.training.phases import PHASES
+from unigrad_fast.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,8 +51,12 @@ COLLAPSED_FEATURE_STD = 0.1
 # lie on one line. It can collapse while the deviation stays healthy, as two opposite vectors show.
 COLLAPSED_EFFECTIVE_RANK = 2.0
 
+COLLAPSING = "the embeddings are collapsing"
+
 WINDOW = 50  # steps that the running throughput looks back on
 PLAIN_SECONDS = 5.0  # least time between two progress lines where there is no terminal
+
+PHASE_METRICS = tuple(f"ms_{phase}" for phase in PHASES)
 
 # Columns of a progress line: key, label, format, width of the value.
 COLUMNS = (
@@ -88,7 +95,7 @@ class CollapseWatch:
             return None
         self.warned = True
         return (
-            f"the embeddings are collapsing: {' and '.join(signs)}. The encoder maps all images to nearly "
+            f"{COLLAPSING}: {' and '.join(signs)}. The encoder maps all images to nearly "
             f"the same embedding and learns nothing; raise objective.balance or lower optimizer.base_lr"
         )
 
@@ -134,9 +141,12 @@ class Telemetry:
     """Progress, metrics, warnings and summary of one run; a context manager that opens and closes its files.
 
     Args:
-        run_dir: the run's folder; it is created. A metrics.jsonl in it is begun anew.
+        run_dir: the run's folder; it is created.
         config: the run's configuration.
         total_steps, steps_per_epoch: optimizer steps.
+        start_step: steps done when this process begins. What metrics.jsonl says of later ones, left by a process
+            that was killed, is dropped; the rest is continued.
+        progress: what `progress_so_far` returned when `start_step` was saved.
         rank: of this process; only 0 shows and writes anything.
         console: where to show; standard output by default.
         clock: seconds, monotonic.
@@ -149,6 +159,8 @@ class Telemetry:
         total_steps: int,
         steps_per_epoch: int,
         rank: int = 0,
+        start_step: int = 0,
+        progress: Mapping[str, Any] | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -161,29 +173,34 @@ class Telemetry:
         self.clock = clock
         self.throughput = Throughput(clock)
         self.collapse = CollapseWatch(round(config.schedule.warmup_epochs * steps_per_epoch))
-        self.step = 0
+        self.step = self.start_step = start_step
+        self.restored = progress or {}
         self.latest: dict[str, float] = {}  # the newest finite value of each training metric
         self.accuracies: list[tuple[int, float]] = []  # (step, percent) of each kNN evaluation
-        self.evaluation_seconds: list[float] = []
+        self.evaluation_seconds: list[float] = list(self.restored.get("evaluation_seconds", []))
+        self.phase_sums: Counter[str] = Counter()  # milliseconds of the reported steps
+        self.reported_steps = 0
         self.named_non_finite: set[str] = set()
         self.last_line = -math.inf
         self.progress: Progress | None = None
         self.tensorboard: SummaryWriter | None = None
 
     def __enter__(self) -> Telemetry:
-        self.started = self.clock()
+        self.started = self.clock() - self.restored.get("wall_seconds", 0.0)
         if not self.active:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics_file = (self.run_dir / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)
-        self.log_file = (self.run_dir / "log.txt").open("w", encoding="utf-8", buffering=1)
+        self._continue_metrics()
+        self.metrics_file = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.log_file = (self.run_dir / "log.txt").open("a", encoding="utf-8", buffering=1)
         self._log(f"unigrad-fast {unigrad_fast.__version__}, torch {torch.__version__}, on {platform.node()}")
         self._log(f"command: {shlex.join(sys.argv)}")
         self._log(f"{self.total_steps} steps, {self.steps_per_epoch} per epoch")
         if self.config.telemetry.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
+            purge = {"purge_step": self.start_step + 1} if self.start_step else {}
+            self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), **purge)
         if self.console.is_terminal:
             self.progress = Progress(
                 TextColumn("epoch {task.fields[epoch]:.1f}/{task.fields[epochs]:g}"),
@@ -194,9 +211,16 @@ class Telemetry:
             )
             epochs = self.total_steps / self.steps_per_epoch
             self.task = self.progress.add_task(
-                "", total=self.total_steps, epoch=0.0, epochs=epochs, left="?", values=""
+                "",
+                total=self.total_steps,
+                completed=self.step,
+                epoch=self._epoch(self.step),
+                epochs=epochs,
+                left="?",
+                values="",
             )
             self.progress.start()
+            self._refresh_bar()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -210,6 +234,47 @@ class Telemetry:
             self.tensorboard.close()
         self.metrics_file.close()
         self.log_file.close()
+
+    def _continue_metrics(self) -> None:
+        """Keep the events up to the first step of this process, and remember what they say."""
+        path = self.run_dir / "metrics.jsonl"
+        if not path.is_file():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:  # the last line of a process that was killed while writing it
+                continue
+            if event["step"] <= self.start_step:
+                kept.append(line)
+                self._remember(event)
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "train":
+            self.latest |= {k: v for k, v in event.items() if k not in ("event", "step", "epoch") and v is not None}
+        elif event["event"] == "knn":
+            self.accuracies.append((event["step"], event["accuracy"]))
+        elif event["event"] == "warning" and event["message"].startswith(COLLAPSING):
+            self.collapse.warned = True
+
+    def resumed(self) -> None:
+        """Says that this process goes on with what another began, and records it as an event."""
+        if self.active:
+            self._event("resumed", self.start_step, {})
+            self.say(f"going on after step {self.start_step} of {self.total_steps}")
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the encoder after this step was evaluated, on rank 0; False on other ranks."""
+        return any(step == at for at, _ in self.accuracies)
+
+    def progress_so_far(self) -> dict[str, Any]:
+        """What a later process needs to go on with, JSON values; the metrics until now are on the disk then."""
+        if not self.active:
+            return {}
+        os.fsync(self.metrics_file.fileno())
+        return {"wall_seconds": self.clock() - self.started, "evaluation_seconds": self.evaluation_seconds}
 
     def advance(self, step: int, images: int, data_seconds: float = 0.0) -> None:
         """After every step; waits for no device. Images of all ranks in it, seconds it waited for data."""
@@ -241,6 +306,8 @@ class Telemetry:
         self._event("train", step, numbers)
         self._scalars("train", step, numbers)
         self.latest |= {name: value for name, value in numbers.items() if value is not None}
+        self.phase_sums.update({name: numbers[name] for name in PHASE_METRICS if name in numbers})
+        self.reported_steps += 1
         if odd:
             self._warn_non_finite(step, odd)
         if message := self.collapse.check(step, numbers):
@@ -348,6 +415,7 @@ class Telemetry:
         evaluation = _duration(numbers["evaluation_seconds"])
         rows += [
             ("images/s, training", show("images_per_second", ".1f")),
+            *([("milliseconds per step", self._phases())] if self.phase_sums else []),
             ("wall time", f"{_duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
             ("files", "\n".join([f"{self.run_dir}/", *(f"  {name}" for name in self._files())])),
         ]
@@ -355,6 +423,12 @@ class Telemetry:
         for row in rows:
             table.add_row(*map(Text, row))  # as it is: a folder's name may look like markup
         return table
+
+    def _phases(self) -> str:
+        """Mean milliseconds of each phase of a step, in the order of the step."""
+        means = {name: total / self.reported_steps for name, total in self.phase_sums.items()}
+        parts = [f"{name.removeprefix('ms_').replace('_', ' ')} {mean:.1f}" for name, mean in means.items()]
+        return ",\n".join([", ".join(parts[:4]), ", ".join(parts[4:])])
 
     def _files(self) -> list[str]:
         return sorted(

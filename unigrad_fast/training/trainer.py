@@ -11,74 +11,133 @@ import torch
 import torch.distributed as dist
 
 from unigrad_fast import distributed
-from unigrad_fast.config import Config, to_yaml
-from unigrad_fast.distributed import World
-from unigrad_fast.errors import DataError, RunStopped, UserError
+from unigrad_fast.config import Config
+from unigrad_fast.distributed import World, gather, on_all_ranks
+from unigrad_fast.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.evaluation.probe import KNNProbe
-from unigrad_fast.images import read_manifests
+from unigrad_fast.images import digest, read_manifests
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest, recipe
 from unigrad_fast.precision import autocast_dtype
+from unigrad_fast.training import checkpoint
 from unigrad_fast.training.curves import draw
 from unigrad_fast.training.engine import build_engine
+from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
+from unigrad_fast.training.phases import PhaseClock
+from unigrad_fast.training.preemption import Preemption
+from unigrad_fast.training.run_folder import occupied, require_same_run
 from unigrad_fast.training.schedules import learning_rate, target_momentum
 from unigrad_fast.training.target import make_target, update_target_
 from unigrad_fast.training.telemetry import Telemetry
-from unigrad_fast.weights import save_weights
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 
 
-def pretrain(config: Config, verbose: bool = False) -> None:
+def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> None:
     """Pretrain as the configuration says; everything is written to `config.output`, which must be set.
 
+    A run whose folder holds a checkpoint goes on from it, and ends with the numbers it would have had.
+
+    Args:
+        fall_back: where the newest checkpoint is damaged, go on from the newest intact one.
+
     Raises:
-        UserError, DataError: input that cannot work, before the run folder is made.
-        RunStopped: too many steps in a row met non-finite values, or an image cannot be decoded; the weights of the
-            last good step are saved.
+        UserError, DataError: input that cannot work, before anything is written.
+        RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
+            be written.
+        Preempted: SIGTERM or SIGUSR1 came, and the state is saved.
     """
-    with distributed.session() as world:
+    with distributed.session() as world, Preemption() as preemption:
+        saved, warnings = checkpoint.find(config, world, fall_back)
+        if saved is None:
+            on_all_ranks(lambda: require_same_run(config))
         train, val, said = read_manifests(config, world)
+        if saved is not None:
+            on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         trainer = Trainer(config, world, train, verbose)
         obstacle = KNNProbe.obstacle(train, val)
         probe = KNNProbe(config, world, train, val) if obstacle is None else None
-        if world.rank == 0:
-            config.output.mkdir(parents=True, exist_ok=True)
-            (config.output / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        with Telemetry(config.output, config, trainer.total_steps, trainer.steps_per_epoch, world.rank) as telemetry:
-            introduce(telemetry, trainer, train, obstacle)
-            for warning in said:
-                telemetry.warn(warning)
-            run(trainer, telemetry, probe)
+        with occupied(config, world):
+            progress = None
+            if saved is not None:
+                checkpoint.restore(trainer, saved)
+                progress = saved.about["progress"]
+            lengths = trainer.total_steps, trainer.steps_per_epoch
+            with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
+                introduce(telemetry, trainer, train, obstacle)
+                for warning in warnings + said:
+                    telemetry.warn(warning)
+                run(trainer, telemetry, probe, preemption)
 
 
-def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:
-    """The loop over all steps, with its evaluations, savings and reports."""
-    config, steps_per_epoch = trainer.config, trainer.steps_per_epoch
-    batches = trainer.loader.iterate(stop_step=trainer.total_steps * trainer.accumulation)
-    trainer.evaluate(probe, telemetry, step=0)
-    for step in range(trainer.total_steps):
+def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
+    """The loop over all steps that are left, with its evaluations, savings and reports."""
+    if trainer.steps_done == trainer.total_steps and (trainer.config.output / "summary.json").exists():
+        telemetry.say("this run is complete; there is nothing left to do")
+        return
+    batches = trainer.loader.iterate(
+        start_step=trainer.steps_done * trainer.accumulation,
+        stop_step=trainer.total_steps * trainer.accumulation,
+    )
+    evaluate(trainer, telemetry, probe, preemption)
+    while trainer.steps_done < trainer.total_steps:
         try:
-            waited = trainer.step(step, batches)
+            waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
-            trainer.save(step)
-            raise RunStopped(f"{error}; the weights after {step} steps are saved") from None
-        trainer.report(telemetry, before=step)  # one step late, when the device is done with it
-        telemetry.advance(step + 1, config.data.batch_size, waited)
+            if trainer.world.size == 1:  # other ranks know nothing of it
+                save(trainer, telemetry)
+            raise RunStopped(str(error)) from None
+        report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
+        telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
 
-        epoch, rest = divmod(step + 1, steps_per_epoch)
-        last = step + 1 == trainer.total_steps
-        if rest == 0 and (last or epoch % config.checkpoint.every == 0):
-            trainer.report(telemetry, before=step + 1)
-            trainer.save(step + 1)
-        if rest == 0 and (last or (config.evaluation.every and epoch % config.evaluation.every == 0)):
-            trainer.report(telemetry, before=step + 1)
-            trainer.evaluate(probe, telemetry, step + 1)
+        preempted = preemption.agreed()
+        if preempted or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
+            report(trainer, telemetry, before=trainer.steps_done)
+            save(trainer, telemetry)
+        if preempted:
+            raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
+        evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
+
+
+def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
+    """Hand the metrics of the steps before `before` to the telemetry, and stop a run that only drops steps."""
+    try:
+        skipped = trainer.gate.check(before)
+    except RunStopped:
+        save(trainer, telemetry)
+        raise
+    for step, metrics in trainer.metrics(before):
+        telemetry.log_train(step + 1, {**metrics, "skipped_steps": skipped})
+
+
+def save(trainer: Trainer, telemetry: Telemetry) -> None:
+    """Write a checkpoint, or stop the run."""
+    try:
+        checkpoint.save(trainer, telemetry.progress_so_far())
+    except OSError as error:
+        raise RunStopped(
+            f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
+            f"written: {error.strerror}; earlier ones are as they were, and the same command goes on from the newest"
+        ) from None
+
+
+def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
+    """Judge the encoder where that is due and was not done, as it may have been before the run was resumed."""
+    step = trainer.steps_done
+    if probe is None or not trainer.is_evaluation_due() or gather(telemetry.evaluated(step))[0]:
+        return
+    saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
+    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
+        try:
+            result = probe(trainer.online.module.backbone, trainer.dtype)
+        except DataError as error:
+            raise RunStopped(str(error)) from None
+        telemetry.log_knn(step, result)
 
 
 class Trainer:
@@ -86,7 +145,10 @@ class Trainer:
 
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
-        loader: batches of one micro-step each; total_steps: optimizer steps of the run.
+        fragments: where the online branch's weights, gradients and momentum lie.
+        loader: batches of one micro-step each.
+        total_steps, steps_done: optimizer steps of the run, and those it has behind it.
+        images: digest of the training images.
     """
 
     def __init__(self, config: Config, world: World, train: Manifest, verbose: bool = False):
@@ -96,6 +158,8 @@ class Trainer:
         self.loader = build_loader(config, world, train)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
+        self.steps_done = 0
+        self.images = digest(train)
 
         encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
@@ -109,6 +173,7 @@ class Trainer:
             dtype=self.dtype,
             verbose=verbose,
         )
+        self.fragments = build_fragments(self.online, self.optimizer)
         self.objective = build(
             config.objective.method,
             width=config.model.projector.width,
@@ -118,22 +183,27 @@ class Trainer:
         ).to(world.device)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
+        self.phases = PhaseClock(world.device)
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.gate.open()
-        self.optimizer.nonfinite.zero_()
+        self.optimizer.open()
+        self.phases.start(step)
         waited = 0.0
         for _ in range(self.accumulation):
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
+            self.phases.mark("data")
             output = self.micro_step(batch)
         update_target_(self.target, self.online.module, self.momentum(step + 1), skip=self.optimizer.nonfinite)
         self.gate.close(step, skip=self.optimizer.nonfinite)
+        self.phases.mark("target_update")
         self._send_numbers(step, output)
+        self.steps_done = step + 1
         return waited
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
@@ -141,12 +211,29 @@ class Trainer:
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         with torch.no_grad(), self._autocast():
             target = self.target(views[:2])
+        self.phases.mark("target")
         online = self.online(views)
+        self.phases.mark("online")
         output = self.objective(online=online, target=target)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
-        self.online.backward(output.loss)
-        self.online.step()  # reduces gradients and moves the weights after the last micro-batch
+        self.phases.mark("objective")
+        self.online.backward(output.loss)  # reduces gradients after the last micro-batch
+        self.phases.mark("backward")
+        if self.online.is_gradient_accumulation_boundary():
+            self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
+        self.online.step()  # moves the weights after the last micro-batch
+        self.phases.mark("step")
         return output
+
+    def is_save_due(self) -> bool:
+        """Whether the run saves after the steps done."""
+        every = max(1, round(self.config.checkpoint.every * self.steps_per_epoch))
+        return self.steps_done % every == 0 or self.steps_done == self.total_steps
+
+    def is_evaluation_due(self) -> bool:
+        """Whether the encoder is judged after the steps done: before the first, after the last, every so often."""
+        every = self.config.evaluation.every * self.steps_per_epoch
+        return self.steps_done in (0, self.total_steps) or bool(every and self.steps_done % every == 0)
 
     def learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
@@ -174,6 +261,7 @@ class Trainer:
                 {
                     "loss": named.pop("objective"),
                     **named,
+                    **self.phases.read(step + 1),
                     "lr": self.learning_rate(step),
                     "target_momentum": self.momentum(step + 1),
                 },
@@ -189,32 +277,6 @@ class Trainer:
         numbers = torch.stack([measured[name].detach().float() for name in REPORTED])
         dist.all_reduce(numbers)
         self.numbers.send(step, numbers / self.world.size)
-
-    def report(self, telemetry: Telemetry, before: int) -> None:
-        """Hand the metrics of finished steps to the telemetry, and stop a run that only drops steps."""
-        try:
-            skipped = self.gate.check(before)
-        except RunStopped:
-            self.save(before)
-            raise
-        for step, metrics in self.metrics(before):
-            telemetry.log_train(step + 1, {**metrics, "skipped_steps": skipped})
-
-    def evaluate(self, probe: KNNProbe | None, telemetry: Telemetry, step: int) -> None:
-        if probe is None:
-            return
-        with telemetry.evaluation():
-            try:
-                result = probe(self.online.module.backbone, self.dtype)
-            except DataError as error:
-                raise RunStopped(str(error)) from None
-            telemetry.log_knn(step, result)
-
-    def save(self, step: int) -> None:
-        """Write the weights of both branches and F to the run folder."""
-        if self.world.rank == 0:
-            branches = {"online": self.online.module, "target": self.target, "objective": self.objective}
-            save_weights(self.config.output, branches, step=step, epoch=step / self.steps_per_epoch)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
@@ -252,6 +314,8 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         f"{len(train):,} images, {config.schedule.epochs} epochs of {trainer.steps_per_epoch} steps, "
         f"batch {config.data.batch_size}, {config.data.image_size} px, seed {config.seed}; run folder {config.output}"
     )
+    if 0 < trainer.steps_done < trainer.total_steps:
+        telemetry.resumed()
     if obstacle is not None:
         telemetry.say(f"evaluation is off: {obstacle}")
     if world.size > 1 and not config.model.sync_batch_norm:

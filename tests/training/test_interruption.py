@@ -1,0 +1,247 @@
+"""A run that is killed, preempted or restarted ends with the numbers it would have had, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drawn_images import draw_tree
+
+from unigrad_fast.checkpoint_files import Reader, latest
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 12, 3
+DEADLINE = 240.0  # seconds that any wait may take
+RECIPE = """
+recipe: cifar_subset
+data: {batch_size: 32, threads: 1}
+model: {projector: {width: 32}}
+schedule: {epochs: %d}
+checkpoint: {every: 0.3}
+evaluation: {every: 0}
+telemetry: {every: 1, effective_rank_every: 1, tensorboard: false}
+engine: {precision: fp32}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    draw_tree(root / "train", per_class=48)
+    (root / "recipe.yaml").write_text(RECIPE % EPOCHS)
+    return root
+
+
+class Run:
+    """The processes of a run, started as a launcher would."""
+
+    def __init__(self, data: Path, output: Path, ranks: int = 1, *arguments: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *arguments)
+        command = [sys.executable, "-m", "unigrad_fast", "pretrain", *map(str, given)]
+        self.output, self.processes = output, []
+        for rank in range(ranks):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+            if ranks > 1:
+                environment |= {
+                    **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
+                    **{"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                }
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(command, env=environment, **streams))
+
+    def wait_for(self, happened: Callable[[], bool]) -> bool:
+        """Until something is seen (True) or a process has ended (False)."""
+        end = time.monotonic() + DEADLINE
+        while not happened():
+            if any(process.poll() is not None for process in self.processes):
+                return False
+            assert time.monotonic() < end, "nothing happened"
+            time.sleep(0.001)
+        return True
+
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            self.processes[rank].send_signal(number)
+
+    def end(self) -> tuple[list[int], str]:
+        """Exit statuses and what was printed, once all have ended."""
+        said = [process.communicate(timeout=DEADLINE) for process in self.processes]
+        return [process.returncode for process in self.processes], "".join(out + err for out, err in said)
+
+
+def steps_logged(output: Path) -> int:
+    file = output / "metrics.jsonl"
+    return sum('"train"' in line for line in file.read_text().splitlines()) if file.exists() else 0
+
+
+def losses(output: Path) -> list[tuple]:
+    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
+    return [tuple(event[name] for name in names) for event in events if event["event"] == "train"]
+
+
+def require_equal(one: Path, other: Path) -> None:
+    """Losses of every step and all tensors of the last checkpoint, bit for bit."""
+    assert losses(one) == losses(other)
+    assert [step for step, *_ in losses(one)] == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    first, second = Reader(latest(one)), Reader(latest(other))
+    assert first.about["step"] == second.about["step"] == EPOCHS * STEPS_PER_EPOCH
+    assert first.names == second.names
+    assert {name.split(".")[0] for name in first.names} == {"online", "momentum", "target", "objective", "gate"}
+    for name in first.names:
+        assert torch.equal(first.tensor(name), second.tensor(name)), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory) -> Path:
+    """The run of two ranks that nobody interrupts."""
+    output = tmp_path_factory.mktemp("runs") / "undisturbed"
+    statuses, said = Run(data, output, 2).end()
+    assert statuses == [0, 0], said
+    return output
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undisturbed, tmp_path):
+    output, chance = tmp_path / "run", random.Random(7)
+    in_a_save, progress = 0, []
+
+    def half_saved() -> set[Path]:
+        return set((output / "checkpoints").glob(".unfinished-step*"))
+
+    for kill in range(KILLS):
+        left = half_saved()
+        run = Run(data, output, 2)
+        began = steps_logged(output)
+        wanted = began + chance.randint(0, 1)
+        if kill % 2 == 0:  # in a save, some way into it
+            run.wait_for(lambda: steps_logged(output) > wanted and half_saved() - left)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.03))
+        else:  # anywhere: while starting, or some time after a step
+            until = time.monotonic() + chance.uniform(0, 5)
+            run.wait_for(lambda: time.monotonic() > until or steps_logged(output) > wanted)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.8))
+        run.signal(signal.SIGKILL)
+        statuses, said = run.end()
+        assert statuses == [-signal.SIGKILL] * 2, said
+        in_a_save += bool(half_saved() - left)
+        progress.append(steps_logged(output))
+    assert in_a_save >= 3
+    assert 0 < progress[-1] < EPOCHS * STEPS_PER_EPOCH
+    statuses, said = Run(data, output, 2).end()
+    assert statuses == [0, 0], said
+    assert "going on after step" in said
+    assert not list((output / "checkpoints").glob(".*"))
+    require_equal(output, undisturbed)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
+def test_a_signal_saves_and_ends_all_ranks_with_75(data, undisturbed, tmp_path, number, ranks):
+    output = tmp_path / "run"
+    changes = ("--checkpoint.every", "99", "--engine.zero_stage", "1")
+    run = Run(data, output, 2, *changes)
+    assert run.wait_for(lambda: steps_logged(output) >= 4)
+    run.signal(number, ranks)
+    statuses, said = run.end()
+    assert statuses == [75, 75], said
+    step = Reader(latest(output)).about["step"]
+    assert step % STEPS_PER_EPOCH or step >= 5  # wherever it was
+    assert said.count(f"preempted: saved after step {step}; the same command goes on from there") == 2
+    assert "Traceback" not in said
+
+
+def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
+    output = tmp_path / "run"
+    for _ in range(2):
+        run = Run(data, output, 2)
+        began = steps_logged(output)
+        assert run.wait_for(lambda: steps_logged(output) >= began + 4)  # noqa: B023
+        run.signal(signal.SIGTERM)
+        assert run.end()[0] == [75, 75]
+    statuses, said = Run(data, output, 2).end()
+    assert statuses == [0, 0], said
+    require_equal(output, undisturbed)
+    again = Run(data, output, 2).end()
+    assert again[0] == [0, 0] and "complete; there is nothing left to do" in again[1]
+
+
+def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, tmp_path):
+    output = tmp_path / "run"
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", "--module")
+    given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *launcher, "unigrad_fast", "pretrain", *map(str, given)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + DEADLINE
+    while steps_logged(output) < 7:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [pid for pid in children if b"pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, out + err
+    assert "going on after step" in out
+    require_equal(output, undisturbed)
+
+
+def test_a_folder_in_use_is_refused(data, tmp_path):
+    run = Run(data, tmp_path / "run")
+    assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 1)
+    statuses, said = Run(data, tmp_path / "run").end()
+    run.signal(signal.SIGKILL)
+    run.end()
+    assert statuses == [2] and "another process trains in this folder" in said and "Traceback" not in said
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
+    run = Run(data, tmp_path / "run", 1, "--checkpoint.every", "99")
+    assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 2)
+    run.signal(signal.SIGKILL)
+    run.end()
+    statuses, said = Run(data, tmp_path / "run", 1, "--seed", "5").end()
+    assert statuses == [2] and f"seed = 5: the run in {tmp_path / 'run'} has 0" in said
+    run = Run(data, tmp_path / "run")
+    assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 4)
+    run.signal(signal.SIGTERM)
+    assert run.end()[0] == [75]
+    assert [step for step, *_ in losses(tmp_path / "run")][:4] == [1, 2, 3, 4]
+
+
+def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tmp_path):
+    """A file stands where the checkpoints' folder has to be: what root may do, a test that runs as root sees too."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "checkpoints").write_text("")
+    statuses, said = Run(data, output).end()
+    assert statuses == [3] and f"{output}/checkpoints" in said and "cannot be written" in said
+    assert "Traceback" not in said
+
+
+def test_a_damaged_checkpoint_is_refused_and_passed_over_when_told_so(data, undisturbed, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(undisturbed, output)
+    (output / "summary.json").unlink()
+    file = latest(output) / "rank-00001.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+    statuses, said = Run(data, output).end()
+    assert statuses == [2] and f"{file}: damaged" in said and "Traceback" not in said
+    statuses, said = Run(data, output, 2, "--fall_back", "true").end()
+    assert statuses == [0, 0] and f"WARNING: {file}: damaged" in said, said
+    require_equal(output, undisturbed)

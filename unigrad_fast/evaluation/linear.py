@@ -1,0 +1,268 @@
+"""Linear probe: a linear classifier on the frozen features of a backbone.
+
+Two protocols. `quick` caches the features of one centre crop per training image, each rank those of its own images,
+and fits a multinomial logistic regression on them. `paper` is the paper's (appendix "Implementation Details", linear
+evaluation): random-resized crops and flips, LARS for 90 epochs. Either judges on centre crops, every validation image
+counted once, and the result depends on the number of ranks by rounding alone.
+
+Shapes: N images, D feature dimension, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from unigrad_fast.config import Config
+from unigrad_fast.distributed import World, on_all_ranks
+from unigrad_fast.errors import RunStopped
+from unigrad_fast.evaluation.features import evaluation_mode, features_of
+from unigrad_fast.pipelines import EvaluationLoader, Loader, Manifest
+from unigrad_fast.training.optimizers import LARS
+
+ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
+L2 = 1e-4  # penalty of the quick protocol on standardised features
+MOST_ITERATIONS = 200
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the paper's protocol trains: epochs, images per step over all ranks, learning rate per 256 images."""
+
+    epochs: int = 90
+    batch_size: int = 4096
+    base_lr: float = 0.02
+
+
+PAPER = Schedule()
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    """top-1 and top-5 accuracy in percent (top5 None with fewer than five classes) of `images` validation images."""
+
+    accuracy: float
+    top5: float | None
+    images: int
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """A backbone [N, 3, S, S] → [N, D] and the images to judge it on; all ranks call its methods together.
+
+    Args:
+        backbone: on the world's device.
+        dtype: that it computes in under autocast; None is its own.
+    """
+
+    config: Config
+    world: World
+    train: Manifest
+    val: Manifest
+    backbone: nn.Module
+    dtype: torch.dtype | None
+
+    @property
+    def classes(self) -> int:
+        return len(self.train.classes)
+
+    def quick(self) -> nn.Linear:
+        """A classifier of raw features, fitted to standardised ones."""
+        features, labels = self._own_features(self.train)
+        mean, deviation = standardisation(features, len(self.train))
+        features.sub_(mean).div_(deviation)
+        classifier = fit(features, labels, self.classes, len(self.train), self.world.device)
+        fold(classifier, mean.to(self.world.device), deviation.to(self.world.device))
+        return classifier
+
+    def paper(self, schedule: Schedule, say: Callable[[str], None]) -> nn.Linear:
+        """A classifier trained on random crops, new ones in each epoch.
+
+        Args:
+            say: takes a line per epoch.
+
+        Raises:
+            DataError: the batch does not divide over the ranks, or there are fewer images than one batch.
+        """
+        data, world = self.config.data, self.world
+        loader = Loader(
+            self.train,
+            recipe="linear",
+            image_size=data.image_size,
+            batch_size=schedule.batch_size,
+            seed=self.config.seed,
+            rank=world.rank,
+            world_size=world.size,
+            device=world.device if data.decode != "cpu" else "cpu",
+            threads=data.threads,
+        )
+        classifier = None
+        steps = loader.steps_per_epoch * schedule.epochs
+        peak = schedule.base_lr * schedule.batch_size / 256
+        total = torch.zeros((), device=world.device)
+        for batch in loader.iterate(stop_step=steps):
+            features = self._features(batch.views[0])
+            if classifier is None:
+                classifier = new_classifier(features.shape[1], self.classes, self.config.seed).to(world.device)
+                optimizer = LARS(classifier.parameters(), lr=peak, momentum=0.9)
+            loss = cross_entropy(classifier(features), batch.label.to(world.device))
+            classifier.zero_grad()
+            loss.backward()
+            for parameter in classifier.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+            optimizer.param_groups[0]["lr"] = peak * (1 + math.cos(math.pi * batch.step / steps)) / 2
+            optimizer.step()
+            total += loss.detach()
+            epoch, rest = divmod(batch.step + 1, loader.steps_per_epoch)
+            if rest == 0:
+                dist.all_reduce(total)
+                mean = total.item() / (world.size * loader.steps_per_epoch)
+                say(f"epoch {epoch}/{schedule.epochs}  loss {mean:.4f}  lr {optimizer.param_groups[0]['lr']:.2e}")
+                total.zero_()
+        return classifier
+
+    def judge(self, classifier: nn.Linear) -> LinearResult:
+        """Accuracy on the validation images, each rank counting its own."""
+        counts = torch.zeros(4, dtype=torch.int64)  # images, right, among the best five, not finite
+
+        def count() -> None:
+            for features, index in features_of(self.backbone, self._loader(self.val), self.world.device, self.dtype):
+                with torch.no_grad():
+                    logits = classifier(features)
+                labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
+                best = logits.topk(min(5, self.classes), dim=1).indices == labels[:, None]
+                found = best[:, 0].sum(), best.any(dim=1).sum(), (~logits.isfinite()).any(dim=1).sum()
+                counts.add_(torch.stack([torch.tensor(len(index)), *(number.cpu() for number in found)]))
+
+        on_all_ranks(count)
+        dist.all_reduce(counts)
+        images, right, among_five, odd = counts.tolist()
+        if images != len(self.val):
+            raise AssertionError(f"{images} of {len(self.val)} validation images were counted")
+        if odd:
+            raise RunStopped(
+                f"the outputs for {odd} validation images are not finite; the encoder's weights are damaged"
+            )
+        return LinearResult(
+            accuracy=100 * right / images,
+            top5=100 * among_five / images if self.classes >= 5 else None,
+            images=images,
+        )
+
+    def _features(self, images: Tensor) -> Tensor:
+        autocast = torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+        with torch.no_grad(), evaluation_mode(self.backbone), autocast:
+            return self.backbone(images.to(self.world.device)).float()
+
+    def _loader(self, manifest: Manifest) -> EvaluationLoader:
+        data, settings = self.config.data, self.config.evaluation
+        return EvaluationLoader(
+            manifest,
+            data.image_size,
+            settings.crop_fraction,
+            settings.batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            device=self.world.device if data.decode != "cpu" else "cpu",
+            threads=data.threads,
+        )
+
+    def _own_features(self, manifest: Manifest) -> tuple[Tensor, Tensor]:
+        """Features fp32 [N, D] and labels int64 [N] of this rank's images, on the CPU."""
+        loader = self._loader(manifest)
+        rows = torch.empty(0, 0)
+        place = 0
+
+        def read() -> None:
+            nonlocal rows, place
+            for features, _ in features_of(self.backbone, loader, self.world.device, self.dtype):
+                if not len(rows):
+                    rows = torch.empty(len(loader.index), features.shape[1])
+                rows[place : place + len(features)] = features.cpu()
+                place += len(features)
+            if not rows.isfinite().all():
+                raise RunStopped(
+                    "non-finite features; the encoder's weights or its batch-norm statistics are damaged: use an "
+                    "earlier checkpoint, or lower optimizer.base_lr"
+                )
+
+        on_all_ranks(read)
+        width = torch.tensor(rows.shape[1])
+        dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
+        return rows.view(-1, int(width)), torch.as_tensor(manifest.labels, dtype=torch.int64)[loader.index]
+
+
+def new_classifier(features: int, classes: int, seed: int) -> nn.Linear:
+    """Weights from a normal distribution of deviation 0.01, biases 0."""
+    classifier = nn.Linear(features, classes)
+    with torch.no_grad():
+        classifier.weight.normal_(0, 0.01, generator=torch.Generator().manual_seed(seed))
+        classifier.bias.zero_()
+    return classifier
+
+
+def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each dimension over all ranks' features, fp32 [D]; 1 where nothing varies.
+
+    Args:
+        features: [N, D] of this rank.
+        count: images over all ranks.
+    """
+    mean = features.sum(0, dtype=torch.float64)
+    dist.all_reduce(mean)
+    mean /= count
+    square = torch.zeros_like(mean)
+    for block in features.split(ROWS_AT_ONCE):
+        square += (block.double() - mean).square().sum(0)
+    dist.all_reduce(square)
+    deviation = (square / count).sqrt()
+    deviation = torch.where(deviation > 1e-6 * deviation.max(), deviation, 1.0)
+    return mean.float(), deviation.float()
+
+
+def fold(classifier: nn.Linear, mean: Tensor, deviation: Tensor) -> None:
+    """Make a classifier of (x − mean) / deviation one of x, in place."""
+    with torch.no_grad():
+        classifier.weight /= deviation
+        classifier.bias -= classifier.weight @ mean
+
+
+def fit(features: Tensor, labels: Tensor, classes: int, count: int, device: torch.device) -> nn.Linear:
+    """Multinomial logistic regression by L-BFGS over all ranks' features, with an L2 penalty of `L2` / 2 · ‖W‖².
+
+    Args:
+        features: [N, D], of this rank, on any device.
+        labels: int64 [N].
+        count: images over all ranks.
+        device: to compute on.
+    """
+    classifier = nn.Linear(features.shape[1], classes, device=device)
+    nn.init.zeros_(classifier.weight)
+    nn.init.zeros_(classifier.bias)
+    parameters = list(classifier.parameters())
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=MOST_ITERATIONS, history_size=20, tolerance_grad=1e-6, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for rows, truth in zip(features.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
+            part = cross_entropy(classifier(rows.to(device)), truth.to(device), reduction="sum") / count
+            part.backward()
+            loss += part.detach()
+        for tensor in (loss, *(parameter.grad for parameter in parameters)):
+            dist.all_reduce(tensor)
+        classifier.weight.grad += L2 * classifier.weight.detach()
+        return (loss + L2 / 2 * classifier.weight.detach().square().sum()).float()
+
+    optimizer.step(closure)
+    return classifier

@@ -1,0 +1,187 @@
+"""All that a run needs to go on as if it had not been interrupted: what it is, saving it, and putting it back.
+
+    online.*     weights, and the running buffers of batch norm       momentum.*   of the optimizer, per weight
+    target.*     the same of the target branch                        objective.*  F and the number of its updates
+    gate.*       counters of dropped steps
+
+with the step, from which the schedules and the data of every later step follow. Weights and momentum come from the
+fragments of the ZeRO stage; what all ranks hold alike is written in shares. So any stage and number of ranks reads
+what any other wrote.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unigrad_fast import checkpoint_files, images
+from unigrad_fast.checkpoint_files import Piece, Reader
+from unigrad_fast.config import Config, contradictions
+from unigrad_fast.distributed import World, gather, on_all_ranks
+from unigrad_fast.errors import UserError
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.training.fragments import Fragment, whole
+
+if TYPE_CHECKING:
+    from unigrad_fast.training.trainer import Trainer
+
+LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares
+
+
+def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
+    """Write a checkpoint of the steps done, then delete the ones that are not kept; all ranks call this together.
+
+    Args:
+        progress: what the telemetry wants to have back, JSON values.
+
+    Raises:
+        OSError: on all ranks, when it cannot be written; earlier checkpoints are as they were.
+    """
+    config, step = trainer.config, trainer.steps_done
+    about = {
+        "epoch": step / trainer.steps_per_epoch,
+        "steps_per_epoch": trainer.steps_per_epoch,
+        "total_steps": trainer.total_steps,
+        "learning_rate": trainer.learning_rate(min(step, trainer.total_steps - 1)),
+        "target_momentum": trainer.momentum(step),
+        "zero_stage": config.engine.zero_stage,
+        "images": trainer.images,
+        "config": config.model_dump(mode="json"),
+        "progress": progress,
+    }
+    world = trainer.world
+    pieces = _shares(state(trainer), world)
+    folder = checkpoint_files.write(config.output, step, pieces, about, rank=world.rank)
+    if world.rank == 0:
+        prune(config.output, config.checkpoint.keep, config.checkpoint.keep_every * trainer.steps_per_epoch)
+    return folder
+
+
+def restore(trainer: Trainer, reader: Reader) -> None:
+    """Put a verified checkpoint back; all ranks call this together.
+
+    Raises:
+        UserError: it does not hold what this run consists of.
+    """
+    fragments = list(state(trainer))
+    on_all_ranks(lambda: _require_fit(fragments, reader))
+    with torch.no_grad():
+        for fragment in fragments:
+            tensor = fragment.tensor
+            if tensor.is_contiguous():
+                reader.read(fragment.name, fragment.start, tensor.view(-1))
+            else:
+                tensor.copy_(reader.tensor(fragment.name))
+    trainer.fragments.refresh()
+    trainer.steps_done = reader.about["step"]
+
+
+def state(trainer: Trainer) -> Iterator[Fragment]:
+    """Everything that a step may change, as this rank holds it, under the names it has in a checkpoint."""
+    for branch, fragments in (("online", trainer.fragments.parameters()), ("momentum", trainer.fragments.momentum())):
+        for f in fragments:
+            yield Fragment(f"{branch}.{f.name}", f.shape, f.start, f.tensor, f.replicated)
+    for name, buffer in trainer.online.module.named_buffers():
+        yield whole(f"online.{name}", buffer)
+    for branch, module in (("target", trainer.target), ("objective", trainer.objective)):
+        for name, tensor in module.state_dict().items():
+            yield whole(f"{branch}.{name}", tensor)
+    yield whole("gate.in_a_row", trainer.gate.in_a_row)
+    yield whole("gate.total", trainer.gate.total)
+
+
+def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:
+    """This rank's pieces: its own fragments, and its share of what all ranks hold alike."""
+    for fragment in fragments:
+        numel = fragment.tensor.numel()
+        first, last = 0, numel
+        if fragment.replicated and numel < LEAST_SHARED:
+            last = numel if world.rank == zlib.crc32(fragment.name.encode()) % world.size else 0
+        elif fragment.replicated:
+            share = -(-numel // world.size)
+            first, last = min(world.rank * share, numel), min((world.rank + 1) * share, numel)
+        if first < last:
+            values = fragment.tensor.reshape(-1)[first:last]
+            yield Piece(fragment.name, fragment.shape, fragment.start + first, values)
+
+
+def _require_fit(fragments: list[Fragment], reader: Reader) -> None:
+    stored = set(reader.names)
+    missing = [f.name for f in fragments if f.name not in stored]
+    if missing:
+        what = "was imported to be evaluated and exported" if "images" not in reader.about else "is another model's"
+        raise UserError(f"{reader.folder}: has no {missing[0]} and {len(missing) - 1} others: it {what}; {_remedy()}")
+    for f in fragments:
+        if reader.shape(f.name) != f.shape:
+            raise UserError(f"{reader.folder}: {f.name} is {reader.shape(f.name)} instead of {f.shape}; {_remedy()}")
+
+
+def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, list[str]]:
+    """The checkpoint that a run goes on from, verified, and warnings; None when it has none yet.
+
+    All ranks call this together; it changes nothing.
+
+    Args:
+        fall_back: take the newest intact one when the newest is damaged.
+
+    Raises:
+        UserError: on all ranks, when it is damaged, or the configuration contradicts it.
+    """
+    run, damaged = config.output, []
+    for folder in gather(on_all_ranks(lambda: _candidates(run, fall_back) if world.rank == 0 else []))[0]:
+        try:
+            reader = on_all_ranks(lambda: _verified(folder, world))  # noqa: B023
+        except UserError as error:
+            if not fall_back:
+                raise
+            damaged.append(str(error).partition("; ")[0])
+            continue
+        on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
+        return reader, [f"{said}; it is left out" for said in damaged]
+    if damaged:
+        raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {_remedy()}"]))
+    return None, []
+
+
+def _candidates(run: Path, fall_back: bool) -> list[Path]:
+    """Checkpoints to go on from, the best first."""
+    if fall_back:
+        return checkpoint_files.complete_checkpoints(run)[::-1]
+    newest = checkpoint_files.latest(run)
+    return [] if newest is None else [newest]
+
+
+def _verified(folder: Path, world: World) -> Reader:
+    reader = Reader(folder)
+    reader.verify(world.rank, world.size)
+    return reader
+
+
+def _require_same(config: Config, reader: Reader) -> None:
+    if differing := contradictions(config, reader.about["config"], f"the checkpoint in {config.output}"):
+        raise UserError("\n".join([*differing, _remedy()]))
+
+
+def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
+    """Raises UserError when the training images are not those that the checkpoint was made with."""
+    if reader.about.get("images") not in (None, images.digest(train)):
+        raise UserError(
+            f"data.train = {config.data.train}: holds other images than those that the run in {config.output} began "
+            f"with (other names, sizes or number); give those, or {_remedy()}"
+        )
+
+
+def prune(run: Path, keep: int, keep_every: int) -> None:
+    """Delete all but the newest `keep` checkpoints and those of every `keep_every`-th step (0: none)."""
+    for folder in checkpoint_files.complete_checkpoints(run)[:-keep]:
+        step = int(folder.name.removeprefix("step-"))
+        if not keep_every or step % keep_every:
+            checkpoint_files.remove(folder)
+
+
+def _remedy() -> str:
+    return "another --output begins a new run"

@@ -1,0 +1,168 @@
+"""Where every parameter's elements, momentum and gradient live, at each ZeRO stage.
+
+At stage 0 every rank holds all of them. At stages 1 and 2 DeepSpeed hands the optimizer one flat fp32 partition per
+parameter group and rank, in which a parameter has a range of its elements, or none: the one place that knows which
+is here. Whatever needs norms of layers, or state by name, is built on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from unigrad_fast.distributed import gather
+from unigrad_fast.errors import UserError
+from unigrad_fast.training.optimizers import SGD
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + numel) of a named tensor, in row-major order, as this rank holds them.
+
+    `tensor` is the memory of exactly these elements; where it is not one-dimensional it is the whole tensor, in any
+    layout. `replicated`: all ranks hold the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: Tensor
+    replicated: bool
+
+
+def whole(name: str, tensor: Tensor) -> Fragment:
+    """A tensor that every rank holds, whole."""
+    return Fragment(name, tuple(tensor.shape), 0, tensor.detach(), replicated=True)
+
+
+class WholeFragments:
+    """Stage 0: parameters, gradients and momentum are whole on every rank."""
+
+    sharded = False
+
+    def __init__(self, engine, optimizer: SGD):
+        self.named = list(engine.module.named_parameters())
+        self.optimizer = optimizer
+
+    def parameters(self) -> Iterator[Fragment]:
+        for name, parameter in self.named:
+            yield whole(name, parameter)
+
+    def momentum(self) -> Iterator[Fragment]:
+        for name, parameter in self.named:
+            yield whole(name, self.optimizer.momentum_of(parameter))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradient, between the last micro-batch's backward and the step."""
+        return [parameter.grad for _, parameter in self.named if parameter.grad is not None]
+
+    def refresh(self) -> None:
+        """After the parameters' fragments were written: bring the network's weights up to date."""
+
+
+class PartitionedFragments:
+    """Stages 1 and 2: momentum and master weights are split over the ranks, in one flat tensor per group."""
+
+    sharded = True
+
+    def __init__(self, engine, optimizer: SGD):
+        self.named = list(engine.module.named_parameters())
+        self.zero, self.optimizer = engine.optimizer, optimizer
+        group_of = {id(p): number for number, group in enumerate(self.zero.bit16_groups) for p in group}
+        # (name, shape, first element in the parameter, flat tensor, first element in it, elements)
+        self.places = []
+        for name, parameter in self.named:
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                flat = self.zero.single_partition_of_fp32_groups[group_of[id(parameter)]]
+                at, within = mapping.hp_fragment_address, mapping.lp_fragment_address
+                self.places.append((name, tuple(parameter.shape), within.start, flat, at.start, at.numel))
+
+    def parameters(self) -> Iterator[Fragment]:
+        for name, shape, start, flat, place, numel in self.places:
+            yield Fragment(name, shape, start, flat.detach()[place : place + numel], replicated=False)
+
+    def momentum(self) -> Iterator[Fragment]:
+        for name, shape, start, flat, place, numel in self.places:
+            values = self.optimizer.momentum_of(flat)[place : place + numel]
+            yield Fragment(name, shape, start, values, replicated=False)
+
+    def gradients(self) -> list[Tensor]:
+        return [part for parts in self.zero.averaged_gradients.values() for part in parts]
+
+    def refresh(self) -> None:
+        self.zero.update_lp_params()
+
+
+Fragments = WholeFragments | PartitionedFragments
+
+
+def build_fragments(engine, optimizer: SGD) -> Fragments:
+    """The adapter of the engine's stage, checked against the engine's own weights; all ranks call this together.
+
+    Raises:
+        UserError: a setting of DeepSpeed with which the pieces are not where they are sought, or a version of it that
+            lays them out otherwise.
+    """
+    stage = engine.zero_optimization_stage()
+    refused = {
+        "round_robin_gradients": engine.zero_round_robin_gradients(),
+        "elastic_checkpoint": engine.zero_elastic_checkpoint(),
+        "load_universal": engine.load_universal_checkpoint(),
+    }
+    reasons = {
+        "round_robin_gradients": "it reorders the parameters, and DeepSpeed's own table of their places is wrong then",
+        "elastic_checkpoint": "it knows the state of Adam only; checkpoints here fit any number of ranks without it",
+        "load_universal": "it knows the state of Adam only; checkpoints here fit any stage without it",
+    }
+    for name, on in refused.items():
+        if on:
+            raise UserError(f"DeepSpeed's {name} is on: {reasons[name]}; leave it out of the configuration")
+    if stage not in (0, 1, 2):
+        raise UserError(f"ZeRO stage {stage}: allowed is 0, 1 or 2")
+    fragments, places, problem = None, {}, None
+    try:
+        fragments = WholeFragments(engine, optimizer) if stage == 0 else PartitionedFragments(engine, optimizer)
+        places, problem = _compare(fragments)
+    except AttributeError as error:
+        problem = str(error)
+    answers = gather((places, problem))
+    problem = next((problem for _, problem in answers if problem), None)
+    if problem is None and fragments.sharded:
+        problem = _gap(fragments, [places for places, _ in answers])
+    if problem is not None:
+        raise UserError(
+            f"DeepSpeed {version('deepspeed')} does not keep parameters where this package seeks them at ZeRO stage "
+            f"{stage} ({problem}); install deepspeed==0.19.8, or use engine.zero_stage 0"
+        )
+    return fragments
+
+
+@torch.no_grad()
+def _compare(fragments: Fragments) -> tuple[dict[str, tuple[int, int]], str | None]:
+    """First element and number of elements of this rank's pieces, and what is wrong with their values if anything."""
+    weights, places = dict(fragments.named), {}
+    for fragment in fragments.parameters():
+        numel = fragment.tensor.numel()
+        expected = weights[fragment.name].reshape(-1)[fragment.start : fragment.start + numel]
+        if not torch.equal(fragment.tensor.reshape(-1), expected.to(fragment.tensor.dtype)):
+            return places, f"the piece of {fragment.name} differs from the parameter"
+        places[fragment.name] = fragment.start, numel
+    return places, None
+
+
+def _gap(fragments: Fragments, ranks: list[dict[str, tuple[int, int]]]) -> str | None:
+    """Which parameter the pieces of all ranks do not cover exactly once; None when they cover all."""
+    for name, parameter in fragments.named:
+        place = 0
+        for start, numel in sorted(places[name] for places in ranks if name in places):
+            if start != place:
+                return f"elements {place} to {start} of {name} are found never or twice"
+            place += numel
+        if place != parameter.numel():
+            return f"{place} of {parameter.numel()} elements of {name} are found"
+    return None

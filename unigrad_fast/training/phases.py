@@ -1,0 +1,57 @@
+"""How long each phase of a step takes, on the device's own clock and without waiting for it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+
+import torch
+
+PHASES = ("data", "target", "online", "objective", "backward", "step", "target_update")
+
+
+class PhaseClock:
+    """Marks the ends of a step's phases and adds up the milliseconds in between.
+
+    On CUDA the marks are events on the current stream, read one step late, so that a phase counts what the device did
+    in it, or waited for. On the CPU they are the time of day.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self._steps: deque[tuple[int, list[tuple[str, float | torch.cuda.Event]]]] = deque()
+        self._sums = dict.fromkeys(PHASES, 0.0)
+        self._count = 0
+
+    def start(self, step: int) -> None:
+        """A step begins."""
+        self._steps.append((step, []))
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """The phase that began with the mark before ends here."""
+        if self.on_cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._steps[-1][1].append((phase, now))
+
+    def read(self, before: int) -> dict[str, float]:
+        """Milliseconds per phase, `ms_<phase>`, means over the steps before `before` that were not read yet."""
+        while self._steps and self._steps[0][0] < before:
+            _, marks = self._steps.popleft()
+            for (_, begin), (phase, end) in itertools.pairwise(marks):
+                self._sums[phase] += self._milliseconds(begin, end)
+            self._count += 1
+        means = {f"ms_{phase}": total / max(self._count, 1) for phase, total in self._sums.items()}
+        if self._count:
+            self._sums, self._count = dict.fromkeys(PHASES, 0.0), 0
+        return means
+
+    def _milliseconds(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+        if self.on_cuda:
+            end.synchronize()
+            return begin.elapsed_time(end)
+        return 1000 * (end - begin)

@@ -1,0 +1,66 @@
+"""The folder of a run: who may write to it, and what it says about the run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import yaml
+
+from unigrad_fast import checkpoint_files
+from unigrad_fast.config import Config, contradictions, to_yaml
+from unigrad_fast.distributed import World, on_all_ranks
+from unigrad_fast.errors import UserError
+from unigrad_fast.whole_file import write_whole
+
+LOCK = ".lock"
+
+
+def require_same_run(config: Config) -> None:
+    """Raises UserError when a run that has no checkpoint yet was begun in this folder with another configuration."""
+    path = config.output / "config.yaml"
+    if path.is_file():
+        try:
+            saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
+        if differing := contradictions(config, saved or {}, f"the run in {config.output}"):
+            raise UserError("\n".join([*differing, "another --output begins a new run"]))
+
+
+@contextmanager
+def occupied(config: Config, world: World) -> Iterator[None]:
+    """Makes the run folder, keeps other processes off it while inside, and writes config.yaml.
+
+    Raises:
+        UserError: on all ranks, when another process writes to it.
+        OSError: on all ranks, when it cannot be written.
+    """
+    lock = on_all_ranks(lambda: _occupy(config) if world.rank == 0 else None)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _occupy(config: Config) -> int:
+    """The descriptor of the lock, which the system gives back however this process ends."""
+    run = config.output
+    run.mkdir(parents=True, exist_ok=True)
+    lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(lock)
+            raise UserError(
+                f"output = {run}: another process trains in this folder; end it first, or give another folder"
+            ) from None
+        # A file system without locks: nothing to be done about it.
+    checkpoint_files.remove_leftovers(run)
+    write_whole(run / "config.yaml", to_yaml(config).encode())
+    return lock
