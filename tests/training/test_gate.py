@@ -45,9 +45,9 @@ def nan_gradient(trainer, stream: Iterator[Batch]) -> tuple[Iterator[Batch], Cal
 FAULTS = {"a NaN image": nan_image, "an inf embedding": inf_embedding, "a NaN gradient": nan_gradient}
 
 
-def step_with_fault(images: str, fault: str, clean_steps: int) -> dict[str, list[str]]:
+def step_with_fault(images: str, fault: str, clean_steps: int, stage: int) -> dict[str, list[str]]:
     """What a spoiled step changes, after some clean ones; then a clean step must go on as if it had not been."""
-    trainer = make_trainer(small_config(images))
+    trainer = make_trainer(small_config(images, engine__zero_stage=stage))
     stream = batches(trainer)
     for step in range(clean_steps):
         trainer.step(step, stream)
@@ -60,14 +60,14 @@ def step_with_fault(images: str, fault: str, clean_steps: int) -> dict[str, list
     trainer.step(clean_steps + 1, stream)
     assert all(torch.isfinite(t).all() for part in state(trainer).values() for t in part.values())
     assert trainer.gate.check(before=clean_steps + 2) == 1
-    assert {"parameters", "buffers", "momentum", "target_buffers"} <= changed(after, state(trainer)).keys()
+    assert {"parameters", "weights", "buffers", "momentum", "target_buffers"} <= changed(after, state(trainer)).keys()
     return changed(before, after)
 
 
-@pytest.mark.parametrize("clean_steps", [0, 2])
+@pytest.mark.parametrize(("clean_steps", "stage"), [(0, 0), (2, 0), (0, 1), (2, 2)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_changes_that_should_not(images, workers, fault, clean_steps):
-    for differing in workers(2).run(step_with_fault, str(images), fault, clean_steps):
+def test_nothing_changes_that_should_not(images, workers, fault, clean_steps, stage):
+    for differing in workers(2).run(step_with_fault, str(images), fault, clean_steps, stage):
         if fault == "a NaN image":  # the target branch saw it too
             assert differing == {}
         else:  # the targets are finite, and F keeps them

@@ -121,7 +121,9 @@ def compare(config, steps: int, folder: str) -> list[tuple[float, float, float]]
     return errors
 
 
-def config_at(images: Path, run: Path, stage: int, precision: str = "fp32", accumulation_steps: int = 1) -> Config:
+def config_at(
+    images: Path, run: Path, stage: int, precision: str = "fp32", accumulation_steps: int = 1, **further
+) -> Config:
     # Micro-batches of 32 images in all cases: batch statistics over fewer amplify rounding.
     changes = {
         "data__batch_size": 32 * accumulation_steps,
@@ -129,6 +131,7 @@ def config_at(images: Path, run: Path, stage: int, precision: str = "fp32", accu
         "engine__zero_stage": stage,
         "engine__precision": precision,
         "checkpoint__keep": STEPS,
+        **further,
     }
     return small_config(str(images), **changes).model_copy(update={"output": run})
 
@@ -159,6 +162,22 @@ def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers,
     for loss, gradient, worst in workers(2).run(compare, config, 4, str(tmp_path))[-1]:
         assert loss <= 1e-5
         assert gradient <= 1e-5
+        assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_and_two_groups_of_weights_are_the_same_at_every_stage(images, workers, tmp_path, stage):
+    """The norm is that of all groups on all ranks, and each group has its own weight decay."""
+    further = {"optimizer__clip_norm": 0.05, "optimizer__exclude_bias_and_norm": True, "optimizer__weight_decay": 0.1}
+    workers(1).run(record, config_at(images, tmp_path, 0, **further), 3, str(tmp_path))
+    gradient = torch.load(tmp_path / "2.pt", weights_only=True)["gradient"]
+    biases = torch.stack([v.norm() for name, v in gradient.items() if "bn" in name]).norm()
+    assert biases < 0.05  # clipped, and without decay
+    for loss, error, worst in workers(2).run(compare, config_at(images, tmp_path, stage, **further), 3, str(tmp_path))[
+        1
+    ]:
+        assert loss <= 1e-5
+        assert error <= 1e-5
         assert worst <= 1e-4
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.distributed import World
 from unigrad_fast.pipelines import Batch, Manifest
+from unigrad_fast.training import checkpoint
 from unigrad_fast.training.trainer import Trainer
 
 
@@ -44,22 +45,21 @@ def batches(trainer: Trainer, start_step: int = 0) -> Iterator[Batch]:
 
 
 def state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Copies of everything that a step may change, by part and name."""
-    online = trainer.online.module
-    momentum = {
-        name: trainer.optimizer.state[parameter]["momentum_buffer"]
-        for name, parameter in online.named_parameters()
-        if trainer.optimizer.state[parameter]
-    }
-    parts = {
-        "parameters": dict(online.named_parameters()),
-        "buffers": dict(online.named_buffers()),
-        "momentum": momentum,
-        "target_parameters": dict(trainer.target.named_parameters()),
-        "target_buffers": dict(trainer.target.named_buffers()),
-        "objective": dict(trainer.objective.named_buffers()),
-    }
-    return {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in parts.items()}
+    """Copies of everything that a step may change, as this rank holds it, by part and name."""
+    parts: dict[str, dict[str, Tensor]] = {
+        "parameters": {}, "buffers": {}, "momentum": {}, "target_parameters": {}, "target_buffers": {}, "objective": {}
+    }  # fmt: skip
+    weights = {name for name, _ in trainer.online.module.named_parameters()}
+    prefixes = {"online": "", "target": "target_"}
+    for fragment in checkpoint.state(trainer):
+        part, _, name = fragment.name.partition(".")
+        if part in prefixes:
+            part = prefixes[part] + ("parameters" if name in weights else "buffers")
+        if part in parts:
+            parts[part][name] = fragment.tensor.detach().clone()
+    # What the forward pass reads, which at stages 1 and 2 is not what the optimizer moves.
+    parts["weights"] = {name: p.detach().clone() for name, p in trainer.online.module.named_parameters()}
+    return parts
 
 
 def smooth(trainer: Trainer) -> Trainer:

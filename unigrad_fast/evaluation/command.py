@@ -87,6 +87,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
             name = f"quick protocol (logistic regression on cached features of centre crops, L2 {linear.L2:g})"
         else:
             schedule = replace(linear.PAPER, **changes)
+            changes = {key: value for key, value in changes.items() if value != getattr(linear.PAPER, key)}
             classifier = probe.paper(schedule, console.print)
             settings = asdict(schedule)
             name = "paper protocol (LARS on random crops" + "".join(f", {k} {v:g}" for k, v in settings.items()) + ")"
@@ -96,7 +97,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
             return
         about = {"protocol": protocol, "branch": BRANCH, **metadata, **settings, **asdict(result)}
         weights = {"weight": classifier.weight.detach().cpu(), "bias": classifier.bias.detach().cpu()}
-        texts = {key: str(value) for key, value in about.items()}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
         write_whole(run / "linear.safetensors", save(weights, {**texts, "classes": json.dumps(list(train.classes))}))
         write_whole(run / "linear.json", json.dumps(about, indent=2).encode() + b"\n")
         table = Table(title=f"Linear probe, {BRANCH}, epoch {metadata['epoch']}", title_justify="left")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -56,6 +57,8 @@ def weighted_knn(
     temperature: float = 0.1,
     chunk: int = 4096,
     device: torch.device | str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> KNNResult:
     """Classifies the validation features by the votes of their nearest training features.
 
@@ -70,6 +73,8 @@ def weighted_knn(
         temperature: T of the votes exp(s / T).
         chunk: rows per block; bounds the memory (module docstring) and changes nothing but the rounding of s.
         device: where similarities are computed; by default where the bank lies.
+        rank, world_size: above 1 every rank of the default process group calls this together with the same features,
+            and classifies its share of the queries; all get the result.
 
     Neither the order of the bank nor that of the queries matters: among equally similar images those with the
     smaller class number vote, and among equal votes the smaller class number wins. A class without a vote is
@@ -93,15 +98,18 @@ def weighted_knn(
     # In this order of the bank a smaller position is a smaller class, which is how ties are decided.
     train_labels, order = train_labels.cpu().sort(stable=True)
     val_labels = val_labels.cpu()
-    similarity, position = _neighbours(train_features, order, val_features, k, chunk, device or train_features.device)
-    neighbour_label = train_labels[position]
-
     classes = int(max(train_labels.max(), val_labels.max())) + 1
-    top1 = top5 = 0
-    for rows in torch.arange(len(val_labels)).split(chunk):
-        rank = _rank_of_truth(similarity[rows], neighbour_label[rows], val_labels[rows], classes, temperature)
-        top1 += int((rank < 1).sum())
-        top5 += int((rank < 5).sum())
+    own_queries, own_labels = val_features[rank::world_size], val_labels[rank::world_size]
+    hits = torch.zeros(2, dtype=torch.int64)
+    if len(own_labels):
+        similarity, position = _neighbours(train_features, order, own_queries, k, chunk, device or train_features.device)
+        neighbour_label = train_labels[position]
+        for rows in torch.arange(len(own_labels)).split(chunk):
+            place = _rank_of_truth(similarity[rows], neighbour_label[rows], own_labels[rows], classes, temperature)
+            hits += torch.stack([(place < 1).sum(), (place < 5).sum()])
+    if world_size > 1:
+        dist.all_reduce(hits)
+    top1, top5 = hits.tolist()
     enough = len(train_labels.unique()) >= 5
     return KNNResult(
         accuracy=100 * top1 / len(val_labels),

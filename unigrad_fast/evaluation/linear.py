@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from unigrad_fast.config import Config
 from unigrad_fast.distributed import World, on_all_ranks
 from unigrad_fast.errors import RunStopped
-from unigrad_fast.evaluation.features import evaluation_mode, features_of
+from unigrad_fast.evaluation.features import evaluation_mode, features_of, non_finite
 from unigrad_fast.pipelines import EvaluationLoader, Loader, Manifest
 from unigrad_fast.training.optimizers import LARS
 
@@ -77,6 +77,8 @@ class LinearProbe:
         features, labels = self._own_features(self.train)
         mean, deviation = standardisation(features, len(self.train))
         features.sub_(mean).div_(deviation)
+        if self.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
+            features = features.to(self.world.device)  # else they travel block by block, in each iteration
         classifier = fit(features, labels, self.classes, len(self.train), self.world.device)
         fold(classifier, mean.to(self.world.device), deviation.to(self.world.device))
         return classifier
@@ -88,9 +90,12 @@ class LinearProbe:
             say: takes a line per epoch.
 
         Raises:
-            DataError: the batch does not divide over the ranks, or there are fewer images than one batch.
+            DataError: the batch does not divide over the ranks, there are fewer images than one batch, or an image
+                cannot be decoded.
+            RunStopped: a feature or the loss is not finite.
         """
         data, world = self.config.data, self.world
+        parts = micro_batches(schedule.batch_size, world.size, self.config.evaluation.batch_size)
         loader = Loader(
             self.train,
             recipe="linear",
@@ -100,37 +105,54 @@ class LinearProbe:
             rank=world.rank,
             world_size=world.size,
             device=world.device if data.decode != "cpu" else "cpu",
+            accumulation_steps=parts,
             threads=data.threads,
         )
         classifier = None
-        steps = loader.steps_per_epoch * schedule.epochs
+        steps_per_epoch = loader.steps_per_epoch // parts
+        steps = steps_per_epoch * schedule.epochs
         peak = schedule.base_lr * schedule.batch_size / 256
-        total = torch.zeros((), device=world.device)
-        for batch in loader.iterate(stop_step=steps):
-            features = self._features(batch.views[0])
-            if classifier is None:
-                classifier = new_classifier(features.shape[1], self.classes, self.config.seed).to(world.device)
-                optimizer = LARS(classifier.parameters(), lr=peak, momentum=0.9)
-            loss = cross_entropy(classifier(features), batch.label.to(world.device))
-            classifier.zero_grad()
-            loss.backward()
-            for parameter in classifier.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world.size
-            optimizer.param_groups[0]["lr"] = peak * (1 + math.cos(math.pi * batch.step / steps)) / 2
+        sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of this epoch: loss, images that were right
+        odd = torch.tensor(len(self.train), device=world.device)  # the first image with a non-finite feature
+        batches = loader.iterate(stop_step=steps * parts)
+        for step in range(steps):
+            for _ in range(parts):
+                batch = on_all_ranks(lambda: next(batches))
+                features, labels = self._features(batch.views[0]), batch.label.to(world.device)
+                if classifier is None:
+                    classifier = new_classifier(features.shape[1], self.classes, self.config.seed).to(world.device)
+                    optimizer = LARS(classifier.parameters(), lr=peak, momentum=0.9)
+                    gradient = flat_gradient(classifier)
+                logits = classifier(features)
+                loss = cross_entropy(logits, labels, reduction="sum") / schedule.batch_size
+                loss.backward()
+                sums += torch.stack([loss.detach(), (logits.argmax(dim=1) == labels).sum()])
+                index = batch.index.to(world.device)
+                odd = torch.where(features.isfinite().all(dim=1), odd, index).amin().minimum(odd)
+            dist.all_reduce(gradient)
+            optimizer.param_groups[0]["lr"] = peak * (1 + math.cos(math.pi * step / steps)) / 2
             optimizer.step()
-            total += loss.detach()
-            epoch, rest = divmod(batch.step + 1, loader.steps_per_epoch)
+            gradient.zero_()
+            epoch, rest = divmod(step + 1, steps_per_epoch)
             if rest == 0:
-                dist.all_reduce(total)
-                mean = total.item() / (world.size * loader.steps_per_epoch)
-                say(f"epoch {epoch}/{schedule.epochs}  loss {mean:.4f}  lr {optimizer.param_groups[0]['lr']:.2e}")
-                total.zero_()
+                dist.all_reduce(odd, dist.ReduceOp.MIN)
+                if odd < len(self.train):
+                    raise non_finite(self.train, int(odd))
+                dist.all_reduce(sums)
+                loss, right = (sums / steps_per_epoch).tolist()
+                if not math.isfinite(loss):
+                    raise RunStopped(f"the loss is not finite in epoch {epoch}; lower base_lr = {schedule.base_lr:g}")
+                accuracy, lr = 100 * right / schedule.batch_size, optimizer.param_groups[0]["lr"]
+                say(
+                    f"epoch {epoch}/{schedule.epochs}  loss {loss:.4f}  accuracy on its crops {accuracy:.2f} %  "
+                    f"lr {lr:.2e}"
+                )
+                sums.zero_()
         return classifier
 
     def judge(self, classifier: nn.Linear) -> LinearResult:
         """Accuracy on the validation images, each rank counting its own."""
-        counts = torch.zeros(4, dtype=torch.int64)  # images, right, among the best five, not finite
+        counts = torch.zeros(3, dtype=torch.int64)  # images, right, among the best five
 
         def count() -> None:
             for features, index in features_of(self.backbone, self._loader(self.val), self.world.device, self.dtype):
@@ -138,18 +160,14 @@ class LinearProbe:
                     logits = classifier(features)
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
                 best = logits.topk(min(5, self.classes), dim=1).indices == labels[:, None]
-                found = best[:, 0].sum(), best.any(dim=1).sum(), (~logits.isfinite()).any(dim=1).sum()
-                counts.add_(torch.stack([torch.tensor(len(index)), *(number.cpu() for number in found)]))
+                found = torch.stack([best[:, 0].sum(), best.any(dim=1).sum()])
+                counts.add_(torch.tensor([len(index), *found.tolist()]))
 
         on_all_ranks(count)
         dist.all_reduce(counts)
-        images, right, among_five, odd = counts.tolist()
+        images, right, among_five = counts.tolist()
         if images != len(self.val):
             raise AssertionError(f"{images} of {len(self.val)} validation images were counted")
-        if odd:
-            raise RunStopped(
-                f"the outputs for {odd} validation images are not finite; the encoder's weights are damaged"
-            )
         return LinearResult(
             accuracy=100 * right / images,
             top5=100 * among_five / images if self.classes >= 5 else None,
@@ -187,16 +205,31 @@ class LinearProbe:
                     rows = torch.empty(len(loader.index), features.shape[1])
                 rows[place : place + len(features)] = features.cpu()
                 place += len(features)
-            if not rows.isfinite().all():
-                raise RunStopped(
-                    "non-finite features; the encoder's weights or its batch-norm statistics are damaged: use an "
-                    "earlier checkpoint, or lower optimizer.base_lr"
-                )
 
         on_all_ranks(read)
         width = torch.tensor(rows.shape[1])
         dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
         return rows.view(-1, int(width)), torch.as_tensor(manifest.labels, dtype=torch.int64)[loader.index]
+
+
+def micro_batches(batch_size: int, ranks: int, most: int) -> int:
+    """The least number of equal parts that leaves a rank at most `most` images of a batch at a time.
+
+    It is 1 for a batch that does not divide over the ranks, which the loader refuses.
+    """
+    share = batch_size // ranks
+    if batch_size % ranks:
+        return 1
+    return next(parts for parts in range(1, share + 1) if share % parts == 0 and share // parts <= most)
+
+
+def flat_gradient(module: nn.Module) -> Tensor:
+    """One vector of zeros, of which each parameter's gradient is a part from now on."""
+    parameters = list(module.parameters())
+    flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
 
 
 def new_classifier(features: int, classes: int, seed: int) -> nn.Linear:
@@ -215,7 +248,9 @@ def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
         features: [N, D] of this rank.
         count: images over all ranks.
     """
-    mean = features.sum(0, dtype=torch.float64)
+    mean = torch.zeros(features.shape[1], dtype=torch.float64)
+    for block in features.split(ROWS_AT_ONCE):
+        mean += block.double().sum(0)
     dist.all_reduce(mean)
     mean /= count
     square = torch.zeros_like(mean)

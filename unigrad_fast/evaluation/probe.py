@@ -59,4 +59,12 @@ class KNNProbe:
             )
             for manifest in (self.train, self.val)
         ]
-        return weighted_knn(*parts[0], *parts[1], settings.knn.k, settings.knn.temperature, device=self.world.device)
+        return weighted_knn(
+            *parts[0],
+            *parts[1],
+            settings.knn.k,
+            settings.knn.temperature,
+            device=self.world.device,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )

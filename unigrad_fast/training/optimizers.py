@@ -127,7 +127,11 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:
@@ -145,6 +149,7 @@ class LARS(torch.optim.Optimizer):
             torch._foreach_mul_(velocities, group["momentum"])
             torch._foreach_add_(velocities, updates)
             torch._foreach_add_(weights, velocities, alpha=-group["lr"])
+        return loss
 
 
 def parameter_groups(module: nn.Module, settings: config.Optimizer) -> list[dict]:
