@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import pickle
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -179,6 +181,15 @@ def test_half_precision_becomes_fp32(state, tmp_path):
     assert {tensor.dtype for tensor in backbone.values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("protocol", ["knn", "linear"])
+def test_an_imported_run_without_images_says_where_to_name_them(protocol, state, tmp_path, capsys):
+    torch.save(state, tmp_path / "weights.pth")
+    imported(tmp_path / "weights.pth", tmp_path / "run")
+    capsys.readouterr()
+    assert cli.main(["evaluate", protocol, str(tmp_path / "run")]) == 2
+    assert f"no training images; name their folder in {tmp_path}/run/config.yaml" in capsys.readouterr().err
+
+
 def test_an_imported_run_is_evaluated_and_exported(state, tmp_path, capsys):
     for split in ("train", "val"):
         for number, colour in enumerate([(230, 30, 30), (30, 230, 30)]):
@@ -197,6 +208,15 @@ def test_an_imported_run_is_evaluated_and_exported(state, tmp_path, capsys):
     exported = torch.load(tmp_path / "encoder.pth", weights_only=True)
     expected = encoder("resnet18", ONLINE).backbone.state_dict()
     assert all(torch.equal(exported[name], expected[name]) for name in expected | exported)
+    assert cli.main(["evaluate", "linear", str(tmp_path / "run")]) == 0
+    linear = ["--with_linear", "true", "--output", str(tmp_path / "classifier.pth")]
+    assert cli.main(["export", str(tmp_path / "run"), *linear]) == 0
+    classifier = torchvision.models.resnet18(num_classes=2)
+    classifier.load_state_dict(torch.load(tmp_path / "classifier.pth", weights_only=True))
+    about = json.loads((tmp_path / "classifier.pth.json").read_text())["linear"]
+    measured = json.loads((tmp_path / "run/linear.json").read_text())
+    assert about["classes"] == ["0", "1"]
+    assert (about["protocol"], about["accuracy"]) == (measured["protocol"], measured["accuracy"])
 
 
 class Planted:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
@@ -81,6 +82,27 @@ def test_equally_similar_images_vote_by_the_smaller_class():
     query, truth = torch.ones(1, 2), torch.tensor([0])
     for chunk in (1, 3, 8):
         assert weighted_knn(bank, labels, query, truth, k=2, chunk=chunk).accuracy == 100.0
+
+
+def shared(queries: int) -> KNNResult:
+    data = clusters(seed=5, queries=queries)
+    return weighted_knn(*data, k=7, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+@pytest.mark.parametrize("queries", [41, 6])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_queries_and_get_one_result(workers, ranks, queries):
+    expected = weighted_knn(*clusters(seed=5, queries=queries), k=7)
+    assert workers(ranks).run(shared, queries) == [expected] * ranks
+
+
+def of_one_query() -> KNNResult:
+    bank, labels = torch.eye(6), torch.arange(6)
+    return weighted_knn(bank, labels, bank[:1], labels[:1], k=1, rank=dist.get_rank(), world_size=2)
+
+
+def test_a_rank_without_queries_gets_the_result_too(workers):
+    assert [(result.accuracy, result.queries) for result in workers(2).run(of_one_query)] == [(100.0, 1)] * 2
 
 
 def test_k_is_cut_to_the_bank_and_recorded():

@@ -7,7 +7,7 @@ import warnings
 
 from unigrad_fast.config import Config
 from unigrad_fast.distributed import World, gather, on_all_ranks
-from unigrad_fast.errors import DataError
+from unigrad_fast.errors import DataError, UserError
 from unigrad_fast.pipelines import Manifest
 
 
@@ -17,8 +17,11 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     One rank per node reads first, and fills the cache for the others. All ranks must call this together.
 
     Raises:
+        UserError: there is no folder of training images.
         DataError: on all ranks, when a folder cannot be used on one of them or they see different images.
     """
+    if config.data.train is None:
+        raise UserError(f"data.train = null: no training images; name their folder in {config.output}/config.yaml")
     folders = [folder for folder in (config.data.train, config.data.val) if folder is not None]
     manifests: list[Manifest] = []
     with warnings.catch_warnings(record=True) as caught:

@@ -283,6 +283,19 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_litter(small_disk, va
     plain_run(small_disk, values, steps=(2,))
 
 
+def test_a_read_only_folder_leaves_the_previous_checkpoint(small_disk, values):
+    (previous,) = plain_run(small_disk, values, steps=(1,))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    try:
+        with pytest.raises(OSError, match="Read-only file system") as caught:
+            plain_run(small_disk, values, steps=(2,))
+        assert str(small_disk) in str(caught.value)
+        assert latest(small_disk) == previous
+        Reader(previous).verify()
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+
+
 def one_rank_fails(output: Path) -> str:
     rank = dist.get_rank()
     piece = Piece(f"weight{rank}", (4,), 0, torch.full((4,), float(rank)))

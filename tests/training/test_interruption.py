@@ -232,6 +232,26 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
     assert "Traceback" not in said
 
 
+def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        statuses, said = Run(data, disk / "run", 2).end()
+        assert statuses == [3, 3], said
+        assert "cannot be written: No space left on device; earlier ones are as they were" in said
+        assert "Traceback" not in said
+        assert Reader(latest(disk / "run")).about["step"] == 2
+        subprocess.run(["mount", "-o", "remount,size=700m", disk], check=True)
+        statuses, said = Run(data, disk / "run", 2).end()
+        assert statuses == [0, 0] and "going on after step 2" in said, said
+        require_equal(disk / "run", undisturbed)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 def test_a_damaged_checkpoint_is_refused_and_passed_over_when_told_so(data, undisturbed, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(undisturbed, output)

@@ -39,6 +39,18 @@ def test_five_steps_are_those_of_the_formula(dtype, weight_decay, adapt):
         assert torch.allclose(w.double(), e, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-7)
 
 
+def test_a_closure_is_called_with_gradients_and_its_loss_returned():
+    weight = torch.ones(3, requires_grad=True)
+
+    def closure() -> torch.Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert LARS([weight], lr=0.5, trust_coefficient=1.0).step(closure) == 3
+    assert torch.allclose(weight, torch.full((3,), 0.5))
+
+
 def test_its_state_is_saved_and_loaded():
     weight = torch.ones(3, requires_grad=True)
     optimizer = LARS([weight], lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.config import resolve
 from unigrad_fast.distributed import World
-from unigrad_fast.errors import RunStopped
+from unigrad_fast.errors import DataError, RunStopped
 from unigrad_fast.evaluation import linear
 from unigrad_fast.evaluation.linear import LinearProbe, Schedule, fit, fold, standardisation
 from unigrad_fast.pipelines import Loader, Manifest
@@ -44,10 +45,11 @@ class Spectrum(nn.Module):
         return torch.fft.rfft2(images.mean(1)).abs().flatten(1) / 16
 
 
-def probe(data: Path, backbone: nn.Module | None = None) -> LinearProbe:
+def probe(data: Path, backbone: nn.Module | None = None, images_at_once: int = 256) -> LinearProbe:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
-    config = config.model_copy(update={"data": config.data.model_copy(update={"image_size": 16})})
+    parts = {"data": {"image_size": 16}, "evaluation": {"batch_size": images_at_once}}
+    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     train, val = (Manifest.from_folder(data / part) for part in ("train", "val"))
     return LinearProbe(config, world, train, val, backbone or Spectrum(), None)
@@ -100,6 +102,8 @@ def test_a_probe_learns_and_gives_the_same_on_any_number_of_ranks(data, workers,
     if protocol == "paper":
         losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
         assert len(losses) == EPOCHS and losses[-1] < losses[0]
+        right = [float(line.split("crops ")[1].split()[0]) for line in lines]
+        assert 0 <= right[0] <= 100 and right[-1] > 25  # chance: 17
         assert lines[0].startswith("epoch 1/40  loss ") and "lr" in lines[0]
     for ranks in (2, 3):
         for other in workers(ranks).run(judged, data, protocol):
@@ -129,21 +133,66 @@ def test_every_validation_image_is_counted_once(data, workers, ranks):
     assert sorted(seen) == list(range(103))
 
 
-def spoiled(data: Path) -> str:
-    class Broken(Spectrum):
-        def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images) * (torch.nan if dist.get_rank() == 1 else 1.0)
+class BrokenOnRank1(Spectrum):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * (torch.nan if dist.get_rank() == 1 else 1.0)
 
+
+def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0) -> str:
+    made = probe(data, backbone)
     try:
-        probe(data, Broken()).quick()
-    except RunStopped as error:
-        return str(error)
+        if protocol == "quick":
+            made.quick()
+        elif protocol == "paper":
+            made.paper(Schedule(epochs=2, batch_size=48, base_lr=base_lr), lambda line: None)
+        else:
+            made.judge(nn.Linear(16 * 9, 6))
+    except (RunStopped, DataError) as error:
+        return f"{type(error).__name__} {error}"
     return "accepted"
 
 
-def test_features_that_are_not_finite_on_one_rank_stop_all(data, workers):
-    for message in workers(2).run(spoiled, data):
-        assert "non-finite features" in message
+@pytest.mark.parametrize("protocol", ["quick", "paper", "judge"])
+def test_features_that_are_not_finite_on_one_rank_stop_all(data, workers, protocol):
+    messages = workers(2).run(stopped, data, BrokenOnRank1(), protocol)
+    assert messages[0].startswith(f"RunStopped non-finite features, first for {data}") and len(set(messages)) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_probe(data, workers):
+    (message,) = workers(1).run(stopped, data, Spectrum(), "paper", 1e38)
+    assert message.startswith("RunStopped the loss is not finite in epoch") and "lower base_lr = 1e+38" in message
+
+
+@pytest.mark.parametrize("protocol", ["quick", "paper"])
+def test_an_image_that_one_rank_cannot_decode_ends_all(data, workers, tmp_path, protocol):
+    for part in ("train", "val"):
+        shutil.copytree(data / part, tmp_path / part)
+    image = tmp_path / "train/class3/005.jpg"
+    content = image.read_bytes()
+    image.write_bytes(content[: int(0.9 * len(content))])  # the header is whole
+    messages = workers(2).run(stopped, tmp_path, Spectrum(), protocol)
+    assert messages[0].startswith(f"DataError {image}: ") and len(set(messages)) == 1
+
+
+def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
+    lines: list[str] = []
+    classifier = probe(data, images_at_once=images_at_once).paper(Schedule(2, 48, 10.0), lines.append)
+    return lines, classifier.weight.detach(), classifier.bias.detach()
+
+
+def test_a_batch_that_is_too_large_for_a_rank_is_worked_off_in_parts(data, workers):
+    (whole,), (parts,) = (workers(1).run(trained_in_parts, data, at_once) for at_once in (48, 10))
+    assert parts[0] == whole[0]
+    for one, other in zip(whole[1:], parts[1:], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "most", "parts"),
+    [(4096, 8, 256, 2), (4096, 1, 256, 16), (96, 2, 256, 1), (4096, 3, 256, 1)],
+)
+def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most, parts):
+    assert linear.micro_batches(batch_size, ranks, most) == parts
 
 
 def test_its_training_views_are_crops_and_flips_alone(data):
@@ -191,6 +240,7 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert "paper protocol" in " ".join(result.stdout.split()) and "but epochs 2" in " ".join(result.stdout.split())
     assert result.stdout.count("epoch 2/2") == 1
     assert json.loads((run / "linear.json").read_text())["epochs"] == 2
+    assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(

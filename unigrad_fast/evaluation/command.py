@@ -91,7 +91,8 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
             classifier = probe.paper(schedule, console.print)
             settings = asdict(schedule)
             name = "paper protocol (LARS on random crops" + "".join(f", {k} {v:g}" for k, v in settings.items()) + ")"
-            name += "".join(f", but {key} {value:g}" for key, value in changes.items())
+            if changes:
+                name += ", but " + ", ".join(f"{key} {value:g}" for key, value in changes.items())
         result = probe.judge(classifier)
         if world.rank != 0:
             return
@@ -100,11 +101,12 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
         write_whole(run / "linear.safetensors", save(weights, {**texts, "classes": json.dumps(list(train.classes))}))
         write_whole(run / "linear.json", json.dumps(about, indent=2).encode() + b"\n")
-        table = Table(title=f"Linear probe, {BRANCH}, epoch {metadata['epoch']}", title_justify="left")
-        for column in ("protocol", "top-1 accuracy, %", "top-5, %", "validation images"):
-            table.add_column(column, justify="left" if column == "protocol" else "right")
+        title = f"linear probe, {BRANCH}: {name}, {result.images:,} validation images"
+        table = Table(title=title, title_justify="left")
+        for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %"):
+            table.add_column(column, justify="left" if column == "features" else "right")
         top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
-        table.add_row(name, f"{result.accuracy:.2f}", top5, f"{result.images:,}")
+        table.add_row(f"trained encoder, epoch {metadata['epoch']}", f"{result.accuracy:.2f}", top5)
         console.print(table)
 
 

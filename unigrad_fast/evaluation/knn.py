@@ -102,7 +102,8 @@ def weighted_knn(
     own_queries, own_labels = val_features[rank::world_size], val_labels[rank::world_size]
     hits = torch.zeros(2, dtype=torch.int64)
     if len(own_labels):
-        similarity, position = _neighbours(train_features, order, own_queries, k, chunk, device or train_features.device)
+        device = device or train_features.device
+        similarity, position = _neighbours(train_features, order, own_queries, k, chunk, device)
         neighbour_label = train_labels[position]
         for rows in torch.arange(len(own_labels)).split(chunk):
             place = _rank_of_truth(similarity[rows], neighbour_label[rows], own_labels[rows], classes, temperature)
