@@ -27,6 +27,7 @@ import random
 import statistics
 import tarfile
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -256,6 +257,7 @@ class Worker:
 
     @classmethod
     def start(cls, who: str, config: Config) -> None:
+        threading.Thread(target=cls._end_with_parent, daemon=True).start()
         cls.current = cls({"authors": Authors, "ours": Ours, "ceiling": Ceiling}[who], config)
 
     @classmethod
@@ -275,6 +277,12 @@ class Worker:
     @classmethod
     def stop(cls) -> None:
         cls.current.session.close()
+
+    @staticmethod
+    def _end_with_parent() -> None:
+        """A pool's process would outlive a parent that is killed, and keep its memory."""
+        multiprocessing.parent_process().join()
+        os._exit(1)
 
     def _run(self, steps: int) -> float:
         """Seconds of some steps, until the device is done with them."""

@@ -1,7 +1,12 @@
 """The benchmark of the training step: its plain loop trains as ours does, and it measures every variant."""
 
+import contextlib
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +18,8 @@ from unigrad_fast import cli, synthetic
 from unigrad_fast.benchmarks import bench_step, record
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.pipelines import Manifest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_authors_loss_has_our_objectives_gradient():
@@ -98,3 +105,25 @@ def test_one_of_several_processes_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert cli.main(["bench", "step"]) == 2
     assert "start it without torchrun" in capsys.readouterr().err
+
+
+def test_variant_ends_when_its_parent_is_killed():
+    code = """
+import multiprocessing, os
+from concurrent.futures import ProcessPoolExecutor
+from unigrad_fast.benchmarks.bench_step import Worker
+from unigrad_fast.config import resolve
+pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+pool.submit(Worker.start, "ceiling", resolve("cifar_subset")).result()
+print("started", flush=True)
+os._exit(0)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        try:
+            # Its end comes only when the variant, which holds it too, is gone.
+            assert parent.communicate(timeout=120)[0] == b"started\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)

@@ -83,8 +83,11 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
         probe = linear.LinearProbe(config, world, train, val, backbone, dtype)
         if protocol == "quick":
             classifier = probe.quick()
-            settings = {"l2": linear.L2}
-            name = f"quick protocol (logistic regression on cached features of centre crops, L2 {linear.L2:g})"
+            settings = {"l2": linear.L2, "most_iterations": linear.MOST_ITERATIONS}
+            name = (
+                "quick protocol (logistic regression on standardised features of centre crops, "
+                f"L2 {linear.L2:g}, at most {linear.MOST_ITERATIONS} iterations of L-BFGS)"
+            )
         else:
             schedule = replace(linear.PAPER, **changes)
             changes = {key: value for key, value in changes.items() if value != getattr(linear.PAPER, key)}

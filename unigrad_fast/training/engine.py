@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unigrad_fast import config
@@ -54,4 +55,6 @@ def build_engine(
         # Only now: DeepSpeed's broadcast of the parameters takes contiguous tensors alone. At the other stages they
         # are slices of one flat tensor, and the channels-last input alone decides the layout of what follows.
         engine.module.to(memory_format=torch.channels_last)
+        # One rank has nothing to reduce; DeepSpeed would copy all gradients into a buffer and back.
+        engine.enable_backward_allreduce = dist.get_world_size() > 1
     return engine
