@@ -140,14 +140,15 @@ def test_a_small_stem_is_no_torchvision_model_but_loads_here(with_linear, tmp_pa
     assert not (tmp_path / "run/export").exists()
     model = executed(exported(capsys, tmp_path / "run", "--with_linear", with_linear))
     assert model(torch.randn(1, 3, 16, 16)).shape == (1, 3 if with_linear == "true" else 512)
-    with safe_open(tmp_path / "run/export/resnet18-online-epoch1.5.safetensors", "pt") as file:
+    added = "-linear" if with_linear == "true" else ""
+    with safe_open(tmp_path / f"run/export/resnet18-online-epoch1.5{added}.safetensors", "pt") as file:
         assert file.metadata()["stem"] == "small"
 
 
 def test_the_description_says_what_the_file_is(run, capsys):
     make_probe(run)
     exported(capsys, run, "--with_linear", "true")
-    path = run / "export/resnet18-online-epoch1.5.safetensors"
+    path = run / "export/resnet18-online-epoch1.5-linear.safetensors"
     about = json.loads(path.with_name(f"{path.name}.json").read_text())
     commit = about.pop("commit")
     assert commit

@@ -158,7 +158,8 @@ def _load(file: Path) -> Mapping[str, Any]:
             raise UserError(
                 f"{file}: holds an object of {found[1]}, and loading it could run code that is hidden in the file; "
                 "where the file comes from a source that you trust, save its weights alone, with the code that wrote "
-                f"it: import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
+                "it and the key under which it keeps them in place of 'model': "
+                f"import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
                 "torch.save(getattr(model, 'state_dict', lambda: model)(), 'weights.pth')"
             ) from None
         raise UserError(f"{file}: not a file that torch.save wrote, or damaged") from None

@@ -328,7 +328,7 @@ def _folder_name(step: int) -> str:
 
 
 def _fall_back_hint() -> str:
-    return "`pretrain --fall_back` goes on from the newest checkpoint that is intact"
+    return "`pretrain --fall_back` goes on from the newest checkpoint that is intact, if there is one"
 
 
 def _digest_of(description: Mapping[str, Any]) -> str:

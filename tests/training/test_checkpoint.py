@@ -220,12 +220,14 @@ def test_a_run_falls_back_to_an_intact_checkpoint_only_when_told_so(workers, tmp
         assert "none of its checkpoints is intact" in refused
 
 
-def test_a_lost_pointer_is_not_taken_for_a_run_without_checkpoints(tmp_path, values):
+def test_a_lost_pointer_is_not_taken_for_a_run_without_checkpoints(workers, tmp_path, values):
     plain_run(tmp_path, values)
     (tmp_path / "checkpoints/latest").unlink()
     with pytest.raises(UserError, match=r"latest: no such file, but .*step-00000002 is there"):
         latest(tmp_path)
     (tmp_path / "checkpoints/latest").write_text("step-00000009\n")
+    for name, (warning,) in workers(2).run(find, tmp_path, True):
+        assert name == "step-00000002" and "names step-00000009, which is not there" in warning
     with pytest.raises(UserError, match="names step-00000009, which is not there"):
         latest(tmp_path)
 

@@ -43,7 +43,8 @@ def export(
             goes by the ending of `output`, else it is "safetensors".
         branch: whose backbone.
         with_linear: add the linear probe as `fc`.
-        output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING.
+        output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the ending when the
+            probe is in it.
 
     Returns:
         The file.
@@ -74,7 +75,8 @@ def export(
     about = describe(config, metadata, branch) | ({"linear": _shown_probe(about_probe)} if with_linear else {})
 
     ending = next(ending for ending, of in ENDINGS.items() if of == format)
-    path = output or folder / f"{config.model.backbone}-{branch}-epoch{metadata['epoch']}{ending}"
+    name = f"{config.model.backbone}-{branch}-epoch{metadata['epoch']}" + ("-linear" if with_linear else "")
+    path = output or folder / f"{name}{ending}"
     content = _serialise(state, format, about)
     digest = {"file": path.name, "format": format, "sha256": hashlib.sha256(content).hexdigest()}
     write_whole(path, content)

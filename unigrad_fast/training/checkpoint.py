@@ -132,6 +132,7 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         UserError: on all ranks, when it is damaged, or the configuration contradicts it.
     """
     run, damaged = config.output, []
+    pointer = gather(on_all_ranks(lambda: _dangling_pointer(run) if fall_back and world.rank == 0 else None))[0]
     for folder in gather(on_all_ranks(lambda: _candidates(run, fall_back) if world.rank == 0 else []))[0]:
         try:
             reader = on_all_ranks(lambda: _verified(folder, world))  # noqa: B023
@@ -141,10 +142,19 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
             damaged.append(str(error).partition("; ")[0])
             continue
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
-        return reader, [f"{said}; it is left out" for said in damaged]
+        return reader, [f"{said}; it is left out" for said in (*filter(None, [pointer]), *damaged)]
     if damaged:
         raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {_remedy()}"]))
     return None, []
+
+
+def _dangling_pointer(run: Path) -> str | None:
+    """What is wrong with the pointer to the newest checkpoint; None when nothing is."""
+    try:
+        checkpoint_files.latest(run)
+    except UserError as error:
+        return str(error).partition("; ")[0]
+    return None
 
 
 def _candidates(run: Path, fall_back: bool) -> list[Path]:

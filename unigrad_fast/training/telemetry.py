@@ -428,7 +428,7 @@ class Telemetry:
         """Mean milliseconds of each phase of a step, in the order of the step."""
         means = {name: total / self.reported_steps for name, total in self.phase_sums.items()}
         parts = [f"{name.removeprefix('ms_').replace('_', ' ')} {mean:.1f}" for name, mean in means.items()]
-        return ",\n".join([", ".join(parts[:4]), ", ".join(parts[4:])])
+        return ",\n".join(", ".join(parts[first : first + 3]) for first in range(0, len(parts), 3))
 
     def _files(self) -> list[str]:
         return sorted(
