@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import tarfile
 import tempfile
 import threading
 import time
@@ -57,8 +56,6 @@ from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.training.target import make_target
 
-SHARED = Path(os.environ.get("UNIGRAD_SHARED", Path(__file__).resolve().parent.parent.parent / "shared"))
-PHOTOGRAPHS = SHARED / "data/imagenet-sample.tar"
 DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # pixels, about those of a photograph of ImageNet
 LEAST_BATCHES = 4  # per epoch
 MOST_REST = 60.0  # seconds that a variant may take to come to rest
@@ -325,13 +322,9 @@ def cpu_ticks(pids: list[int]) -> int:
 
 
 def find_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
-    """The images to use, unpacked or drawn into `folder` where none are given, and what they are."""
+    """The images to use, drawn into `folder` where none are given, and what they are."""
     if given is not None:
-        source, what = given, f"images of {given}"
-    elif PHOTOGRAPHS.is_file():
-        with tarfile.open(PHOTOGRAPHS) as archive:
-            archive.extractall(folder / "photographs", filter="data")
-        source, what = next((folder / "photographs").iterdir()), "photographs of ImageNet"
+        source, what = given, f"images of {given.name}"
     else:
         source = synthetic.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train"
         what = f"drawn images of {DRAWN_SIZE} pixels"
@@ -447,7 +440,7 @@ def main(
 
     Args:
         case: a key of CASES, or "all".
-        images: folder of images, else photographs of ImageNet where they are at hand, else drawn ones.
+        images: folder of images, else drawn ones.
         batch_size: images per step in place of the case's.
         repetitions: blocks of every variant.
         steps, warmup: measured steps of a block, and those before them.

@@ -205,7 +205,7 @@ class BenchStep(Node):
     case: Literal["resnet50", "resnet18", "all"] = "all"
     """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
     images: AbsolutePath | None = None
-    """Folder of images; null takes photographs of ImageNet where they are at hand, else draws some."""
+    """Folder of images, photographs for figures that mean something; null draws some."""
     batch_size: int | None = Field(default=None, ge=2)
     """Images per step; null is the case's."""
     repetitions: int = Field(default=3, ge=1)
