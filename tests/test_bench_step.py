@@ -81,7 +81,7 @@ def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, ca
     settings = {"backbone": "resnet18", "image_size": 32, "batch_size": 8, "repetitions": 1, "steps": 1, "warmup": 1}
     for row in rows:
         assert row.items() >= settings.items()
-        assert row["images"] == f"10 images of {drawn}"
+        assert row["images"] == f"10 images of {drawn.name}"
         assert row.keys() >= {"commit", "processor", "torch", "threads"}
     shown = capsys.readouterr().out
     assert all(row["what"] in shown for row in rows)

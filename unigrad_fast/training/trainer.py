@@ -88,7 +88,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         try:
             waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
-            if trainer.world.size == 1:  # other ranks know nothing of it
+            # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
+            if trainer.world.size == trainer.accumulation == 1:
                 save(trainer, telemetry)
             raise RunStopped(str(error)) from None
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
