@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.metadata
 import itertools
-import logging
 import os
 import platform
 import re
@@ -21,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +31,7 @@ from rich.text import Text
 
 from unigrad_fast.config import Config, Engine, resolve
 from unigrad_fast.errors import UserError
+from unigrad_fast.quiet import without_warnings
 from unigrad_fast.validation import allowed_values, count
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run(smoke: bool = True, verbose: bool = False) -> None:
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     console = Console(quiet=rank != "0")
-    with contextlib.nullcontext() if verbose else _quiet():
+    with contextlib.nullcontext() if verbose else without_warnings():
         found = [*packages(), *machine()]
         console.print(_table("Machine and versions", found))
         unusable = {finding.name for finding in found if finding.status in ("missing", "broken")}
@@ -616,18 +616,6 @@ def _timed_twice(build: Callable[[Scene], Callable[[], object]], scene: Scene) -
 
 
 # Output.
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _first_line(error: Exception) -> str:

@@ -324,6 +324,15 @@ def test_the_newest_and_every_nth_epoch_are_kept(tmp_path, values):
     assert kept == [8, 16, 18, 20]
 
 
+def test_a_run_that_fell_back_keeps_what_it_writes_from_there(tmp_path, values):
+    """A damaged later checkpoint does not count among the newest."""
+    plain_run(tmp_path, values, steps=(1, 9))
+    plain_run(tmp_path, values, steps=(2,))
+    checkpoint.prune(tmp_path, keep=1, keep_every=0)
+    assert latest(tmp_path).name == "step-00000002"
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000009"]
+
+
 def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
     plain_run(tmp_path, values)
     root = tmp_path / "checkpoints"

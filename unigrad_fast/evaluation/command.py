@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
+from torch import nn
 
 from unigrad_fast import distributed
-from unigrad_fast.config import resolve
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.distributed import World
 from unigrad_fast.errors import UserError
 from unigrad_fast.evaluation import linear
 from unigrad_fast.evaluation.baselines import colour_histogram, raw_pixels
@@ -21,6 +23,7 @@ from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, weighted_kn
 from unigrad_fast.evaluation.probe import KNNProbe
 from unigrad_fast.images import read_manifests
 from unigrad_fast.model import build_encoder
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.weights import load_encoder
 from unigrad_fast.whole_file import write_whole
@@ -39,12 +42,8 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
     config = resolve(run / "config.yaml")
     require_writable(run)
     with distributed.session() as world:
-        trained = build_encoder(config.model, config.seed, world.device).backbone
-        metadata = load_encoder(run, trained)
+        trained, metadata, train, val = open_run(run, config, world, "kNN")
         untrained = build_encoder(config.model, config.seed, world.device).backbone
-        train, val, _ = read_manifests(config, world)
-        if obstacle := KNNProbe.obstacle(train, val):
-            raise UserError(f"this run cannot be evaluated by kNN: {obstacle}")
         probe = KNNProbe(config, world, train, val)
         dtype = autocast_dtype(config.engine.precision, world.device)
         rows: dict[str, KNNResult] = {}
@@ -73,11 +72,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
     config = resolve(run / "config.yaml")
     require_writable(run)
     with distributed.session() as world:
-        backbone = build_encoder(config.model, config.seed, world.device).backbone
-        metadata = load_encoder(run, backbone)
-        train, val, _ = read_manifests(config, world)
-        if obstacle := KNNProbe.obstacle(train, val):
-            raise UserError(f"this run cannot be evaluated by a linear classifier: {obstacle}")
+        backbone, metadata, train, val = open_run(run, config, world, "a linear classifier")
         console = Console(quiet=world.rank != 0, highlight=False)
         dtype = autocast_dtype(config.engine.precision, world.device)
         probe = linear.LinearProbe(config, world, train, val, backbone, dtype)
@@ -111,6 +106,22 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
         top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
         table.add_row(f"trained encoder, epoch {metadata['epoch']}", f"{result.accuracy:.2f}", top5)
         console.print(table)
+
+
+def open_run(
+    run: Path, config: Config, world: World, classifier: str
+) -> tuple[nn.Module, dict[str, str], Manifest, Manifest]:
+    """The trained online backbone, what its checkpoint says, and the images to train and judge a classifier on.
+
+    Raises:
+        UserError: a run without weights, labels or validation images.
+    """
+    backbone = build_encoder(config.model, config.seed, world.device).backbone
+    metadata = load_encoder(run, backbone)
+    train, val, _ = read_manifests(config, world)
+    if obstacle := KNNProbe.obstacle(train, val):
+        raise UserError(f"this run cannot be evaluated by {classifier}: {obstacle}")
+    return backbone, metadata, train, val
 
 
 def require_writable(run: Path) -> None:

@@ -186,8 +186,13 @@ def require_same_images(reader: Reader, train: Manifest, config: Config) -> None
 
 
 def prune(run: Path, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` checkpoints and those of every `keep_every`-th step (0: none)."""
-    for folder in checkpoint_files.complete_checkpoints(run)[:-keep]:
+    """Delete all but the newest `keep` checkpoints and those of every `keep_every`-th step (0: none).
+
+    Later ones than `latest` names are left alone and not counted: damaged ones, behind which the run fell back.
+    """
+    newest = checkpoint_files.latest(run)
+    behind = [folder for folder in checkpoint_files.complete_checkpoints(run) if folder <= newest]
+    for folder in behind[:-keep]:
         step = int(folder.name.removeprefix("step-"))
         if not keep_every or step % keep_every:
             checkpoint_files.remove(folder)

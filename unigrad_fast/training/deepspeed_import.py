@@ -6,11 +6,11 @@ import contextlib
 import io
 import logging
 import os
-import warnings
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
+
+from unigrad_fast.quiet import without_warnings
 
 
 def quiet_deepspeed(verbose: bool = False) -> ModuleType:
@@ -26,7 +26,7 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with contextlib.nullcontext() if verbose else _without_warnings():
+    with contextlib.nullcontext() if verbose else without_warnings():
         import deepspeed
         import deepspeed.ops
 
@@ -37,18 +37,6 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
             compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
     _set_level(logging.INFO if verbose else logging.ERROR)
     return deepspeed
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _set_level(level: int) -> None:

@@ -1,0 +1,21 @@
+"""Silence of libraries that warn of what no user can change. Imports nothing that may be missing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """While inside, neither warnings nor log messages up to that level are shown."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
