@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageFilter
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +45,8 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from unigrad_fast import distributed, synthetic
-from unigrad_fast.benchmarks.record import append
+from unigrad_fast.benchmarks.authors import authors_loss
+from unigrad_fast.benchmarks.record import append, spread
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.distributed import World
 from unigrad_fast.errors import UserError
@@ -151,27 +151,6 @@ class Authors(Variant):
         momentum = self.config.target.momentum
         for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
             mine.data = mine.data * momentum + theirs.data * (1 - momentum)
-
-
-def authors_loss(
-    online: list[Tensor], target: list[Tensor], correlation: Tensor | None, balance: float, decay: float
-) -> tuple[Tensor, Tensor]:
-    """u·g, whose gradient with respect to u is g = −m⁺ + λ·u·F (the paper, section "UniGrad"), and the new F.
-
-    Args:
-        online, target: the two views' embeddings [N, C]; no gradient flows into the targets.
-        correlation: F, [C, C], of the step before; None before the first.
-        balance: λ.
-        decay: ρ.
-    """
-    u1, u2 = (F.normalize(z, dim=-1) for z in online)
-    m1, m2 = (F.normalize(z.detach(), dim=-1) for z in target)
-    batch = (m1.T @ m1 + m2.T @ m2) / (2 * len(m1))
-    correlation = batch.float() if correlation is None else decay * correlation + (1 - decay) * batch
-    gradient1 = (-m2 + balance * u1 @ correlation).detach()
-    gradient2 = (-m1 + balance * u2 @ correlation).detach()
-    loss = ((u1 * gradient1).sum(-1).mean() + (u2 * gradient2).sum(-1).mean()) / 2
-    return loss, correlation
 
 
 def simsiam_augmentation(size: int) -> transforms.Compose:
@@ -391,10 +370,6 @@ def ratios(blocks: dict[tuple[str, str], list[Block]], shipped: str) -> dict[str
         name: [a.images_per_s / b.images_per_s for a, b in zip(blocks[above], blocks[below], strict=True)]
         for name, (above, below) in pairs.items()
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def rows_of(blocks: dict[tuple[str, str], list[Block]], shipped: str) -> list[dict]:

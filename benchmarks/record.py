@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,10 +37,18 @@ def machine() -> dict[str, str | int]:
     }
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
 def append(name: str, rows: list[dict]) -> Path:
     """Append rows, with the machine in each, to results/NAME.jsonl."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
+    return append_to(RESULTS / f"{name}.jsonl", rows)
+
+
+def append_to(path: Path, rows: list[dict]) -> Path:
+    """Append rows, with the machine in each, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     where = machine()
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)

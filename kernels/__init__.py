@@ -1,6 +1,23 @@
-"""The arithmetic of UniGrad: unit embeddings, correlation update, gradient. Imports torch only."""
+"""The arithmetic of UniGrad: unit embeddings, correlation update, gradient. Imports torch and, on a GPU, Triton."""
 
-from .ops import attach_gradient
-from .reference import effective_rank, unigrad_gradient, unit_embeddings, update_correlation_
+from .ops import (
+    attach_gradient,
+    correlation_product,
+    embedding_gradient,
+    unigrad_gradient,
+    unit_embeddings,
+    update_correlation_,
+)
+from .reference import effective_rank, mirror_, round_into_
 
-__all__ = ["attach_gradient", "effective_rank", "unigrad_gradient", "unit_embeddings", "update_correlation_"]
+__all__ = [
+    "attach_gradient",
+    "correlation_product",
+    "effective_rank",
+    "embedding_gradient",
+    "mirror_",
+    "round_into_",
+    "unigrad_gradient",
+    "unit_embeddings",
+    "update_correlation_",
+]

@@ -1,132 +1,179 @@
 """UniGrad's arithmetic in plain torch: the ground truth, and the path on the CPU.
 
-Shape suffixes: M rows (images times views), C embedding width. With u the unit embedding, m⁺ the positive,
-F the correlation, λ the balance factor and ρ the decay (the paper, section "UniGrad"):
+Shape suffixes: M rows (images times views), C embedding width, K rows of targets, R rows of F. With u the unit
+embedding, m⁺ the positive, F the correlation, λ the balance factor and ρ the decay (the paper, section "UniGrad"):
 
     F  ← ρ·F + (1−ρ)/count · Σ mᵀm                        moving average of the correlation
     g  = −m⁺ + λ·u·F                                      gradient with respect to u
     dz = (g − u·(u·g)) / ‖z‖ · scale                      the same through the normalisation
 
-Everything is computed in fp32, or in float64 when the embeddings are float64.
+Everything is computed in fp32, or in float64 when the embeddings are float64. What works row by row takes a few
+rows at a time, which stay in the processor's cache from the first operation to the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from .heuristics import working_scale
+
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
-PANEL_ROWS = 512  # rows of F per panel: the largest temporary of the update is PANEL_ROWS · C
+PLAIN_NORM = 1e-15  # rows of norms from here to its inverse are squared as they are, even in fp32
+PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
+CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
 
-def unit_embeddings(embedding_MC: Tensor, nonfinite: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """ℓ2-normalise embeddings row by row.
-
-    Args:
-        embedding_MC: [M, C], any floating dtype, as the projector gives it.
-        nonfinite: int32 scalar on the same device; set to 1 when a row holds a NaN or an infinity.
-
-    Returns:
-        The unit embeddings [M, C] and the inverse norms [M], fp32 (float64 for float64). A row of zeros and
-        a non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
-    """
-    row_MC = embedding_MC.to(torch.promote_types(embedding_MC.dtype, torch.float32))
-    peak_M1 = row_MC.abs().amax(dim=-1, keepdim=True) if row_MC.numel() else row_MC.sum(-1, keepdim=True)
-    finite_M1 = torch.isfinite(peak_M1)
-    usable_M1 = finite_M1 & (peak_M1 > 0)
-    # Rows are divided by their largest entry first, so that squares neither overflow nor vanish.
-    peak_M1 = torch.where(usable_M1, peak_M1, 1.0)
-    row_MC = torch.where(usable_M1, row_MC / peak_M1, 0.0)
-    norm_M1 = torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True)
-    norm_M1 = torch.maximum(norm_M1, SMALLEST_NORM / peak_M1)
-    unit_MC = row_MC / norm_M1
-    inverse_norm_M = torch.where(usable_M1, 1.0 / (norm_M1 * peak_M1), 0.0).squeeze(-1)
-    if nonfinite is not None:
-        torch.maximum(nonfinite, (~finite_M1).any().to(nonfinite.dtype), out=nonfinite)
+def unit_embeddings(views: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.unit_embeddings`."""
+    images, width = views[0].shape
+    exact = torch.promote_types(torch.promote_types(dtype, views[0].dtype), torch.float32)
+    unit_MC = torch.empty(len(views) * images, width, dtype=dtype, device=views[0].device)
+    inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
+    for number, view_NC in enumerate(views):
+        for rows in _cached_rows(images, width):
+            out = slice(number * images + rows.start, number * images + rows.stop)
+            row_MC = view_NC[rows].to(exact)
+            norm_M1 = torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True)
+            scale_M1, finite_M1 = torch.ones_like(norm_M1), torch.ones_like(norm_M1, dtype=torch.bool)
+            if not ((norm_M1 > PLAIN_NORM) & (norm_M1 < 1 / PLAIN_NORM)).all():
+                row_MC, norm_M1, scale_M1, finite_M1 = _scaled(row_MC)
+            torch.div(row_MC, norm_M1, out=unit_MC[out])
+            inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)
+            nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
     return unit_MC, inverse_norm_M
 
 
-def update_correlation_(
-    correlation_CC: Tensor,
-    unit_MC: Tensor,
-    *,
-    decay: Tensor | float,
-    count: int,
-    skip: Tensor | None = None,
-    reduce_: Callable[[Tensor], object] | None = None,
-) -> Tensor:
-    """Move the correlation towards this batch's, in place: F ← ρ·F + (1−ρ)/count · Σ mᵀm.
-
-    Only the upper triangle is computed, panel by panel, and then mirrored: half the arithmetic, F equal to Fᵀ
-    bit for bit, and no temporary larger than one panel.
-
-    Args:
-        correlation_CC: [C, C] F, symmetric, in the dtype of `unit_MC`; changed in place.
-        unit_MC: [M, C] unit embeddings of this rank.
-        decay: ρ as a number or a scalar tensor; 0 makes F this batch's correlation.
-        count: rows over all ranks (2·N·W for two global views).
-        skip: scalar tensor; where it is not 0, F stays bitwise as it is.
-        reduce_: sums a tensor over the ranks in place (None: one process).
+def _scaled(row_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows divided by their largest entry, so that squares neither overflow nor vanish, and what was done to them.
 
     Returns:
-        `correlation_CC`.
+        Rows [M, C], their norms [M, 1], the factors [M, 1] that the rows were multiplied by (0 where the row is 0 or
+        not finite, and then is 0 here), and whether they are finite [M, 1].
     """
-    width = correlation_CC.shape[0]
-    decay = torch.as_tensor(decay, dtype=unit_MC.dtype, device=unit_MC.device)
-    weight = (1.0 - decay) / count
-    if skip is not None:
-        skipped = skip != 0
-        decay, weight = torch.where(skipped, 1.0, decay), torch.where(skipped, 0.0, weight)
-        unit_MC = torch.where(skipped, 0.0, unit_MC)
-    for first in range(0, width, PANEL_ROWS):
-        last = min(first + PANEL_ROWS, width)
-        panel = correlation_CC[first:last, first:].mul_(decay)
-        weighted_MP = unit_MC[:, first:last] * weight
-        if reduce_ is None:
-            panel.addmm_(weighted_MP.T, unit_MC[:, first:])
-        else:
-            product = weighted_MP.T @ unit_MC[:, first:]
-            reduce_(product)
-            panel.add_(product)
-        diagonal = panel[:, : last - first]
-        diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
-        correlation_CC[last:, first:last].copy_(panel[:, last - first :].T)
+    peak_M1 = row_MC.abs().amax(dim=-1, keepdim=True)
+    finite_M1 = torch.isfinite(peak_M1)
+    usable_M1 = finite_M1 & (peak_M1 > 0)
+    peak_M1 = torch.where(usable_M1, peak_M1, 1.0)
+    row_MC = torch.where(usable_M1, row_MC / peak_M1, 0.0)
+    norm_M1 = torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True)
+    return row_MC, torch.maximum(norm_M1, SMALLEST_NORM / peak_M1), torch.where(usable_M1, 1 / peak_M1, 0.0), finite_M1
+
+
+def update_correlation_(
+    correlation_RC: Tensor,
+    unit_MC: Tensor,
+    decay: Tensor,
+    count: Tensor,
+    skip: Tensor | None,
+    updates: Tensor | None,
+    first_row: int,
+    working_RC: Tensor | None,
+) -> None:
+    """See `ops.update_correlation_`.
+
+    Of a whole F only the upper triangle is computed, panel by panel, and then mirrored: half the arithmetic, F equal
+    to Fᵀ bit for bit, and no temporary larger than one panel. The host reads the scalars.
+    """
+    if skip is not None and skip.any():
+        return
+    rows, width = correlation_RC.shape
+    unit_MC = unit_MC.to(correlation_RC.dtype)
+    rho = 0.0 if updates is not None and updates == 0 else decay.item()
+    weight = (1.0 - rho) / count.item()
+    for first in range(0, rows, PANEL_ROWS):
+        last = min(first + PANEL_ROWS, rows)
+        start = first if rows == width else 0
+        panel = correlation_RC[first:last, start:]
+        left_MP = unit_MC[:, first_row + first : first_row + last]
+        panel.addmm_(left_MP.T, unit_MC[:, start:], beta=rho, alpha=weight)
+        if rows == width:
+            _mirror_panel_(correlation_RC, first, last)
+    if working_RC is not None:
+        round_into_(working_RC, correlation_RC)
+
+
+def mirror_(correlation_CC: Tensor) -> Tensor:
+    """Fill the lower triangle of F [C, C] from the upper, in place."""
+    for first in range(0, correlation_CC.shape[0], PANEL_ROWS):
+        _mirror_panel_(correlation_CC, first, min(first + PANEL_ROWS, correlation_CC.shape[0]))
     return correlation_CC
 
 
-def unigrad_gradient(
+def round_into_(working_RC: Tensor, correlation_RC: Tensor) -> Tensor:
+    """Write F, or some rows of it, times `working_scale` into a working copy in bf16 or fp16."""
+    scale = working_scale(working_RC.dtype, correlation_RC.shape[1])
+    for first in range(0, correlation_RC.shape[0], PANEL_ROWS):
+        rows = slice(first, first + PANEL_ROWS)
+        working_RC[rows] = correlation_RC[rows] * scale
+    return working_RC
+
+
+def _mirror_panel_(correlation_CC: Tensor, first: int, last: int) -> None:
+    diagonal = correlation_CC[first:last, first:last]
+    diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
+    correlation_CC[last:, first:last].copy_(correlation_CC[first:last, last:].T)
+
+
+def correlation_product(unit_MC: Tensor, correlation_RC: Tensor) -> Tensor:
+    """See `ops.correlation_product`."""
+    exact = torch.promote_types(unit_MC.dtype, torch.float32)
+    with torch.autocast(unit_MC.device.type, enabled=False):
+        if correlation_RC.dtype in (torch.float32, torch.float64):
+            return unit_MC.to(exact) @ correlation_RC.T.to(exact)
+        product_MR = (unit_MC.to(correlation_RC.dtype) @ correlation_RC.T).to(exact)
+    return product_MR.mul_(1.0 / working_scale(correlation_RC.dtype, correlation_RC.shape[1]))
+
+
+def embedding_gradient(
+    product_MC: Tensor,
     unit_MC: Tensor,
     inverse_norm_M: Tensor,
-    positive_MC: Tensor,
-    correlation_CC: Tensor,
-    *,
+    target_KC: Tensor,
+    first_M: Tensor | None,
+    second_M: Tensor | None,
+    ratio_M: Tensor | None,
+    gradient_MC: Tensor,
+    nonfinite: Tensor | None,
+    skip: Tensor | None,
+    updates: Tensor | None,
     balance: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """UniGrad's gradient with respect to the embeddings, and the two terms of the objective.
-
-    Args:
-        unit_MC: [M, C] unit embeddings of the online branch.
-        inverse_norm_M: [M] 1/‖z‖, as `unit_embeddings` returns it.
-        positive_MC: [M, C] m⁺, the target (or the mean of several) that each row is pulled to.
-        correlation_CC: [C, C] F, a constant here.
-        balance: λ.
-        scale: weight of one row in the loss, 1/(N·V).
-
-    Returns:
-        dz [M, C], the positive cosines u·m⁺ [M] and the negative terms u·F·uᵀ [M].
-    """
-    product_MC = unit_MC @ correlation_CC
-    cosine_M = (unit_MC * positive_MC).sum(dim=-1)
-    negative_M = (unit_MC * product_MC).sum(dim=-1)
-    gradient_MC = product_MC.mul_(balance).sub_(positive_MC)
-    along_M = (unit_MC * gradient_MC).sum(dim=-1)
-    gradient_MC.addcmul_(unit_MC, along_M.unsqueeze(-1), value=-1.0)
-    return gradient_MC.mul_((inverse_norm_M * scale).unsqueeze(-1)), cosine_M, negative_M
+) -> Tensor:
+    """See `ops.embedding_gradient`; `product_MC` is overwritten, `gradient_MC` is written and may be `product_MC`."""
+    rows, width = unit_MC.shape
+    exact = product_MC.dtype
+    cosine_M, negative_M = (product_MC.new_empty(rows) for _ in range(2))
+    for chunk in _cached_rows(rows, width):
+        step_MC, row_MC = product_MC[chunk], unit_MC[chunk].to(exact)
+        positive_MC = (target_KC[chunk] if first_M is None else target_KC.index_select(0, first_M[chunk])).to(exact)
+        if second_M is not None:
+            second_MC = target_KC.index_select(0, second_M[chunk]).to(exact)
+            positive_MC = torch.lerp(second_MC, positive_MC, ratio_M[chunk].to(exact).unsqueeze(-1))
+        terms_MC = row_MC * positive_MC
+        cosine_M[chunk] = terms_MC.sum(dim=-1)
+        negative_M[chunk] = torch.mul(row_MC, step_MC, out=terms_MC).sum(dim=-1)
+        factor_M1 = (inverse_norm_M[chunk] * scale).unsqueeze(-1)
+        along_M1 = (balance * negative_M[chunk] - cosine_M[chunk]).unsqueeze(-1)
+        step_MC.mul_(balance * factor_M1).addcmul_(positive_MC, factor_M1, value=-1.0)
+        step_MC.addcmul_(row_MC, along_M1 * factor_M1, value=-1.0)
+        if gradient_MC is not product_MC:
+            gradient_MC[chunk] = step_MC
+    if updates is not None:
+        updates += 1 if skip is None else (~skip.any()).to(updates.dtype)
+    cosine, negative = cosine_M.sum() * scale, negative_M.sum() * scale
+    flag = cosine.new_zeros(()) if nonfinite is None else nonfinite.any().to(cosine.dtype)
+    objective, surrogate = balance / 2 * negative - cosine, balance * negative - cosine
+    return torch.stack([objective, cosine, negative, surrogate, flag])
 
 
 def effective_rank(correlation_CC: Tensor) -> Tensor:
     """Participation ratio trace(F)² / ‖F‖²: the number of directions the embeddings use, from 1 to C; a scalar."""
     return (correlation_CC.diagonal().sum() / torch.linalg.vector_norm(correlation_CC)).square()
+
+
+def _cached_rows(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, CACHED_ELEMENTS // max(1, width))
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))

@@ -223,6 +223,48 @@ def bench_step(options: BenchStep) -> None:
     bench_step.main(**dict(options))
 
 
+class BenchKernels(Node):
+    """Measure the objective alone against plain torch, or report what the compiler makes of its kernels."""
+
+    width: int | None = Field(default=None, ge=1)
+    """C, the embedding width; null is 1024, 2048, 4096, 8192 and 16384, one after the other."""
+    images: int | None = Field(default=None, ge=1)
+    """N, the images per view; null is 128 and 512."""
+    repetitions: int = Field(default=11, ge=1)
+    """Rounds, at most, in which each variant has its turn."""
+    block_seconds: float = Field(default=0.2, ge=0)
+    """What a turn takes at least, in whole steps; seconds."""
+    most_seconds: float = Field(default=20.0, ge=0)
+    """What the rounds of one width and number of images may take before they become fewer, down to 3; seconds."""
+    compiled: bool = True
+    """Measure what torch.compile makes of plain torch too."""
+    compile_only: bool = False
+    """Compile every kernel at every tile shape for all architectures, which needs no GPU, and measure nothing."""
+    tune: bool = False
+    """Search this GPU's fastest tiles on scratch data, write them into the kernels' table, and measure nothing else."""
+    output: AbsolutePath | None = None
+    """File that the rows are appended to as JSON lines, or that holds --compile_only's as CSV; null writes none."""
+
+
+def bench_kernels(options: BenchKernels) -> None:
+    if options.compile_only and options.tune:
+        raise UserError("compile_only needs no GPU and tune does; give one of them")
+    if options.tune:
+        from unigrad_fast.benchmarks import tune_kernels
+
+        tune_kernels.main()
+        return
+    if options.compile_only:
+        require_triton()
+        from unigrad_fast.benchmarks import compile_report
+
+        compile_report.main(options.output)
+        return
+    from unigrad_fast.benchmarks import bench_objective
+
+    bench_objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+
+
 def require_run(folder: Path) -> None:
     """Raises UserError unless a folder holds a run."""
     if not holds_run(folder):
@@ -264,6 +306,12 @@ def require_dali() -> None:
         )
 
 
+def require_triton() -> None:
+    """Raises UserError when Triton, which torch brings along on Linux only, is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("Triton, which compiles the kernels, is not installed; type `pip install triton`")
+
+
 COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (Pretrain, pretrain),
     "evaluate knn": (EvaluateKNN, evaluate_knn),
@@ -274,6 +322,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "checkpoint show": (CheckpointShow, checkpoint_show),
     "checkpoint verify": (CheckpointVerify, checkpoint_verify),
     "bench step": (BenchStep, bench_step),
+    "bench kernels": (BenchKernels, bench_kernels),
     "doctor": (Doctor, doctor),
 }
 

@@ -389,7 +389,6 @@ def plan(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
     import torch
     from torch import nn
 
-    from unigrad_fast import kernels
     from unigrad_fast.precision import autocast_dtype
     from unigrad_fast.sync_batch_norm import convert, is_alone
 
@@ -405,10 +404,22 @@ def plan(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
         Finding("process group", "nccl, gloo for CPU tensors" if world.backend == "nccl" else world.backend),
         Finding("precision", f"{dtype} (engine.precision auto)"),
         _decoder(scene, unusable),
-        Finding("kernels", f"plain torch ({kernels.unigrad_gradient.__module__})"),
+        _kernels(world.device),
         Finding("batch norm", f"torch's own, for one rank ({batch_norm} for more)" if is_alone() else batch_norm),
         Finding("ZeRO stages", "none without DeepSpeed" if "DeepSpeed" in unusable else stages),
     ]
+
+
+def _kernels(device: torch.device) -> Finding:
+    from unigrad_fast.kernels import heuristics
+    from unigrad_fast.kernels.ops import use_triton
+
+    try:
+        found = f"Triton, tiles of sm_{heuristics.architecture_of(device)}" if use_triton(device) else "plain torch"
+    except ValueError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Finding("kernels", found, "broken", remedy)
+    return Finding("kernels", found)
 
 
 def _ranks(world: World, launched: str) -> Finding:

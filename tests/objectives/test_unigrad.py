@@ -1,10 +1,13 @@
 """The UniGrad objective: golden values, invariants, dtypes, autograd, errors."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from unigrad_fast.benchmarks.memory import peak_bytes
 from unigrad_fast.objectives import UniGrad, build
 
 
@@ -83,6 +86,96 @@ def test_a_local_crops_positive_is_the_mean_of_the_global_targets():
         g = -positive
         expected = (g - unit * (unit * g).sum(-1, keepdim=True)) / (z.norm(dim=-1, keepdim=True) * 6 * 4)
         torch.testing.assert_close(online[number].grad, expected, rtol=1e-12, atol=1e-15)
+
+
+@dataclass
+class Mixed:
+    partner: torch.Tensor
+    ratio: torch.Tensor
+
+
+def mixed(images: int = 6, seed: int = 0) -> Mixed:
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.stack([torch.randperm(images, generator=generator) for _ in range(2)])
+    return Mixed(partner, torch.rand(2, images, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_mixed_views_positive_is_the_mixture_of_the_other_global_views_targets(count):
+    online, target, mix = leaves(views(count)), views(2, seed=1), mixed()
+    UniGrad(width=16, balance=0.0)(online=online, target=target, mix=mix).loss.backward()
+    first, second = (torch.nn.functional.normalize(view, dim=-1) for view in target)
+    positives = [
+        mix.ratio[number, :, None] * other + (1 - mix.ratio[number, :, None]) * other[mix.partner[number]]
+        for number, other in enumerate((second, first))
+    ]
+    for view, positive in zip(online, [*positives, (first + second) / 2], strict=False):
+        z = view.detach()
+        unit = torch.nn.functional.normalize(z, dim=-1)
+        expected = (unit * (unit * positive).sum(-1, keepdim=True) - positive) / (
+            z.norm(dim=-1, keepdim=True) * 6 * count
+        )
+        torch.testing.assert_close(view.grad, expected, rtol=1e-6, atol=1e-9)  # ratios are fp32
+
+
+def test_mixing_leaves_the_correlation_alone_and_takes_a_tensor_per_view():
+    plain, mixing, apart = (UniGrad(width=16) for _ in range(3))
+    mix = mixed()
+    plain(online=views(), target=views(seed=1))
+    first = mixing(online=views(), target=views(seed=1), mix=mix).loss
+    second = apart(online=views(), target=views(seed=1), mix=Mixed([*mix.partner], [*mix.ratio])).loss
+    assert torch.equal(plain.correlation, mixing.correlation) and first == second
+
+
+def test_a_mix_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="correlation_source 'online' with CutMix"):
+        UniGrad(width=16, correlation_source="online")(online=views(), target=views(), mix=mixed())
+    with pytest.raises(ValueError, match=r"shapes \[\(5,\).*expected \(6,\)"):
+        UniGrad(width=16)(online=views(), target=views(), mix=mixed(images=5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_in_half_precision_stays_within_its_gate_and_leaves_the_correlation_exact(dtype):
+    width = 300
+    half, full = UniGrad(width, compute_dtype=dtype), UniGrad(width)
+    for seed in range(3):
+        batches = [leaves(views(width=width, images=20, seed=seed, dtype=torch.float32)) for _ in range(2)]
+        target = views(width=width, images=20, seed=seed + 50, dtype=torch.float32)
+        for objective, online in zip((half, full), batches, strict=True):
+            objective(online=online, target=target).loss.backward()
+    assert torch.equal(half.correlation, full.correlation) and half.correlation.dtype == torch.float32
+    expected = torch.cat([z.grad for z in batches[1]])
+    error = (torch.cat([z.grad for z in batches[0]]) - expected).norm() / expected.norm()
+    assert 1e-6 < error < {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+
+
+def test_what_is_written_to_the_correlation_counts_in_half_precision_too():
+    width = 20
+    objective, other = (UniGrad(width, compute_dtype=torch.bfloat16).eval() for _ in range(2))
+    for each in (objective, other):
+        each(online=views(width=width, dtype=torch.float32), target=views(width=width, dtype=torch.float32))
+    objective.correlation.copy_(torch.eye(width))
+    other.load_state_dict({**other.state_dict(), "average.correlation": torch.eye(width)})
+    batch = views(width=width, dtype=torch.float32), views(width=width, seed=1, dtype=torch.float32)
+    losses = [each(online=batch[0], target=batch[1]) for each in (objective, other)]
+    assert [out.metrics["negative_term"].item() for out in losses] == pytest.approx([1, 1], rel=1e-2)
+
+
+def test_a_step_takes_no_more_memory_than_eight_arrays_of_the_batch():
+    width, images = 1024, 256
+    online = leaves(views(width=width, images=images, dtype=torch.float32))
+    target = views(width=width, images=images, seed=1, dtype=torch.float32)
+    objective = UniGrad(width)
+
+    def release() -> None:
+        for z in online:
+            z.grad = None
+
+    def step() -> None:
+        release()
+        objective(online=online, target=target).loss.backward()
+
+    assert peak_bytes(step, release, torch.device("cpu")) <= 8 * images * width * 4
 
 
 def test_the_correlation_comes_from_global_views_alone():
@@ -164,8 +257,8 @@ def test_feature_std_is_one_on_the_sphere_and_zero_at_collapse():
     spread = views(images=4000, width=16)
     one = [torch.ones(10, 16, dtype=torch.float64)] * 2
     objective = UniGrad(width=16)
-    assert objective(online=spread, target=spread).metrics["feature_std"].item() == pytest.approx(1, abs=0.02)
-    assert objective(online=one, target=one).metrics["feature_std"].item() == pytest.approx(0, abs=1e-9)
+    assert objective(online=spread, target=spread).feature_std().item() == pytest.approx(1, abs=0.02)
+    assert objective(online=one, target=one).feature_std().item() == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("branch", ["online", "target"])
@@ -227,6 +320,7 @@ def test_the_correlation_does_not_depend_on_the_number_of_ranks(workers):
         ({"width": 4, "balance": float("nan")}, "balance nan"),
         ({"width": 4, "decay": 1.0}, "decay 1.0"),
         ({"width": 4, "correlation_source": "both"}, "correlation_source 'both'"),
+        ({"width": 4, "compute_dtype": torch.int8}, "compute_dtype torch.int8"),
     ],
 )
 def test_bad_settings_are_refused_with_their_value(settings, message):

@@ -71,7 +71,7 @@ def test_nothing_changes_that_should_not(images, workers, fault, clean_steps, st
         if fault == "a NaN image":  # the target branch saw it too
             assert differing == {}
         else:  # the targets are finite, and F keeps them
-            assert differing == {"objective": ["correlation", "updates"]}
+            assert differing == {"objective": ["average.correlation", "average.updates"]}
 
 
 def accumulate_with_fault(images: str) -> dict[str, list[str]]:
@@ -87,7 +87,8 @@ def accumulate_with_fault(images: str) -> dict[str, list[str]]:
 
 
 def test_a_fault_in_one_micro_batch_drops_the_whole_step(images, workers):
-    assert workers(2).run(accumulate_with_fault, str(images)) == [{"objective": ["correlation", "updates"]}] * 2
+    expected = {"objective": ["average.correlation", "average.updates"]}
+    assert workers(2).run(accumulate_with_fault, str(images)) == [expected] * 2
 
 
 def run_of_faults(images: str, output: str) -> str:

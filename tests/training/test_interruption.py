@@ -16,19 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_process import ENVIRONMENT, CommandProcess
 from drawn_images import draw_tree
 
 from unigrad_fast.checkpoint_files import Reader, latest
 
-ROOT = Path(__file__).resolve().parents[2]
-KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 12, 3
+KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 8, 3
 DEADLINE = 240.0  # seconds that any wait may take
+EVERY_STEP = ("--checkpoint.every", "0.3")  # else after the last
 RECIPE = """
 recipe: cifar_subset
-data: {batch_size: 32, threads: 1}
+data: {batch_size: 32, image_size: 16, threads: 1}
 model: {projector: {width: 32}}
 schedule: {epochs: %d}
-checkpoint: {every: 0.3}
+checkpoint: {every: 99}
 evaluation: {every: 0}
 telemetry: {every: 1, effective_rank_every: 1, tensorboard: false}
 engine: {precision: fp32}
@@ -51,23 +52,21 @@ class Run:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *arguments)
-        command = [sys.executable, "-m", "unigrad_fast", "pretrain", *map(str, given)]
         self.output, self.processes = output, []
         for rank in range(ranks):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+            environment = {}
             if ranks > 1:
-                environment |= {
+                environment = {
                     **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
                     **{"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
                 }
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen(command, env=environment, **streams))
+            self.processes.append(CommandProcess("pretrain", *given, environment=environment))
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
         """Until something is seen (True) or a process has ended (False)."""
         end = time.monotonic() + DEADLINE
         while not happened():
-            if any(process.poll() is not None for process in self.processes):
+            if any(process.has_ended() for process in self.processes):
                 return False
             assert time.monotonic() < end, "nothing happened"
             time.sleep(0.001)
@@ -75,12 +74,13 @@ class Run:
 
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in range(len(self.processes)) if ranks is None else ranks:
-            self.processes[rank].send_signal(number)
+            self.processes[rank].signal(number)
 
     def end(self) -> tuple[list[int], str]:
         """Exit statuses and what was printed, once all have ended."""
-        said = [process.communicate(timeout=DEADLINE) for process in self.processes]
-        return [process.returncode for process in self.processes], "".join(out + err for out, err in said)
+        results = [process.end(DEADLINE) for process in self.processes]
+        statuses = [result.returncode for result in results]
+        return statuses, "".join(result.stdout + result.stderr for result in results)
 
 
 def steps_logged(output: Path) -> int:
@@ -110,7 +110,7 @@ def require_equal(one: Path, other: Path) -> None:
 def undisturbed(data, tmp_path_factory) -> Path:
     """The run of two ranks that nobody interrupts."""
     output = tmp_path_factory.mktemp("runs") / "undisturbed"
-    statuses, said = Run(data, output, 2).end()
+    statuses, said = Run(data, output, 2, "--checkpoint.every", "4").end()
     assert statuses == [0, 0], said
     return output
 
@@ -125,14 +125,14 @@ def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undistu
 
     for kill in range(KILLS):
         left = half_saved()
-        run = Run(data, output, 2)
+        run = Run(data, output, 2, *EVERY_STEP)
         began = steps_logged(output)
         wanted = began + chance.randint(0, 1)
         if kill % 2 == 0:  # in a save, some way into it
             run.wait_for(lambda: steps_logged(output) > wanted and half_saved() - left)  # noqa: B023
             time.sleep(chance.uniform(0, 0.03))
         else:  # anywhere: while starting, or some time after a step
-            until = time.monotonic() + chance.uniform(0, 5)
+            until = time.monotonic() + chance.uniform(0, 2)
             run.wait_for(lambda: time.monotonic() > until or steps_logged(output) > wanted)  # noqa: B023
             time.sleep(chance.uniform(0, 0.8))
         run.signal(signal.SIGKILL)
@@ -152,8 +152,7 @@ def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undistu
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
 def test_a_signal_saves_and_ends_all_ranks_with_75(data, undisturbed, tmp_path, number, ranks):
     output = tmp_path / "run"
-    changes = ("--checkpoint.every", "99", "--engine.zero_stage", "1")
-    run = Run(data, output, 2, *changes)
+    run = Run(data, output, 2, "--engine.zero_stage", "1")
     assert run.wait_for(lambda: steps_logged(output) >= 4)
     run.signal(number, ranks)
     statuses, said = run.end()
@@ -183,7 +182,8 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, 
     output = tmp_path / "run"
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", "--module")
     given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given += ("--checkpoint.every", "1")
+    environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, "-m", *launcher, "unigrad_fast", "pretrain", *map(str, given)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + DEADLINE
@@ -209,7 +209,7 @@ def test_a_folder_in_use_is_refused(data, tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
-    run = Run(data, tmp_path / "run", 1, "--checkpoint.every", "99")
+    run = Run(data, tmp_path / "run")
     assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 2)
     run.signal(signal.SIGKILL)
     run.end()
@@ -227,7 +227,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
     output = tmp_path / "run"
     output.mkdir()
     (output / "checkpoints").write_text("")
-    statuses, said = Run(data, output).end()
+    statuses, said = Run(data, output, 1, *EVERY_STEP).end()
     assert statuses == [3] and f"{output}/checkpoints" in said and "cannot be written" in said
     assert "Traceback" not in said
 
@@ -239,7 +239,7 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
     try:
-        statuses, said = Run(data, disk / "run", 2).end()
+        statuses, said = Run(data, disk / "run", 2, *EVERY_STEP).end()
         assert statuses == [3, 3], said
         assert "cannot be written: No space left on device; earlier ones are as they were" in said
         assert "Traceback" not in said

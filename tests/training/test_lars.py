@@ -39,6 +39,16 @@ def test_five_steps_are_those_of_the_formula(dtype, weight_decay, adapt):
         assert torch.allclose(w.double(), e, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_gradients_stay_as_they_are(weight_decay):
+    weights = [torch.randn(4, 3, requires_grad=True), torch.randn(5, requires_grad=True)]
+    gradients = [torch.randn_like(w) for w in weights]
+    for w, gradient in zip(weights, gradients, strict=True):
+        w.grad = gradient.clone()
+    LARS(weights, lr=0.1, weight_decay=weight_decay).step()
+    assert all(torch.equal(w.grad, gradient) for w, gradient in zip(weights, gradients, strict=True))
+
+
 def test_a_closure_is_called_with_gradients_and_its_loss_returned():
     weight = torch.ones(3, requires_grad=True)
 

@@ -212,7 +212,13 @@ def test_its_training_views_are_crops_and_flips_alone(data):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "run"
-    given = {"data.train": data / "train", "data.val": data / "val", "data.batch_size": 32, "data.threads": 1}
+    given = {
+        "data.train": data / "train",
+        "data.val": data / "val",
+        "data.batch_size": 32,
+        "data.threads": 1,
+        "data.image_size": 16,
+    }
     given |= {"schedule.epochs": 1, "model.projector.width": 32, "evaluation.every": 0, "engine.precision": "fp32"}
     options = [word for key, value in given.items() for word in (f"--{key}", value)]
     result = command("pretrain", "--recipe", "cifar_subset", "--output", output, *options)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_process import ENVIRONMENT, CommandProcess
 from drawn_images import draw_tree
 
 from unigrad_fast.checkpoint_files import Reader, latest
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 recipe: cifar_subset
-data: {batch_size: 32, threads: 1}
+data: {batch_size: 32, image_size: 16, threads: 1}
 model: {projector: {width: 32}}
 schedule: {epochs: 2}
 evaluation: {every: 1}
@@ -40,15 +40,16 @@ def data(tmp_path_factory) -> Path:
     return root
 
 
-def command(*arguments, launcher=(), cwd: Path | None = None) -> subprocess.CompletedProcess:
-    start = [sys.executable, "-m", *launcher, "unigrad_fast"] if launcher else [sys.executable, "-m", "unigrad_fast"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    return subprocess.run(
-        [*start, *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess:
+    """The command's result; with a launcher, or none (`()`), from a new interpreter."""
+    if launcher is None:
+        return CommandProcess(*arguments).end()
+    start = [sys.executable, "-m", *launcher, "unigrad_fast"]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def pretrain(data: Path, output: Path, *arguments, launcher=()) -> subprocess.CompletedProcess:
+def pretrain(data: Path, output: Path, *arguments, launcher=None) -> subprocess.CompletedProcess:
     given = ("--recipe", data / "small.yaml", "--output", output, "--data.train", data / "train", *arguments)
     return command("pretrain", *given, launcher=launcher)
 
@@ -61,7 +62,7 @@ def events(run: Path, kind: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     run = tmp_path_factory.mktemp("runs") / "run"
-    return run, pretrain(data, run, "--data.val", data / "val", "--telemetry.tensorboard", "true")
+    return run, pretrain(data, run, "--data.val", data / "val", "--telemetry.tensorboard", "true", launcher=())
 
 
 def test_a_run_ends_well_and_writes_its_files(finished):
@@ -193,7 +194,7 @@ def test_collapse_is_warned_of(data, tmp_path):
     """Without the negative term, targets that follow at once and a high rate collapse within a few steps."""
     result = pretrain(
         data, tmp_path / "run", "--objective.balance", "0", "--optimizer.base_lr", "4", "--schedule.epochs", "12",
-        "--target.momentum", "0.5", "--schedule.warmup_epochs", "0",
+        "--target.momentum", "0.5", "--schedule.warmup_epochs", "0", "--checkpoint.every", "99",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     (warning,) = events(tmp_path / "run", "warning")

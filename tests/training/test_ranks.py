@@ -42,7 +42,7 @@ def plain_loop(images: str) -> list[float]:
     target = make_target(encoder)
     optimizer = build_optimizer(encoder, config.optimizer)
     objective = UniGrad(width=32, balance=config.objective.balance, decay=config.objective.decay)
-    loader = Loader(Manifest.from_folder(images), batch_size=32, rank=rank, world_size=size, image_size=32, threads=1)
+    loader = Loader(Manifest.from_folder(images), batch_size=32, rank=rank, world_size=size, image_size=16, threads=1)
     losses = []
     for step, batch in enumerate(loader.iterate(stop_step=STEPS)):
         views = [view.double() for view in batch.views]
@@ -75,13 +75,14 @@ def test_one_and_two_ranks_are_one_run_in_float64(images, workers):
 
 def momentum(trainer: Trainer) -> dict[str, Tensor]:
     """The optimizer's velocity by parameter, whole on every rank, in float64."""
-    whole = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in trainer.fragments.named}
+    shapes = [p.numel() for _, p in trainer.fragments.named]
+    flat = torch.zeros(sum(shapes))  # each element is held by one rank, so that adding in fp32 is exact
+    whole = {name: values for (name, _), values in zip(trainer.fragments.named, flat.split(shapes), strict=True)}
     for f in trainer.fragments.momentum():
-        whole[f.name][f.start : f.start + f.tensor.numel()] = f.tensor.reshape(-1).double()
+        whole[f.name][f.start : f.start + f.tensor.numel()] = f.tensor.reshape(-1)
     if trainer.fragments.sharded:
-        for values in whole.values():
-            dist.all_reduce(values)
-    return whole
+        dist.all_reduce(flat)
+    return {name: values.double() for name, values in whole.items()}
 
 
 def loss_and_gradient(trainer: Trainer, step: int) -> tuple[float, dict[str, Tensor]]:
@@ -144,6 +145,33 @@ def recorded(images, workers, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def recorded_with_accumulation(images, workers, tmp_path_factory) -> Path:
+    """4 steps of one rank at stage 0, of two micro-batches each."""
+    folder = tmp_path_factory.mktemp("accumulation")
+    workers(1).run(record, config_at(images, folder, 0, accumulation_steps=2), 4, str(folder))
+    return folder
+
+
+TWO_GROUPS = {"optimizer__clip_norm": 0.05, "optimizer__exclude_bias_and_norm": True, "optimizer__weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def recorded_with_two_groups(images, workers, tmp_path_factory) -> Path:
+    """3 steps of one rank at stage 0, clipped, with weight decay for the matrices alone."""
+    folder = tmp_path_factory.mktemp("groups")
+    workers(1).run(record, config_at(images, folder, 0, **TWO_GROUPS), 3, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded_in_bf16(images, workers, tmp_path_factory) -> Path:
+    """A step of two ranks at stage 0."""
+    folder = tmp_path_factory.mktemp("bf16")
+    workers(2).run(record, config_at(images, folder, 0, "bf16", data__image_size=32), 1, str(folder))
+    return folder
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_each_step_in_fp32_is_the_same_at_every_stage(images, workers, recorded, stage, ranks):
@@ -156,26 +184,26 @@ def test_each_step_in_fp32_is_the_same_at_every_stage(images, workers, recorded,
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers, tmp_path, stage):
-    workers(1).run(record, config_at(images, tmp_path, 0, accumulation_steps=2), 4, str(tmp_path))
-    config = config_at(images, tmp_path, stage, accumulation_steps=2)
-    for loss, gradient, worst in workers(2).run(compare, config, 4, str(tmp_path))[-1]:
+def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers, recorded_with_accumulation, stage):
+    folder = recorded_with_accumulation
+    config = config_at(images, folder, stage, accumulation_steps=2)
+    for loss, gradient, worst in workers(2).run(compare, config, 4, str(folder))[-1]:
         assert loss <= 1e-5
         assert gradient <= 1e-5
         assert worst <= 1e-4
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_clipping_and_two_groups_of_weights_are_the_same_at_every_stage(images, workers, tmp_path, stage):
+def test_clipping_and_two_groups_of_weights_are_the_same_at_every_stage(
+    images, workers, recorded_with_two_groups, stage
+):
     """The norm is that of all groups on all ranks, and each group has its own weight decay."""
-    further = {"optimizer__clip_norm": 0.05, "optimizer__exclude_bias_and_norm": True, "optimizer__weight_decay": 0.1}
-    workers(1).run(record, config_at(images, tmp_path, 0, **further), 3, str(tmp_path))
-    gradient = torch.load(tmp_path / "2.pt", weights_only=True)["gradient"]
+    folder = recorded_with_two_groups
+    gradient = torch.load(folder / "2.pt", weights_only=True)["gradient"]
     biases = torch.stack([v.norm() for name, v in gradient.items() if "bn" in name]).norm()
     assert biases < 0.05  # clipped, and without decay
-    for loss, error, worst in workers(2).run(compare, config_at(images, tmp_path, stage, **further), 3, str(tmp_path))[
-        1
-    ]:
+    config = config_at(images, folder, stage, **TWO_GROUPS)
+    for loss, error, worst in workers(2).run(compare, config, 3, str(folder))[1]:
         assert loss <= 1e-5
         assert error <= 1e-5
         assert worst <= 1e-4
@@ -191,8 +219,8 @@ def reduced_in_bf16(config, folder: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_a_step_in_bf16_are_reduced_in_fp32(images, workers, tmp_path, stage):
-    workers(2).run(record, config_at(images, tmp_path, 0, "bf16"), 1, str(tmp_path))
-    for gradient, cost in workers(2).run(reduced_in_bf16, config_at(images, tmp_path, stage, "bf16"), str(tmp_path)):
+def test_gradients_of_a_step_in_bf16_are_reduced_in_fp32(images, workers, recorded_in_bf16, stage):
+    config = config_at(images, recorded_in_bf16, stage, "bf16", data__image_size=32)
+    for gradient, cost in workers(2).run(reduced_in_bf16, config, str(recorded_in_bf16)):
         assert cost > 1e-3
         assert gradient <= 1e-5

@@ -43,3 +43,12 @@ def test_a_dropped_step_leaves_the_target_bitwise_unchanged(online):
             parameter.add_(1.0)
     update_target_(target, online, 0.9, skip=torch.tensor(1.0))
     assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
+
+
+def test_the_update_pairs_elements_by_place_and_not_by_memory():
+    online = nn.Conv2d(3, 4, 3)
+    target = make_target(online).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        online.weight.copy_(torch.randn_like(online.weight))
+    update_target_(target, online, 0.0, skip=torch.tensor(0.0))
+    assert torch.equal(target.weight, online.weight)

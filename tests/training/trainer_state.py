@@ -17,9 +17,9 @@ from unigrad_fast.training.trainer import Trainer
 
 
 def small_config(images: str, **overrides) -> Config:
-    """ResNet-18 at 32 pixels in fp32, with the learning rate of the `cifar_subset` recipe; 3 steps per epoch."""
+    """ResNet-18 at 16 pixels in fp32, with the learning rate of the `cifar_subset` recipe; 3 steps per epoch."""
     tree = {
-        "data": {"train": images, "batch_size": 32, "threads": 1},
+        "data": {"train": images, "batch_size": 32, "image_size": 16, "threads": 1},
         "model": {"projector": {"depth": 3, "width": 32}},
         "objective": {"correlation_source": "target"},
         "optimizer": {"base_lr": 3.2},

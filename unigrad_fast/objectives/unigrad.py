@@ -15,18 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import (
-    attach_gradient,
-    effective_rank,
-    unigrad_gradient,
-    unit_embeddings,
-    update_correlation_,
-)
+from unigrad_fast.kernels import attach_gradient, effective_rank, unigrad_gradient, unit_embeddings
+from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.objectives.correlation import MovingCorrelation
+
+TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
+
+
+class Mix(Protocol):
+    """How CutMix mixed the online branch's global views: image i with `partner[i]`, of which `1 − ratio[i]` is seen.
+
+    Attributes:
+        partner: int64, [2, N] or two [N]: for each global view the number of the other image in this rank's batch.
+        ratio: floating, the same shape: share of the area that is still image i's.
+    """
+
+    partner: Tensor | Sequence[Tensor]
+    ratio: Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,13 +47,34 @@ class ObjectiveOutput:
     Attributes:
         loss: scalar, the mean over this rank's images; call `backward` on it.
         metrics: detached scalars on the device, over this rank's images.
-        nonfinite: int32 scalar on the device, the same on all ranks: 1 when an embedding of either branch, on any
-            rank, is NaN or infinite. The step must then be dropped: the loss leaves those rows out.
+        nonfinite: floating scalar on the device, the same on all ranks: 1 when an embedding of either branch, on any
+            rank, is NaN or infinite, else 0. The step must then be dropped: the loss leaves those rows out.
+        unit: [2·N, C] unit embeddings of the online branch's global views, detached.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     nonfinite: Tensor
+    unit: Tensor
+
+    def feature_std(self) -> Tensor:
+        """Mean per-channel deviation of the unit embeddings times √C: 1 for a uniform distribution on the sphere, 0 at
+        collapse; a detached scalar. Not among the metrics: it reads all embeddings once more."""
+        unit_2NC = self.unit.unflatten(0, (2, -1))
+        unit_2NC = unit_2NC.to(torch.promote_types(unit_2NC.dtype, torch.float32))
+        return unit_2NC.std(dim=1, correction=0).mean() * unit_2NC.shape[-1] ** 0.5
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a batch's shape determines: its rows' positives (see `embedding_gradient`); and scalars on the device."""
+
+    first: Tensor
+    second: Tensor | None
+    ratio: Tensor | None
+    decay: Tensor
+    count: Tensor
+    ticket: Tensor
 
 
 class UniGrad(nn.Module):
@@ -55,10 +87,13 @@ class UniGrad(nn.Module):
         correlation_source: "target" takes F from the target embeddings (as the authors' code does), "online" from
             the detached online embeddings (the paper's formula).
         process_group: ranks that share F (None: the default group, or one process when there is none).
+        compute_dtype: of the unit embeddings on a GPU and of the operands of the product u·F everywhere: bf16, fp16 or
+            fp32; sums are fp32. None: on a GPU autocast's dtype where it is on, else that of the embeddings; on the
+            CPU fp32. float64 embeddings are computed in float64 whatever it says.
 
     `correlation` is F, [C, C], fp32 (float64 once the embeddings are float64), bitwise symmetric and the same on
-    all ranks; it is part of the state dict, as is `updates`, the number of batches it has seen. In evaluation
-    mode F is used as it is and does not change.
+    all ranks; it is part of the state dict, as is `updates`, the number of batches it has seen. On a GPU it is the
+    matrix as of the moment it is asked for. In evaluation mode F is used as it is and does not change.
     """
 
     def __init__(
@@ -68,6 +103,7 @@ class UniGrad(nn.Module):
         decay: float = 0.99,
         correlation_source: str = "target",
         process_group: dist.ProcessGroup | None = None,
+        compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if width < 1:
@@ -78,99 +114,148 @@ class UniGrad(nn.Module):
             raise ValueError(f"decay {decay} is outside [0, 1); use 0.99 (the paper's)")
         if correlation_source not in ("target", "online"):
             raise ValueError(f"correlation_source {correlation_source!r} is unknown; use 'target' or 'online'")
+        if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
         self.width, self.balance, self.decay = width, balance, decay
-        self.correlation_source = correlation_source
         self.process_group = process_group
-        self.register_buffer("correlation", torch.zeros(width, width))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.correlation_source, self.compute_dtype = correlation_source, compute_dtype
+        self.average = MovingCorrelation(width)
+        self._layouts: dict[tuple, _Layout] = {}
 
     def extra_repr(self) -> str:
         return f"width={self.width}, balance={self.balance}, decay={self.decay}, source={self.correlation_source}"
 
-    def forward(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> ObjectiveOutput:
+    @property
+    def correlation(self) -> Tensor:
+        """F, [C, C]."""
+        return self.average.whole()
+
+    @property
+    def updates(self) -> Tensor:
+        """How many batches F has taken, an int64 scalar."""
+        return self.average.updates
+
+    def forward(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None = None) -> ObjectiveOutput:
         """The loss of one batch; F takes the batch in first.
 
         Args:
             online: V ≥ 2 tensors [N, C], the online embeddings as the projector gives them; the first two are the
                 global views, local crops follow.
             target: two tensors [N, C], the target embeddings of the global views; no gradient flows into them.
+            mix: how the online global views were mixed; the target's were not. A mixed view's positive is
+                ratio·m[i] + (1−ratio)·m[partner], with m of the other global view.
 
         Returns:
-            `ObjectiveOutput`; metrics are `objective` (L), `positive_cosine` (u·m⁺), `negative_term` (u·F·uᵀ),
-            `surrogate` (u·g, what the authors' code reports) and `feature_std` (mean per-channel deviation of the
-            global unit embeddings times √C: 1 for a uniform distribution on the sphere, 0 at collapse).
+            `ObjectiveOutput`; metrics are `objective` (L), `positive_cosine` (u·m⁺), `negative_term` (u·F·uᵀ) and
+            `surrogate` (u·g, what the authors' code reports).
 
         Raises:
-            ValueError: a shape that does not fit, with the shape.
+            ValueError: a shape that does not fit, with the shape; mixing with F from the online branch.
         """
-        self._check(online, target)
-        device_type = online[0].device.type
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            flags = torch.zeros(2, dtype=torch.int32, device=online[0].device)
-            target_MC, _ = unit_embeddings(torch.cat([view.detach() for view in target]), flags[0])
-            unit_MC, inverse_norm_M = unit_embeddings(torch.cat([view.detach() for view in online]), flags[1])
-            self._reduce(flags, dist.ReduceOp.MAX)
-
-            images = online[0].shape[0]
-            source_MC = target_MC if self.correlation_source == "target" else unit_MC[: 2 * images]
-            self._match_correlation_to(source_MC)
+        self._check(online, target, mix)
+        images, device = online[0].shape[0], online[0].device
+        rows = len(online) * images
+        unit_dtype, product_dtype = self._dtypes([*online, *target])
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            nonfinite = torch.empty(rows + 2 * images, dtype=torch.int32, device=device)
+            all_MC, inverse_norm_M = unit_embeddings([*online, *target], unit_dtype, nonfinite)
+            unit_MC, target_MC = all_MC[:rows], all_MC[rows:]
+            operand = self.average.operand(unit_MC, product_dtype)
+            layout = self._layout(len(online), images, unit_MC)
+            from_target = self.correlation_source == "target"
+            source_MC = self._of_all_ranks(target_MC if from_target else unit_MC[: 2 * images])
+            flags, target_flags = self._over_ranks(nonfinite, rows)
+            # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
+            skip = target_flags if from_target else flags
             if self.training:
-                # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
-                self._update(source_MC, flags[0] if self.correlation_source == "target" else flags.amax())
-
-            gradient_MC, cosine_M, negative_M = unigrad_gradient(
+                self.average.update_(source_MC, layout.decay, layout.count, skip)
+            first, second, ratio = self._positives(layout, mix, images)
+            gradient_MC, terms = unigrad_gradient(
                 unit_MC,
-                inverse_norm_M,
-                self._positive(target_MC, len(online)),
-                self.correlation,
+                inverse_norm_M[:rows],
+                target_MC,
+                operand,
                 balance=self.balance,
-                scale=1.0 / unit_MC.shape[0],
+                scale=1.0 / max(1, rows),
+                first=first,
+                second=second,
+                ratio=ratio,
+                dtype=_common_dtype(online),
+                nonfinite=flags,
+                skip=skip,
+                updates=self.average.updates if self.training else None,
+                ticket=layout.ticket,
             )
-            cosine, negative = cosine_M.mean(), negative_M.mean()
-            deviation = unit_MC[: 2 * images].unflatten(0, (2, images)).std(dim=1, correction=0).mean()
-            metrics = {
-                "objective": self.balance / 2 * negative - cosine,
-                "positive_cosine": cosine,
-                "negative_term": negative,
-                "surrogate": self.balance * negative - cosine,
-                "feature_std": deviation * self.width**0.5,
-            }
-        loss = attach_gradient(metrics["objective"], online, gradient_MC.split(images))
-        return ObjectiveOutput(loss, metrics, flags.amax())
+        loss = attach_gradient(terms, gradient_MC, online)
+        metrics = {name: terms[number] for number, name in enumerate(TERMS)}
+        return ObjectiveOutput(loss, metrics, terms[len(TERMS)], unit_MC[: 2 * images])
 
     def effective_rank(self) -> Tensor:
         """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
         return effective_rank(self.correlation)
 
-    def _update(self, source_MC: Tensor, skip: Tensor) -> None:
-        ranks = dist.get_world_size(self.process_group) if _is_distributed() else 1
-        decay = torch.full((), self.decay, dtype=source_MC.dtype, device=source_MC.device)
-        update_correlation_(
-            self.correlation,
-            source_MC,
-            decay=torch.where(self.updates == 0, 0.0, decay),
-            count=source_MC.shape[0] * ranks,
-            skip=skip,
-            reduce_=self._reduce if ranks > 1 else None,
-        )
-        self.updates += 1 - skip
+    def _dtypes(self, views: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+        """Of the unit embeddings, and of the operands of the product u·F."""
+        common = _common_dtype(views)
+        exact = torch.promote_types(common, torch.float32)
+        if exact == torch.float64:
+            return exact, exact
+        if not use_triton(views[0].device):
+            return exact, self.compute_dtype or exact
+        kind = views[0].device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else common
+        return (self.compute_dtype or autocast,) * 2
+
+    def _layout(self, views: int, images: int, like: Tensor) -> _Layout:
+        exact = torch.promote_types(like.dtype, torch.float32)
+        key = (views, images, self.decay, like.device, exact)
+        if key not in self._layouts:
+            image_N = torch.arange(images, device=like.device)
+            globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
+            is_global_M = torch.arange(views * images, device=like.device) < 2 * images
+            self._layouts[key] = _Layout(
+                first=torch.cat([globals_2N, locals_L]),
+                second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
+                ratio=torch.where(is_global_M, 1.0, 0.5) if views > 2 else None,
+                decay=torch.full((), self.decay, dtype=exact, device=like.device),
+                count=torch.full((), 2.0 * images * self._ranks(), dtype=exact, device=like.device),
+                ticket=torch.zeros((), dtype=torch.int32, device=like.device),
+            )
+        return self._layouts[key]
 
     @staticmethod
-    def _positive(target_MC: Tensor, views: int) -> Tensor:
-        first_NC, second_NC = target_MC.chunk(2)
-        local = [(first_NC + second_NC) / 2] if views > 2 else []
-        return torch.cat([second_NC, first_NC, *local * (views - 2)])
+    def _positives(layout: _Layout, mix: Mix | None, images: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`first`, `second` and `ratio` of `embedding_gradient`."""
+        if mix is None:
+            return layout.first, layout.second, layout.ratio
+        # The other global view's target, of the image and of its partner.
+        second_2N = torch.cat([mix.partner[0] + images, mix.partner[1].to(layout.first.dtype)])
+        ratio_2N = torch.cat([mix.ratio[0], mix.ratio[1]]).float()
+        if layout.second is None:
+            return layout.first, second_2N, ratio_2N
+        rest = slice(2 * images, None)
+        return layout.first, torch.cat([second_2N, layout.second[rest]]), torch.cat([ratio_2N, layout.ratio[rest]])
 
-    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        if _is_distributed():
-            dist.all_reduce(tensor, op=operation, group=self.process_group)
+    def _ranks(self) -> int:
+        return dist.get_world_size(self.process_group) if _is_distributed() else 1
 
-    def _match_correlation_to(self, unit_MC: Tensor) -> None:
-        if self.correlation.dtype != unit_MC.dtype or self.correlation.device != unit_MC.device:
-            self.correlation = self.correlation.to(unit_MC.device, unit_MC.dtype)
-            self.updates = self.updates.to(unit_MC.device)
+    def _of_all_ranks(self, unit_MC: Tensor) -> Tensor:
+        """The rows of all ranks, in their order."""
+        if self._ranks() == 1:
+            return unit_MC
+        gathered = unit_MC.new_empty(self._ranks(), *unit_MC.shape)
+        dist.all_gather(list(gathered.unbind()), unit_MC.contiguous(), group=self.process_group)
+        return gathered.flatten(0, 1)
 
-    def _check(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    def _over_ranks(self, nonfinite: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Flags of all embeddings and of the target embeddings alone; on many ranks one for all rows of a branch."""
+        if self._ranks() == 1:
+            return nonfinite, nonfinite[rows:]
+        flags = torch.stack([nonfinite[:rows].sum(), nonfinite[rows:].sum()]).int()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        return flags, flags[1:]
+
+    def _check(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None) -> None:
         if len(target) != 2 or len(online) < 2:
             raise ValueError(
                 f"got {len(online)} online and {len(target)} target views; give two or more online views "
@@ -184,6 +269,22 @@ class UniGrad(nn.Module):
                         f"{name}[{number}] has shape {tuple(view.shape)}, expected {expected}: "
                         "all views hold the same images, and their width is the objective's"
                     )
+        if mix is None:
+            return
+        if self.correlation_source == "online":
+            raise ValueError(
+                "correlation_source 'online' with CutMix makes F from mixed images; use correlation_source='target'"
+            )
+        shapes = [tuple(each.shape) for pair in (mix.partner, mix.ratio) for each in pair]
+        if shapes != [expected[:1]] * 4:
+            raise ValueError(f"mix has partners and ratios of shapes {shapes}, expected {expected[:1]} for both views")
+
+
+def _common_dtype(views: Sequence[Tensor]) -> torch.dtype:
+    common = views[0].dtype
+    for view in views:
+        common = torch.promote_types(common, view.dtype)
+    return common
 
 
 def build(method: str, width: int, **settings) -> nn.Module:

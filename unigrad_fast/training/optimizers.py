@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast import config
+from unigrad_fast.kernels.ops import use_triton
 
 
 class SGD(torch.optim.SGD):
@@ -134,22 +135,45 @@ class LARS(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
             for weight in weights:
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-            velocities = [self.state[weight]["momentum_buffer"] for weight in weights]
-            updates = torch._foreach_add([w.grad for w in weights], weights, alpha=group["weight_decay"])
-            if group["adapt"]:
-                norms = zip(torch._foreach_norm(weights), torch._foreach_norm(updates), strict=True)
-                coefficient = group["trust_coefficient"]
-                ratios = [torch.where((w > 0) & (u > 0), coefficient * w / u, 1.0) for w, u in norms]
-                torch._foreach_mul_(updates, ratios)
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_add_(velocities, updates)
-            torch._foreach_add_(weights, velocities, alpha=-group["lr"])
+            tensors = [(w, w.grad, self.state[w]["momentum_buffer"]) for w in weights]
+            names = ("lr", "momentum", "weight_decay", "trust_coefficient", "adapt")
+            settings = {name: group[name] for name in names}
+            if weights and use_triton(weights[0].device):
+                from unigrad_fast.kernels import multi_tensor
+
+                fused, tensors = multi_tensor.split(tensors)
+                if fused:
+                    multi_tensor.lars_(*zip(*fused, strict=True), **settings)
+            if tensors:
+                lars_(*zip(*tensors, strict=True), **settings)
         return loss
+
+
+def lars_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    adapt: bool,
+) -> None:
+    """One step of LARS in plain torch: weights and velocities change in place. All are on one device."""
+    updates = torch._foreach_add(gradients, weights, alpha=weight_decay) if weight_decay else gradients
+    torch._foreach_mul_(velocities, momentum)
+    if adapt:
+        weight_norms, update_norms = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates))
+        ratios = trust_coefficient * weight_norms / update_norms
+        ratios = torch.where((weight_norms > 0) & (update_norms > 0), ratios, 1.0)
+        torch._foreach_addcmul_(velocities, updates, ratios.unbind())
+    else:
+        torch._foreach_add_(velocities, updates)
+    torch._foreach_add_(weights, velocities, alpha=-lr)
 
 
 def parameter_groups(module: nn.Module, settings: config.Optimizer) -> list[dict]:

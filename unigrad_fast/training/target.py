@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from unigrad_fast.kernels.ops import use_triton
+
 
 def make_target(online: nn.Module) -> nn.Module:
     """A copy of the online encoder, in training mode with its own batch-norm buffers, without gradients."""
@@ -23,8 +25,15 @@ def update_target_(target: nn.Module, online: nn.Module, momentum: float, skip: 
         momentum: m(s+1) after step s.
         skip: scalar on the parameters' device.
     """
-    ours, theirs = list(target.parameters()), list(online.parameters())
-    weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)
-    weight = torch.where(skip != 0, 0.0, weight)
-    for mine, online_parameter in zip(ours, theirs, strict=True):
-        mine.lerp_(online_parameter, weight)
+    parameters = list(zip(target.parameters(), online.parameters(), strict=True))
+    if use_triton(skip.device):
+        from unigrad_fast.kernels import multi_tensor
+
+        fused, parameters = multi_tensor.split(parameters)
+        if fused:
+            multi_tensor.lerp_(*zip(*fused, strict=True), 1.0 - momentum, skip)
+    if parameters:
+        ours, theirs = zip(*parameters, strict=True)
+        weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)
+        weight = torch.where(skip != 0, 0.0, weight)
+        torch._foreach_lerp_(ours, theirs, [weight] * len(ours))

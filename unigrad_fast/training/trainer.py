@@ -16,6 +16,7 @@ from unigrad_fast.distributed import World, gather, on_all_ranks
 from unigrad_fast.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.evaluation.probe import KNNProbe
 from unigrad_fast.images import digest, read_manifests
+from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest, recipe
@@ -154,6 +155,10 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, train: Manifest, verbose: bool = False):
         self.config, self.world = config, world
+        try:
+            use_triton(world.device)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.loader = build_loader(config, world, train)
@@ -215,7 +220,8 @@ class Trainer:
         self.phases.mark("target")
         online = self.online(views)
         self.phases.mark("online")
-        output = self.objective(online=online, target=target)
+        with self._autocast():  # on a GPU the objective multiplies in its dtype
+            output = self.objective(online=online, target=target)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
         self.online.backward(output.loss)  # reduces gradients after the last micro-batch
@@ -274,7 +280,12 @@ class Trainer:
             return
         ranked = (step + 1) % settings.effective_rank_every < settings.every or step in (0, last)
         rank = self.objective.effective_rank() if ranked else torch.full_like(output.loss, torch.nan)
-        measured = {**output.metrics, "gradient_norm": self.optimizer.gradient_norm, "effective_rank": rank}
+        measured = {
+            **output.metrics,
+            "feature_std": output.feature_std(),
+            "gradient_norm": self.optimizer.gradient_norm,
+            "effective_rank": rank,
+        }
         numbers = torch.stack([measured[name].detach().float() for name in REPORTED])
         dist.all_reduce(numbers)
         self.numbers.send(step, numbers / self.world.size)

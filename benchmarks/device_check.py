@@ -1,0 +1,351 @@
+"""Proves and times the kernels on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
+
+    python -m unigrad_fast.benchmarks.device_check [--seconds 240] [--cpu]
+
+Correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph, the number
+of launches, no recompilation when scalars change, the multi-tensor passes; then the time of each kernel beside its
+least time by count, and `bench_objective` for as many shapes as the seconds allow, the most telling ones first. A
+short table comes last; rows go to results/objective.jsonl with card, versions and commit.
+
+With `--cpu` everything that the interpreter can do runs at small sizes, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BALANCE = 100.0
+GATES = {"ieee": 1e-6, "tf32x3": 1e-5, "tf32": 2e-3, "fp16": 1e-3, "bf16": 5e-3}  # relative norm of dz's error
+SLACK = 1.5  # and no more than so many times plain torch's error in the same arithmetic, where that is above 1e-7
+REPEATS = 100
+MOST_LAUNCHES = 5
+SHAPES = ((16384, 512), (2048, 512), (8192, 512), (4096, 512), (2048, 128), (16384, 128), (1024, 512), (8192, 128))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table: what was checked, what was found, and whether it is as it should be."""
+
+    what: str
+    found: str
+    good: bool
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where the checks run and how large they may be."""
+
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def arithmetics(self) -> tuple[str, ...]:
+        """The interpreter computes fp32 exactly whatever it is told, and cannot compute bf16."""
+        return tuple(GATES) if self.on_gpu else ("ieee", "fp16")
+
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Views, images, width: the last ones are no multiple of any tile."""
+        if self.on_gpu:
+            return (2, 512, 2048), (2, 128, 16384), (8, 64, 4096), (3, 37, 1000)
+        return (2, 9, 136), (3, 5, 40)
+
+
+def embeddings(scene: Scene, views: int, images: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Online embeddings of all views, then two of the target; related, [N, C] each."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(images, width, generator=generator)
+    noise = (torch.randn(images, width, generator=generator) for _ in range(views + 2))
+    return [(image + each).to(scene.device, dtype) for each in noise]
+
+
+def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor:
+    """dz of plain whole-matrix expressions, sums in `dtype`, operands of matrix products rounded to `product`."""
+    *online, first, second = [torch.nn.functional.normalize(each.to(dtype), dim=-1) for each in z]
+    target = torch.cat([first, second]).to(product)
+    correlation = (target.to(dtype).T @ target.to(dtype) / len(target)).to(product)
+    rows = []
+    for number, unit in enumerate(online):
+        positive = (second, first)[number] if number < 2 else (first + second) / 2
+        g = BALANCE * (unit.to(product) @ correlation).to(dtype) - positive
+        norm = torch.linalg.vector_norm(z[number].to(dtype), dim=-1, keepdim=True)
+        rows.append((g - unit * (unit * g).sum(-1, keepdim=True)) / (norm * len(unit) * len(online)))
+    return torch.cat(rows)
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
+
+
+def fresh_objective(scene: Scene, width: int, arithmetic: str = "ieee"):
+    from unigrad_fast.objectives import UniGrad
+
+    return UniGrad(width, BALANCE, compute_dtype=DTYPES[arithmetic]).to(scene.device)
+
+
+DTYPES = {
+    "ieee": torch.float32,
+    "tf32x3": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def kernels_once(z: list[Tensor], arithmetic: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dz, the terms and F of one step by the kernels' own functions."""
+    from unigrad_fast.kernels import mirror_, unigrad_gradient, unit_embeddings, update_correlation_
+
+    images, width, views = *z[0].shape, len(z) - 2
+    dtype, rows = DTYPES[arithmetic], views * images
+    precision = arithmetic if dtype == torch.float32 else None
+    correlation = torch.zeros(width, width, device=z[0].device)
+    working = None if dtype == torch.float32 else torch.empty_like(correlation, dtype=dtype)
+    unit, inverse_norm = unit_embeddings(z, dtype)
+    update_correlation_(
+        correlation, unit[rows:], decay=0.0, count=2.0 * images, working=working, input_precision=precision
+    )
+    image = torch.arange(images, device=z[0].device)
+    locals_ = image.repeat(views - 2)
+    ratio = torch.ones(rows, device=z[0].device)
+    ratio[2 * images :] = 0.5
+    gradient, terms = unigrad_gradient(
+        unit[:rows],
+        inverse_norm[:rows],
+        unit[rows:],
+        correlation if working is None else working,
+        balance=BALANCE,
+        scale=1 / rows,
+        first=torch.cat([image + images, image, locals_]),
+        second=torch.cat([image + images, image, locals_ + images]),
+        ratio=ratio,
+        input_precision=precision,
+    )
+    return gradient, terms, mirror_(correlation)
+
+
+def correctness(scene: Scene) -> Iterator[Finding]:
+    for arithmetic in scene.arithmetics():
+        worst, worst_torch, symmetric = 0.0, 0.0, True
+        for views, images, width in scene.sizes():
+            z = embeddings(scene, views, images, width, torch.float32)
+            gradient, _, correlation = kernels_once(z, arithmetic)
+            exact = formula(z, torch.float64, torch.float64)
+            torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
+            plain = distance(formula(z, torch.float32, DTYPES[arithmetic]), exact)
+            torch.set_float32_matmul_precision("highest")
+            worst, worst_torch = max(worst, distance(gradient, exact)), max(worst_torch, plain)
+            symmetric &= torch.equal(correlation, correlation.T)
+        bound = min(GATES[arithmetic], max(SLACK * worst_torch, 1e-6))
+        if arithmetic in ("tf32", "tf32x3"):  # torch rounds to TF32 what the matrix units truncate here
+            bound = GATES[arithmetic]
+        found = f"{worst:.1e} (gate {GATES[arithmetic]:.0e}, plain torch {worst_torch:.1e})"
+        yield Finding(f"error of dz, {arithmetic}", found, worst <= bound and symmetric)
+
+
+def steps(scene: Scene, objective, count: int, images: int, width: int) -> list[Tensor]:
+    """Loss, gradients and F of some steps on the same embeddings."""
+    out = []
+    for _ in range(count):
+        z = embeddings(scene, 2, images, width, torch.float32)
+        online = [each.requires_grad_() for each in z[:2]]
+        loss = objective(online=online, target=z[2:]).loss
+        loss.backward()
+        out += [loss.detach(), *(each.grad for each in online)]
+    return [*out, objective.correlation.clone()]
+
+
+def determinism(scene: Scene) -> Iterator[Finding]:
+    arithmetic, images, width = ("bf16", 256, 2048) if scene.on_gpu else ("fp16", 5, 40)
+    repeats = REPEATS if scene.on_gpu else 3
+    z = embeddings(scene, 2, images, width, torch.float32)
+    first = kernels_once(z, arithmetic)
+    equal = sum(all(map(torch.equal, first, kernels_once(z, arithmetic))) for _ in range(repeats))
+    yield Finding("repeats that are bitwise equal", f"{equal} of {repeats}", equal == repeats)
+
+
+def second_stream(scene: Scene) -> Iterator[Finding]:
+    """Two objectives at once on two streams give what each gives alone."""
+    expected = steps(scene, fresh_objective(scene, 2048, "bf16"), 5, 256, 2048)
+    one, two = fresh_objective(scene, 2048, "bf16"), fresh_objective(scene, 2048, "bf16")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        aside = steps(scene, two, 5, 256, 2048)
+    here = steps(scene, one, 5, 256, 2048)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    good = all(map(torch.equal, expected, aside)) and all(map(torch.equal, expected, here))
+    yield Finding("a second stream", "bitwise equal" if good else "differs", good)
+
+
+def cuda_graph(scene: Scene) -> Iterator[Finding]:
+    """A captured step, replayed, moves F and gives gradients as one that is launched."""
+    width, images = 2048, 256
+    launched, captured = (fresh_objective(scene, width, "bf16") for _ in range(2))
+    z = embeddings(scene, 2, images, width, torch.bfloat16)
+    online = [each.requires_grad_() for each in z[:2]]
+
+    def step(objective) -> Tensor:
+        loss = objective(online=online, target=z[2:]).loss
+        gradients = torch.autograd.grad(loss, online)
+        return torch.cat([loss.detach().reshape(1), *(each.float().flatten() for each in gradients)])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(captured)  # compiles, and makes what is kept from step to step
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(captured)
+    step(launched)
+    good = True
+    for _ in range(3):
+        graph.replay()
+        good &= torch.equal(step(launched), result)
+    good &= torch.equal(launched.correlation, captured.correlation) and bool(launched.updates == captured.updates)
+    yield Finding("a CUDA graph of a step", "as launched" if good else "differs", good)
+
+
+def launches(scene: Scene) -> Iterator[Finding]:
+    from torch.profiler import ProfilerActivity, profile
+
+    width, images = 2048, 512
+    objective = fresh_objective(scene, width, "bf16")
+    z = embeddings(scene, 2, images, width, torch.bfloat16)
+    online = [each.requires_grad_() for each in z[:2]]
+    ones = torch.ones((), device=scene.device)
+    torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = f"{len(names)}: {', '.join(name[:30] for name in names)}"
+    yield Finding("launches of a step", found, 0 < len(names) <= MOST_LAUNCHES)
+
+
+def recompilation(scene: Scene) -> Iterator[Finding]:
+    """Another ρ, λ or number of images of the same divisibility compiles nothing."""
+    from unigrad_fast.kernels import correlation, gradient, normalize
+
+    if not scene.on_gpu:  # the interpreter compiles nothing
+        return
+    functions = (
+        normalize.unit_embeddings_kernel,
+        correlation.update_correlation_kernel,
+        gradient.correlation_product_kernel,
+        gradient.embedding_gradient_kernel,
+    )
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for function in functions for caches in function.device_caches.values())
+
+    steps(scene, fresh_objective(scene, 1024, "bf16"), 2, 64, 1024)
+    before = compiled()
+    other = fresh_objective(scene, 1024, "bf16")
+    other.decay, other.balance = 0.5, 3.0
+    steps(scene, other, 2, 96, 1024)
+    yield Finding("compilations for other scalars", str(compiled() - before), compiled() == before)
+
+
+def multi_tensor(scene: Scene) -> Iterator[Finding]:
+    """LARS and the target update against plain torch."""
+    from unigrad_fast.kernels import multi_tensor as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2048, 2048), (512, 256, 3, 3), (1000,), (1,), (17, 3)] if scene.on_gpu else [(40, 33), (17,), (1,)]
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator).to(scene.device) for shape in shapes]
+
+    weights, gradients, velocities = draw(), draw(), draw()
+    exact = []
+    for w, g, v in zip(*([x.double() for x in each] for each in (weights, gradients, velocities)), strict=True):
+        update = g + 1e-4 * w
+        v = 0.9 * v + 0.001 * w.norm() / update.norm() * update
+        exact.append(w - 0.3 * v)
+    kernels.lars_(
+        weights, gradients, velocities, lr=0.3, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.001, adapt=True
+    )
+    error = max(map(distance, weights, exact))
+    yield Finding("error of LARS", f"{error:.1e}", error < 1e-6)
+
+    targets, onlines, skip = draw(), draw(), torch.zeros((), device=scene.device)
+    exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
+    kernels.lerp_(targets, onlines, 0.004, skip)
+    error = max(map(distance, targets, exact))
+    before = [each.clone() for each in targets]
+    kernels.lerp_(targets, onlines, 0.004, skip + 1)
+    yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
+
+
+CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (correctness, determinism, multi_tensor, recompilation)
+GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (second_stream, cuda_graph, launches)
+
+
+def run_checks(scene: Scene) -> list[Finding]:
+    findings = []
+    for check in (*CHECKS, *(GPU_CHECKS if scene.on_gpu else ())):
+        try:
+            found = list(check(scene))
+        except Exception as error:  # the others still say what they find
+            found = [Finding(check.__name__, f"{type(error).__name__}: {error}".replace("\n", " ")[:200], False)]
+        for finding in found:
+            print(line(finding), flush=True)
+        findings += found
+    return findings
+
+
+def line(finding: Finding) -> str:
+    return f"{'ok  ' if finding.good else 'FAIL'}  {finding.what:34}  {finding.found}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="in the interpreter, at small sizes; records nothing")
+    parser.add_argument("--seconds", type=float, default=240.0, help="after which no new shape is measured")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    if options.cpu:
+        os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported
+    elif not torch.cuda.is_available():
+        parser.error("no GPU; with --cpu what the interpreter can do is tried")
+    scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
+
+    from unigrad_fast.benchmarks import bench_objective
+    from unigrad_fast.benchmarks.record import RESULTS
+
+    findings = run_checks(scene)
+    if options.cpu:
+        os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
+    rows = bench_objective.bench(
+        scene.device,
+        ((40, 4),) if options.cpu else SHAPES,
+        repetitions=2 if options.cpu else 11,
+        block_seconds=0.0 if options.cpu else 0.1,
+        most_seconds=4.0,
+        compiled=not options.cpu,
+        output=None if options.cpu else RESULTS / "objective.jsonl",
+        end=end,
+    )
+    print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")
+    for finding in findings:
+        print(line(finding))
+    for row in rows:
+        if row["unit"] == "ratio":
+            print(f"      C {row['width']:5}, N {row['images']:3}  {row['median']:5.2f}  {row['what']}")
+    return 0 if all(finding.good for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Finds the fastest tiles of this machine's GPU and writes them into the kernels' table.
+
+    unigrad-fast bench kernels --tune
+
+For each arithmetic and each of `bench_objective`'s shapes every candidate works on scratch data, never on a live F;
+one that does not fit the chip or spills is passed over. The table is a file of the package: what is written there is
+used from then on, and belongs into a commit with the card's name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+
+from unigrad_fast.benchmarks.bench_objective import IMAGES, WIDTHS
+from unigrad_fast.benchmarks.roofline import DTYPES, seconds
+from unigrad_fast.errors import UserError
+from unigrad_fast.kernels import heuristics
+from unigrad_fast.kernels.heuristics import TRIANGLE, Tile
+
+ROUNDS, STEPS = 5, 10
+ARITHMETICS = ("bf16", "tf32")  # fp16 takes bf16's tiles
+
+
+def candidates(kernel: str, precision: str) -> Iterator[Tile]:
+    """Tiles worth trying; those of the update are square, and the product's columns divide a block of the triangle."""
+    depths = (32, 64) if precision == "bf16" else (16, 32)
+    rows = (64, 128) if kernel == "update" else (64, 128, 256)
+    for row, column, depth, warps, stages in itertools.product(rows, (64, TRIANGLE), depths, (4, 8, 16), (2, 3, 4, 5)):
+        if kernel == "product" or row == column:
+            yield Tile(row, column, depth, warps, stages)
+
+
+def runner(kernel: str, precision: str, rows: int, width: int) -> Callable[[Tile], None]:
+    """A launch of a kernel with a tile on scratch data."""
+    from unigrad_fast.kernels import correlation, gradient
+
+    dtype = DTYPES[precision]
+    unit = torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=-1).to(dtype)
+    scratch = torch.zeros(width, width, device="cuda")
+    working = None if dtype == torch.float32 else torch.zeros_like(scratch, dtype=dtype)
+    scalar = torch.ones((), device="cuda")
+    if kernel == "update":
+        fixed = (scratch, unit, scalar, scalar, None, None, 0, working, 1.0, "tf32")
+        return lambda tile: correlation.update_correlation_(*fixed, tile)
+    operand = scratch if working is None else working
+    return lambda tile: gradient.correlation_product(unit, operand, 1.0, "tf32", tile)
+
+
+def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
+    """The candidate of the least median; candidates take turns."""
+    run, device = runner(kernel, precision, rows, width), torch.device("cuda")
+    times: dict[Tile, list[float]] = {}
+    for tile in candidates(kernel, precision):
+        try:
+            run(tile)
+            times[tile] = []
+        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+            continue
+    for _ in range(ROUNDS):
+        for tile, taken in times.items():
+            taken.append(seconds(lambda tile=tile: run(tile), device, STEPS))
+    return min(times, key=lambda tile: statistics.median(times[tile]))
+
+
+def entries(kernel: str, precision: str, report: Callable[[str], None]) -> list[dict]:
+    """The table's list for a kernel and an arithmetic; equal neighbours are one entry."""
+    found: list[dict] = []
+    for number, width in enumerate(WIDTHS):
+        for place, images in enumerate(IMAGES):
+            tile = fastest(kernel, precision, 2 * images, width)
+            report(f"{kernel}, {precision}, C = {width}, M = {2 * images}: {tile}")
+            shape = [tile.rows, tile.columns, tile.depth, tile.warps, tile.stages]
+            # The smallest shapes stand for all below them.
+            found.append({"width": width if number else 0, "rows": 2 * images if place else 0, "tile": shape})
+    return found
+
+
+def main(report: Callable[[str], None] = print) -> None:
+    """Measure and rewrite the table's entries for this architecture."""
+    if not torch.cuda.is_available():
+        raise UserError("--tune measures on a GPU, and this machine has none that torch can use")
+    arch = heuristics.architecture(torch.cuda.get_device_capability())
+    table = json.loads(heuristics.TABLE.read_text(encoding="utf-8"))
+    for kernel, precision in itertools.product(("update", "product"), ARITHMETICS):
+        kind = heuristics.arithmetic(DTYPES[precision], "tf32")
+        table[kernel][arch][kind] = entries(kernel, precision, report)
+    heuristics.TABLE.write_text(rendered(table), encoding="utf-8")
+    report(f"wrote {heuristics.TABLE}")
+
+
+def rendered(table: dict) -> str:
+    """JSON with one line per entry."""
+    text = json.dumps(table, indent=2)
+    for kernels in table.values():
+        for kinds in kernels.values():
+            for entry in itertools.chain.from_iterable(kinds.values()):
+                text = text.replace(json.dumps(entry, indent=2).replace("\n", "\n" + " " * 8), json.dumps(entry))
+    return text + "\n"

@@ -1,0 +1,167 @@
+"""In-place moving-average update of the correlation F, for whole F or for a block of its rows.
+
+    F ← ρ·F + (1−ρ)/count · UᵀU
+
+One program has one tile of F. Whole F is symmetric: each pair of mirrored tiles is computed once, from the tile on
+or above the diagonal, and how much of F is written depends on who reads it next:
+
+  - With a working copy (bf16 or fp16, what the product multiplies) only the upper triangle of F and of the copy is
+    kept up, in blocks of `TRIANGLE` rows and columns, those on the diagonal whole. 5·C² bytes pass: half of F is
+    read (2·C²) and written (2·C²), half of the copy written (C²).
+  - Without one (fp32) the product reads F itself, and both halves are written: 6·C² bytes.
+
+A block of rows of a sharded F has no mirror image here: all of its tiles are computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .heuristics import TRIANGLE, Tile, tile_for
+
+
+@triton.jit
+def upper_tile(index):
+    """(i, j) with i ≤ j of tile `index`, counted down the columns of the upper triangle: index = j·(j+1)/2 + i."""
+    column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # The root is rounded, so it may be one off either way; integers decide.
+    column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
+    column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
+    return index - column * (column + 1) // 2, column
+
+
+@triton.jit
+def any_raised(p_flags, count, BLOCK: tl.constexpr):
+    """Whether one of `count` int32 flags is not 0."""
+    raised = 0
+    for start in range(0, count, BLOCK):
+        o_flag = start + tl.arange(0, BLOCK)
+        raised = tl.maximum(raised, tl.max(tl.load(p_flags + o_flag, mask=o_flag < count, other=0)))  # [BLOCK]
+    return raised != 0
+
+
+@triton.jit
+def update_correlation_kernel(
+    p_correlation,
+    p_working,
+    p_unit,
+    p_decay,
+    p_count,
+    p_skip,
+    p_updates,
+    M,
+    R,
+    C,
+    stride_M,
+    stride_C,
+    skips,
+    first_row,
+    working_scale,
+    SYMMETRIC: tl.constexpr,
+    WORKING: tl.constexpr,
+    TRIANGLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    index = tl.program_id(0)
+    if SYMMETRIC:
+        i, j = upper_tile(index)
+    else:
+        i, j = index % tl.cdiv(R, BLOCK), index // tl.cdiv(R, BLOCK)
+    o_row = i * BLOCK + tl.arange(0, BLOCK)
+    o_column = j * BLOCK + tl.arange(0, BLOCK)
+    m_row, m_column = o_row < R, o_column < C
+
+    b_product = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for start in range(0, M, DEPTH):
+        o_M = start + tl.arange(0, DEPTH)
+        p_M = p_unit + o_M[:, None].to(tl.int64) * stride_M
+        m_M = (o_M < M)[:, None]
+        p_left = p_M + (first_row + o_row)[None, :].to(tl.int64) * stride_C
+        b_left = tl.load(p_left, mask=m_M & m_row[None, :], other=0)  # [DEPTH, BLOCK]
+        p_right = p_M + o_column[None, :].to(tl.int64) * stride_C
+        b_right = tl.load(p_right, mask=m_M & m_column[None, :], other=0)  # [DEPTH, BLOCK]
+        b_product = tl.dot(tl.trans(b_left), b_right, b_product, input_precision=PRECISION)
+    if SYMMETRIC and i == j:
+        b_product = tl.where(o_row[:, None] <= o_column[None, :], b_product, tl.trans(b_product))
+
+    decay = tl.load(p_decay)
+    if p_updates is not None:
+        decay = tl.where(tl.load(p_updates) == 0, 0.0, decay)
+    skipped = False
+    if p_skip is not None:
+        skipped = any_raised(p_skip, skips, BLOCK=1024)
+    o_tile = o_row[:, None].to(tl.int64) * C + o_column[None, :]
+    m_tile = m_row[:, None] & m_column[None, :]
+    b_old = tl.load(p_correlation + o_tile, mask=m_tile, other=0)  # [BLOCK, BLOCK]
+    b_new = b_product * ((1.0 - decay) / tl.load(p_count))
+    b_new = tl.where(decay == 0.0, b_new, decay * b_old + b_new)
+    b_new = tl.where(skipped, b_old, b_new)
+    tl.store(p_correlation + o_tile, b_new, mask=m_tile)
+    if WORKING:
+        b_working = (b_new * working_scale).to(p_working.dtype.element_ty)
+        tl.store(p_working + o_tile, b_working, mask=m_tile)
+
+    # Square tiles with one owner for each pair: nobody else writes the mirror image, and none straddles the diagonal.
+    if SYMMETRIC and (not WORKING or BLOCK < TRIANGLE):
+        mirrored = i != j
+        if WORKING:
+            mirrored = mirrored and i * BLOCK // TRIANGLE == j * BLOCK // TRIANGLE
+        if mirrored:
+            o_mirror = o_column[:, None].to(tl.int64) * C + o_row[None, :]
+            m_mirror = m_column[:, None] & m_row[None, :]
+            tl.store(p_correlation + o_mirror, tl.trans(b_new), mask=m_mirror)
+            if WORKING:
+                tl.store(p_working + o_mirror, tl.trans(b_working), mask=m_mirror)
+
+
+def update_correlation_(
+    correlation_RC: Tensor,
+    unit_MC: Tensor,
+    decay: Tensor,
+    count: Tensor,
+    skip: Tensor | None,
+    updates: Tensor | None,
+    first_row: int,
+    working_RC: Tensor | None,
+    working_scale: float,
+    input_precision: str,
+    tile: Tile | None = None,
+) -> None:
+    """See `ops.update_correlation_`; `tile` is the table's unless given."""
+    rows, width = correlation_RC.shape
+    if unit_MC.dtype == torch.float32 and input_precision != "ieee":
+        unit_MC = unit_MC.T.contiguous().T  # TF32 units multiply rows of operands that are contiguous in memory
+    tile = tile or tile_for("update", unit_MC, input_precision)
+    row_tiles, column_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.rows)
+    symmetric = rows == width
+    tiles = column_tiles * (column_tiles + 1) // 2 if symmetric else row_tiles * column_tiles
+    update_correlation_kernel[(tiles,)](
+        correlation_RC,
+        working_RC,
+        unit_MC,
+        decay,
+        count,
+        skip,
+        updates,
+        unit_MC.shape[0],
+        rows,
+        width,
+        *unit_MC.stride(),
+        0 if skip is None else skip.numel(),
+        first_row,
+        working_scale,
+        SYMMETRIC=symmetric,
+        WORKING=working_RC is not None,
+        TRIANGLE=TRIANGLE,
+        PRECISION=input_precision,
+        BLOCK=tile.rows,
+        DEPTH=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    torch.autograd.graph.increment_version([correlation_RC] if working_RC is None else [correlation_RC, working_RC])

@@ -1,0 +1,96 @@
+"""Tile shapes by kernel, architecture, arithmetic and size: a table that is read, never a search at run time.
+
+`tiles.json` holds one list per kernel, architecture and arithmetic, from small problems to large ones; the last
+entry whose `width` and `rows` the problem reaches is taken, so that all ranks take the same. Measured entries are
+written by `unigrad-fast bench kernels --tune`, which works on scratch data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TABLE = Path(__file__).with_name("tiles.json")
+TRIANGLE = 128  # rows and columns of the blocks in which the upper triangle of F is kept; whole on the diagonal
+MAX_WIDTH = 65536  # a row of unit embeddings has to fit into the registers of one program
+WHOLE_ROW = 16384  # channels of which three arrays still fit
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a tile of the result, depth of a step of the product, warps per program, stages of the pipeline."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Channels that a program holds at once, and its warps."""
+
+    block: int
+    warps: int
+
+
+def row_tile(width: int, arrays: int = 1) -> RowTile:
+    """The tile of a kernel with one program per row that holds so many arrays of it."""
+    block = max(16, 1 << (width - 1).bit_length())
+    if arrays > 1 and block > WHOLE_ROW:
+        block = 4096
+    return RowTile(block, warps=min(16, max(1, block // 1024) if arrays == 1 else max(1, block // 512)))
+
+
+def arithmetic(dtype: torch.dtype, input_precision: str) -> str:
+    """Name in the table: "half" for bf16 and fp16, else what fp32 operands are multiplied in."""
+    return "half" if dtype in HALF else input_precision
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """Name in the table: matrix instructions and shared memory decide.
+
+    Consumer cards (8.6, 8.9, 12.x) have the matrix instructions of 8.0 and 99 KiB of shared memory.
+    """
+    return {9: "90", 10: "100"}.get(capability[0], "80" if capability == (8, 0) else "86")
+
+
+@cache
+def tiles(kernel: str, arch: str, kind: str) -> tuple[tuple[int, int, Tile], ...]:
+    """Entries (least width, least rows, tile) of the table."""
+    entries = json.loads(TABLE.read_text(encoding="utf-8"))[kernel][arch][kind]
+    return tuple((entry["width"], entry["rows"], Tile(*entry["tile"])) for entry in entries)
+
+
+def tile_for(kernel: str, unit_MC: Tensor, input_precision: str) -> Tile:
+    """The tile of "update" or "product" for unit embeddings [M, C] on their device."""
+    rows, width = unit_MC.shape
+    return choose(kernel, architecture_of(unit_MC.device), arithmetic(unit_MC.dtype, input_precision), rows, width)
+
+
+def architecture_of(device: torch.device) -> str:
+    """Name in the table of a device's architecture."""
+    # The interpreter has none; small tiles show it more borders.
+    return architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "interpreter"
+
+
+@cache
+def choose(kernel: str, arch: str, kind: str, rows: int, width: int) -> Tile:
+    """The last entry whose width and rows the problem reaches."""
+    return [tile for w, m, tile in tiles(kernel, arch, kind) if width >= w and rows >= m][-1]
+
+
+def working_scale(dtype: torch.dtype, width: int) -> float:
+    """Power of two that a working copy of F is multiplied by.
+
+    Entries of F are about 1/C and their sum on the diagonal is 1: fp16 would lose bits of most of them, and holds C
+    times as much. bf16 has the exponents of fp32.
+    """
+    return 2.0 ** min(15, width.bit_length() - 1) if dtype == torch.float16 else 1.0

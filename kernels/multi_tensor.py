@@ -1,0 +1,246 @@
+"""Passes over many tensors at once: the momentum target's update and LARS.
+
+    target  θ' ← θ' + weight · (θ − θ'), unchanged where `skip` is not 0
+
+    LARS    u  = grad + weight_decay · w
+            t  = trust_coefficient · ‖w‖ / ‖u‖, 1 where either norm is 0
+            v ← momentum · v + t · u
+            w ← w − lr · v
+
+Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ') in one launch; LARS 8
+for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches. `torch._foreach_lerp_`
+reaches 12 with a weight that the host knows; with one on the device it launches a kernel per tensor. LARS made of
+`torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
+
+Tensors are cut into chunks, one program each; a table on the device says where each chunk lies. Elements go by fours,
+in 128-bit accesses, but for up to three at a tensor's end. Sums of squares are taken chunk by chunk and then added in
+a fixed order: two runs are bitwise equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2,300 chunks
+MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger
+BLOCK = 2048  # elements at a time
+WARPS = 8
+
+
+@triton.jit
+def load_chunk(p_chunks):
+    """Number of this program's tensor; there its first element, the end of its elements, and the end of its fours."""
+    p_chunk = p_chunks + tl.program_id(0).to(tl.int64) * 5
+    tensor, first, last = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)  # scalars
+    return tensor, tl.multiple_of(first, 16), last, last // 4 * 4
+
+
+@triton.jit
+def load_pointer(p_addresses, position):
+    return tl.multiple_of(tl.load(p_addresses + position).to(tl.pointer_type(tl.float32)), 16)  # scalar
+
+
+@triton.jit
+def lerp_block(p_target, p_online, o, m, weight):
+    b_target = tl.load(p_target + o, mask=m, other=0)  # [BLOCK] or [4]
+    b_online = tl.load(p_online + o, mask=m, other=0)  # [BLOCK] or [4]
+    b_difference = b_online - b_target
+    # From the nearer end, as torch has it: a weight of 1 gives the online parameter exactly.
+    b_lerp = tl.where(weight < 0.5, b_target + weight * b_difference, b_online - b_difference * (1 - weight))
+    tl.store(p_target + o, b_lerp, mask=m)
+
+
+@triton.jit
+def lerp_kernel(p_chunks, p_addresses, p_skip, weight, BLOCK: tl.constexpr):
+    if tl.load(p_skip) == 0:  # scalar
+        tensor, first, last, rest = load_chunk(p_chunks)
+        p_target, p_online = load_pointer(p_addresses, tensor * 2), load_pointer(p_addresses, tensor * 2 + 1)
+        for start in range(first, rest, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            lerp_block(p_target, p_online, o, o < rest, weight)
+        o = rest + tl.arange(0, 4)
+        lerp_block(p_target, p_online, o, o < last, weight)
+
+
+def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], weight: float, skip: Tensor) -> None:
+    """target ← target + weight · (online − target), in place in one launch; bitwise unchanged where `skip` is not 0.
+
+    Args:
+        targets, onlines: pairs that `split` takes.
+        weight: share of the online parameters, 0 to 1.
+        skip: scalar on that device.
+    """
+    chunks, addresses = chunk_table(targets), address_table(targets, onlines)
+    with torch.cuda.device_of(skip):
+        lerp_kernel[(len(chunks),)](chunks, addresses, skip, float(weight), BLOCK=BLOCK, num_warps=WARPS)
+    torch.autograd.graph.increment_version(targets)
+
+
+@triton.jit
+def load_update(p_weight, p_gradient, o, m, weight_decay):
+    b_weight = tl.load(p_weight + o, mask=m, other=0)  # [BLOCK] or [4]
+    b_gradient = tl.load(p_gradient + o, mask=m, other=0)  # [BLOCK] or [4]
+    return b_weight, b_gradient + weight_decay * b_weight
+
+
+@triton.jit
+def square_sums_kernel(p_chunks, p_addresses, p_sums, weight_decay, BLOCK: tl.constexpr):
+    tensor, first, last, rest = load_chunk(p_chunks)
+    p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+    b_weight_sum, b_update_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(first, rest, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        b_weight, b_update = load_update(p_weight, p_gradient, o, o < rest, weight_decay)
+        b_weight_sum += b_weight * b_weight
+        b_update_sum += b_update * b_update
+    o = rest + tl.arange(0, 4)
+    b_weight, b_update = load_update(p_weight, p_gradient, o, o < last, weight_decay)
+    p_sum = p_sums + tl.program_id(0).to(tl.int64) * 2
+    tl.store(p_sum, tl.sum(b_weight_sum) + tl.sum(b_weight * b_weight))
+    tl.store(p_sum + 1, tl.sum(b_update_sum) + tl.sum(b_update * b_update))
+
+
+@triton.jit
+def trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS: tl.constexpr):
+    p_chunk = p_chunks + tl.program_id(0).to(tl.int64) * 5
+    o = tl.load(p_chunk + 3) + tl.arange(0, MAX_CHUNKS)
+    m = o < tl.load(p_chunk + 4)  # this tensor's chunks
+    weight_norm = tl.sqrt(tl.sum(tl.load(p_sums + o * 2, mask=m, other=0)))  # [MAX_CHUNKS]
+    update_norm = tl.sqrt(tl.sum(tl.load(p_sums + o * 2 + 1, mask=m, other=0)))  # [MAX_CHUNKS]
+    return tl.where((weight_norm > 0) & (update_norm > 0), trust_coefficient * weight_norm / update_norm, 1.0)
+
+
+@triton.jit
+def lars_block(p_weight, p_gradient, p_velocity, o, m, ratio, lr, momentum, weight_decay):
+    b_weight, b_update = load_update(p_weight, p_gradient, o, m, weight_decay)
+    b_velocity = momentum * tl.load(p_velocity + o, mask=m, other=0) + ratio * b_update  # [BLOCK] or [4]
+    tl.store(p_velocity + o, b_velocity, mask=m)
+    tl.store(p_weight + o, b_weight - lr * b_velocity, mask=m)
+
+
+@triton.jit
+def lars_kernel(
+    p_chunks,
+    p_addresses,
+    p_sums,
+    lr,
+    momentum,
+    weight_decay,
+    trust_coefficient,
+    ADAPT: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, first, last, rest = load_chunk(p_chunks)
+    p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+    p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
+    ratio = 1.0
+    if ADAPT:
+        ratio = trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS)
+    for start in range(first, rest, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        lars_block(p_weight, p_gradient, p_velocity, o, o < rest, ratio, lr, momentum, weight_decay)
+    o = rest + tl.arange(0, 4)
+    lars_block(p_weight, p_gradient, p_velocity, o, o < last, ratio, lr, momentum, weight_decay)
+
+
+def lars_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    adapt: bool,
+) -> None:
+    """One step of LARS: weights and velocities change in place, in two launches, without `adapt` in one.
+
+    Args:
+        weights, gradients, velocities: triples that `split` takes.
+    """
+    chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
+    grid = (len(chunks),)
+    sums = torch.empty(len(chunks), 2, device=chunks.device)
+    lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
+    with torch.cuda.device_of(chunks):
+        if adapt:
+            square_sums_kernel[grid](chunks, addresses, sums, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
+        lars_kernel[grid](
+            chunks,
+            addresses,
+            sums,
+            lr,
+            momentum,
+            weight_decay,
+            float(trust_coefficient),
+            ADAPT=adapt,
+            MAX_CHUNKS=MAX_CHUNKS,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    torch.autograd.graph.increment_version([*weights, *velocities])
+
+
+def split(rows: Sequence[tuple[Tensor, ...]]) -> tuple[list, list]:
+    """Tensors of one parameter per row: the rows that the kernels take, and the others.
+
+    The kernels take fp32, on one device, on a boundary of 16 bytes, not empty, and dense in an order that is the same
+    for all of a row, so that an element of each lies at the same offset.
+    """
+    taken, others = [], []
+    for row in rows:
+        (taken if _fits(row, rows[0][0].device) else others).append(row)
+    return taken, others
+
+
+def _fits(row: tuple[Tensor, ...], device: torch.device) -> bool:
+    shape = row[0].shape
+    layout = torch.contiguous_format if row[0].is_contiguous() else torch.channels_last
+    for tensor in row:
+        if tensor.dtype != torch.float32 or tensor.device != device or tensor.shape != shape:
+            return False
+        if tensor.data_ptr() % 16 or not tensor.is_contiguous(memory_format=layout):
+            return False
+    return shape.numel() > 0
+
+
+def chunk_table(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 [chunks, 5]: the number of a chunk's tensor, its first element there and the one after its last, the
+    number of the tensor's first chunk and the one after its last."""
+    return _chunk_table(tuple(t.numel() for t in tensors), tensors[0].device)
+
+
+@functools.lru_cache(maxsize=16)
+def _chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    rows = []
+    for number, size in enumerate(sizes):
+        length = max(CHUNK, triton.next_power_of_2(triton.cdiv(size, MAX_CHUNKS)))
+        firsts = range(0, size, length)
+        chunks = (len(rows), len(rows) + len(firsts))
+        rows += [(number, first, min(first + length, size), *chunks) for first in firsts]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+def address_table(*tensors: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors · lists]: where the data of the first tensor of each list lies, then of the second, and so on."""
+    addresses = tuple(t.data_ptr() for row in zip(*tensors, strict=True) for t in row)
+    device = tensors[0][0].device
+    # Parameters stay where they are and most gradients come back to the same place, so it is rarely copied. Another
+    # stream may not read what has not arrived yet.
+    return _address_table(addresses, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+@functools.lru_cache(maxsize=64)
+def _address_table(addresses: tuple[int, ...], device: torch.device, stream) -> Tensor:
+    table = torch.tensor(addresses, dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()  # else the host would wait
+    return table.to(device, non_blocking=True)

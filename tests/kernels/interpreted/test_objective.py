@@ -1,0 +1,118 @@
+"""The objective on the Triton path, against itself in float64, which torch computes."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from unigrad_fast.kernels import heuristics
+from unigrad_fast.objectives import UniGrad
+
+GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error
+
+
+@dataclass
+class Mixed:
+    partner: torch.Tensor
+    ratio: torch.Tensor
+
+
+def views(count: int, images: int, width: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(images, width, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def mixed(images: int, seed: int) -> Mixed:
+    generator = torch.Generator().manual_seed(seed)
+    partner = torch.stack([torch.randperm(images, generator=generator) for _ in range(2)])
+    return Mixed(partner, torch.rand(2, images, generator=generator))
+
+
+def in_double(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("mix", [False, True])
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_three_steps_agree_with_float64(dtype, count, mix):
+    images, width = 9, 136
+    objective, exact = UniGrad(width, compute_dtype=dtype), UniGrad(width)
+    for step in range(3):
+        online, target = views(count, images, width, step), views(2, images, width, step + 100)
+        online64, target64 = in_double(online), in_double(target)
+        with_mix = mixed(images, step) if mix else None
+        output = objective(online=online, target=target, mix=with_mix)
+        expected = exact(online=online64, target=target64, mix=with_mix)
+        output.loss.backward()
+        expected.loss.backward()
+        gate = GATES[dtype]
+        assert distance(torch.cat([z.grad for z in online]), torch.cat([z.grad for z in online64])) < gate
+        assert output.loss.item() == pytest.approx(expected.loss.item(), rel=10 * gate, abs=gate)
+        for name, value in expected.metrics.items():
+            assert output.metrics[name].item() == pytest.approx(value.item(), rel=10 * gate, abs=gate), name
+        assert output.nonfinite == 0
+    assert objective.updates == exact.updates == 3
+    assert torch.equal(objective.correlation, objective.correlation.T)
+    assert distance(objective.correlation, exact.correlation) < gate
+
+
+def test_the_correlation_is_whole_for_whoever_asks_and_the_next_step_sees_what_was_written_to_it():
+    width = 2 * heuristics.TRIANGLE + 8
+    first, second = UniGrad(width, compute_dtype=torch.float16), UniGrad(width, compute_dtype=torch.float16)
+    for seed in range(2):
+        first(online=views(2, 5, width, seed), target=views(2, 5, width, seed + 10))
+    state = first.state_dict()
+    assert torch.equal(state["average.correlation"], state["average.correlation"].T)
+    assert torch.equal(dict(first.named_buffers())["average.correlation"], state["average.correlation"])
+
+    second(online=views(2, 5, width, 7), target=views(2, 5, width, 8))  # has a working copy, of another F
+    for name, tensor in second.state_dict().items():
+        tensor.copy_(state[name])
+    outputs = []
+    for objective in (first, second):
+        online = views(2, 5, width, 3)
+        output = objective(online=online, target=views(2, 5, width, 13))
+        output.loss.backward()
+        outputs.append([output.loss, objective.correlation.clone(), *(z.grad for z in online)])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_evaluation_uses_the_correlation_and_leaves_it():
+    objective = UniGrad(40, compute_dtype=torch.float16)
+    objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
+    before = objective.correlation.clone()
+    loss = objective.eval()(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1)).loss
+    assert torch.equal(objective.correlation, before) and objective.updates == 1
+    assert loss.item() == pytest.approx(objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1)).loss.item())
+
+
+@pytest.mark.parametrize("branch", ["online", "target"])
+def test_a_non_finite_row_is_reported_and_a_target_row_holds_the_correlation(branch):
+    objective = UniGrad(40, compute_dtype=torch.float16)
+    objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
+    before = objective.correlation.clone()
+    inputs = {"online": views(2, 5, 40, 2), "target": views(2, 5, 40, 3)}
+    with torch.no_grad():
+        inputs[branch][1][4, 3] = torch.inf
+    output = objective(**inputs)
+    output.loss.backward()
+    assert output.nonfinite == 1 and torch.isfinite(output.loss)
+    assert all(torch.isfinite(z.grad).all() for z in inputs["online"])
+    assert torch.equal(objective.correlation, before) == (branch == "target")
+    assert objective.updates == (1 if branch == "target" else 2)
+
+
+def test_autocast_decides_the_dtype_of_the_product():
+    objective = UniGrad(40)
+    with torch.autocast("cpu", torch.float16):
+        online = views(2, 5, 40, 0)
+        objective(online=online, target=[view.half() for view in views(2, 5, 40, 1)]).loss.backward()
+    assert online[0].grad.dtype == torch.float32
+    exact = in_double(views(2, 5, 40, 0))
+    UniGrad(40)(online=exact, target=in_double([view.half() for view in views(2, 5, 40, 1)])).loss.backward()
+    assert 1e-5 < distance(online[0].grad, exact[0].grad) < GATES[torch.float16]

@@ -1,0 +1,116 @@
+"""What the compiler makes of the objective's kernels at every shipped tile shape; needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+
+import pytest
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler: Triton installed, its interpreter off", allow_module_level=True)
+
+from unigrad_fast.benchmarks.compile_report import (
+    MATRIX_INSTRUCTION,
+    Case,
+    Row,
+    compile_all,
+    dot_cases,
+    failure_of,
+    row_cases,
+)
+
+ARCHITECTURES = (80, 90, 100)
+DOTS = ("update_correlation", "correlation_product")
+STREAMING = ("unit_embeddings", "embedding_gradient", "lerp", "square_sums", "lars")
+TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+registers_suffice = pytest.mark.xfail(TRITON < (3, 8), reason="Triton 3.6 spills up to 128 bytes after some products")
+every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def tells_more(case: Case) -> bool:
+    """Leaves out what compiles to nearly another case's instructions: most of fp16, of odd widths, of rows in fp32."""
+    odd = case.width % 2 == 1
+    if case.kernel in ("update", "product"):
+        half_only = "working copy" if case.arithmetic == "fp16" else case.variant
+        return case.variant == half_only and not (odd and case.arithmetic != "bf16")
+    if case.variant in ("one positive", "10 views"):
+        return case.arithmetic == "bf16" and case.width == 2048
+    return case.arithmetic == "bf16" or (case.arithmetic == "fp32" and case.width in (128, 2048, 4096, 16384))
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[Row]:
+    """All kernels, compiled."""
+    cases = [case for case in (*dot_cases(ARCHITECTURES), *row_cases(ARCHITECTURES)) if tells_more(case)]
+    return compile_all(cases)
+
+
+def of(rows: list[Row], architecture: int, names: tuple[str, ...], *arithmetic: str) -> list[Row]:
+    """Rows of some kernels whose C divides by 16."""
+    found = [
+        row
+        for row in rows
+        if row.case.architecture == architecture
+        and row.name in names
+        and row.case.arithmetic in (arithmetic or (row.case.arithmetic,))
+        and row.case.width % 16 == 0
+    ]
+    assert found
+    return found
+
+
+@every_architecture
+def test_every_kernel_compiles_and_fits_into_shared_memory(rows, architecture, record_property):
+    here = [row for row in rows if row.case.architecture == architecture]
+    assert {row.name for row in here} == {*DOTS, *STREAMING}
+    assert [(row.case, failure) for row in here if (failure := failure_of(row))] == []
+    spilling = {f"{row.name}, {row.case.arithmetic}, width {row.case.width}": row.stack for row in here if row.stack}
+    record_property("bytes of stack", spilling)
+
+
+@every_architecture
+@pytest.mark.parametrize("arithmetic", ["bf16", "fp16", "tf32"])
+def test_matrix_products_use_the_matrix_units_of_the_architecture(rows, architecture, arithmetic):
+    expected = {MATRIX_INSTRUCTION[architecture]}
+    found = of(rows, architecture, DOTS, arithmetic)
+    assert [(row.case, row.instructions) for row in found if set(row.instructions) != expected] == []
+
+
+@registers_suffice
+@every_architecture
+@pytest.mark.parametrize("arithmetic", ["bf16", "fp16", "tf32"])
+def test_matrix_products_keep_everything_in_registers(rows, architecture, arithmetic):
+    found = of(rows, architecture, DOTS, arithmetic)
+    assert [(row.case, row.tile, row.stack) for row in found if row.stack] == []
+
+
+@every_architecture
+@pytest.mark.parametrize("arithmetic", ["bf16", "fp16", "tf32"])
+def test_matrix_products_move_tiles_128_bits_at_a_time(rows, architecture, arithmetic):
+    found = of(rows, architecture, DOTS, arithmetic)
+    assert [(row.case, row.tile, row.widths) for row in found if row.wide < 1] == []
+
+
+@registers_suffice
+@every_architecture
+def test_streaming_kernels_keep_everything_in_registers(rows, architecture):
+    assert [(row.case, row.stack) for row in of(rows, architecture, STREAMING) if row.stack] == []
+
+
+@every_architecture
+def test_streaming_kernels_move_rows_128_bits_at_a_time(rows, architecture):
+    """128 channels of bf16 are 64 bits for each of a warp's threads, and all of them are."""
+    found = of(rows, architecture, ("unit_embeddings", "embedding_gradient"))
+    narrow = [(row.case, row.widths) for row in found if row.wide < 1]
+    assert [entry for entry in narrow if entry[0].width > 128] == []
+    assert {bits for _, widths in narrow for accesses in widths.values() for bits in accesses} <= {64, 128}
+
+
+@every_architecture
+def test_an_odd_width_costs_the_wide_accesses(rows, architecture):
+    """What the other tests find is not there by itself: counting sees narrow accesses where they are."""
+    odd = [row for row in rows if row.case.architecture == architecture and row.case.width % 2 == 1]
+    assert {row.name for row in odd} == {*DOTS, "unit_embeddings", "embedding_gradient"}
+    assert [(row.case, row.wide) for row in odd if row.wide > 0] == []
