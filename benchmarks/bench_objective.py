@@ -44,6 +44,7 @@ from unigrad_fast.benchmarks.roofline import (
     seconds,
 )
 from unigrad_fast.errors import UserError
+from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.precision import has_fast_bf16
 from unigrad_fast.quiet import without_warnings
@@ -419,6 +420,7 @@ def bench(
     peaks = measure_peaks(precisions, device, side, elements)
     products = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {precision}" for precision, flops in peaks.flops.items())
     print(f"peaks: {products}; copy {peaks.copy / 1e9:.3g} GB/s", flush=True)
+    print("limit: share of the roofline; N·C: peak memory beyond F in fp32 arrays of that size; F: with its copies")
     for C, N in itertools.takewhile(lambda _: time.monotonic() < end, shapes):
         torch.compiler.reset()  # it gives up after some shapes
         measured = measure(variants(C, device, compiled), N, C, repetitions, block_seconds, most_seconds, progress)
@@ -459,6 +461,10 @@ def main(width: int | None = None, images: int | None = None, output: Path | Non
         raise UserError("bench kernels measures one process; start it without torchrun, deepspeed or srun")
     shapes = itertools.product([width] if width else WIDTHS, [images] if images else IMAGES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        use_triton(device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     from rich.console import Console  # here: `bench` runs where torch and Triton are all there is
 
     with Console().status("starting") as status:

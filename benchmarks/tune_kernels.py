@@ -3,7 +3,7 @@
     unigrad-fast bench kernels --tune
 
 For each arithmetic and each of `bench_objective`'s shapes every candidate works on scratch data, never on a live F;
-one that does not fit the chip or spills is passed over. The table is a file of the package: what is written there is
+one that does not fit the chip is passed over. The table is a file of the package: what is written there is
 used from then on, and belongs into a commit with the card's name.
 """
 

@@ -138,7 +138,7 @@ def update_correlation_(
         unit_MC = unit_MC.T.contiguous().T  # TF32 units multiply rows of operands that are contiguous in memory
     tile = tile or tile_for("update", unit_MC, input_precision)
     row_tiles, column_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.rows)
-    symmetric = rows == width
+    symmetric = rows == width  # whole F
     tiles = column_tiles * (column_tiles + 1) // 2 if symmetric else row_tiles * column_tiles
     update_correlation_kernel[(tiles,)](
         correlation_RC,

@@ -8,7 +8,8 @@
 
 The product is a matrix product and nothing else: its tiles can be large, and it serves a block of columns of a
 sharded F as well. The rest has one program per row, which owns all of the row: its dot products need no second
-stage, and p, u and m⁺ are read once, dz written once. An epilogue of the product would have to read u and m⁺ too
+stage, and p, u and m⁺ are read once (rows too long for the registers
+twice, the second time from the cache), dz written once. An epilogue of the product would have to read u and m⁺ too
 and leave g to a second launch in place of p: the same bytes, for tiles half as large.
 """
 
@@ -48,7 +49,9 @@ def correlation_product_kernel(
     m_M, m_R = o_M < M, o_R < R
     p_unit_M = p_unit + o_M[:, None].to(tl.int64) * C
 
-    # F[k, r] and F[r, k] are the same number. With a triangle the one with the smaller first index is there.
+    # F[k, r] and F[r, k] are the same number. Of a triangle's blocks those on the diagonal are whole and those below are
+    # not there: rows above this block of columns are read down the columns, the others along the rows. COLUMNS divides
+    # a block of the triangle and DEPTH divides COLUMNS, so that neither loop steps over the diagonal.
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     above = 0
     if TRIANGLE:

@@ -36,6 +36,7 @@ def unit_embeddings_kernel(
     usable = peak > 0
     peak = tl.where(usable, peak, 1.0)
     b_z = tl.where(usable, b_z / peak, 0.0)
+    # Of the row divided by its peak; so is the smallest norm.
     norm = tl.maximum(tl.sqrt(tl.sum(b_z * b_z)), SMALLEST_NORM / peak)
     b_unit = b_z / norm
 

@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from . import reference
 from .heuristics import HALF, working_scale
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 _LIBRARY = torch.library.Library("unigrad_fast", "DEF")
 
 
@@ -34,14 +36,53 @@ def use_triton(device: torch.device) -> bool:
     choice = os.environ.get("UNIGRAD_KERNELS", "")
     if choice not in ("", "triton", "torch"):
         raise ValueError(f"UNIGRAD_KERNELS={choice} is unknown; use triton or torch, or unset it")
-    if choice == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("UNIGRAD_KERNELS=triton on the CPU needs Triton's interpreter; set TRITON_INTERPRET=1 too")
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    if choice == "triton" and device.type != "cuda" and not interpreted:
+        raise ValueError(
+            "UNIGRAD_KERNELS=triton on the CPU needs Triton's interpreter; set TRITON_INTERPRET=1 before Python starts"
+        )
     return choice == "triton" or (choice == "" and device.type == "cuda")
 
 
 def float32_precision() -> str:
     """How fp32 operands are multiplied: "ieee", or "tf32" where torch may use it for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
+    if torch.float64 in dtypes or not use_triton(device):
+        return False
+    if torch.bfloat16 in dtypes and device.type != "cuda":
+        raise ValueError("Triton's interpreter cannot compute bf16; use fp16 or fp32, or UNIGRAD_KERNELS=torch")
+    return True
+
+
+def _require(
+    name: str, tensor: Tensor | None, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """Raises ValueError unless a tensor is None or has this shape (None is any size), one of the dtypes, the device."""
+    if tensor is None:
+        return
+    sizes_fit = tensor.dim() == len(shape) and all(
+        expected is None or size == expected for size, expected in zip(tensor.shape, shape, strict=True)
+    )
+    if not sizes_fit or tensor.dtype not in dtypes or tensor.device != device:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {names} [{sizes}] on {device}, not {str(tensor.dtype).removeprefix('torch.')} "
+            f"{list(tensor.shape)} on {tensor.device}"
+        )
+
+
+def _require_precision(input_precision: str | None) -> None:
+    if input_precision not in (None, "ieee", "tf32x3", "tf32"):
+        raise ValueError(f"input_precision {input_precision!r} is unknown; use 'ieee', 'tf32x3' or 'tf32'")
+
+
+def _require_flags(name: str, flags: Tensor | None, device: torch.device) -> None:
+    if flags is not None:
+        _require(name, flags, tuple(flags.shape), (torch.int32,), device)
 
 
 def unit_embeddings(
@@ -59,22 +100,24 @@ def unit_embeddings(
         non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
 
     Raises:
-        ValueError: views of different shapes, or with more than two dimensions; `nonfinite` of another shape or dtype.
+        ValueError: views of different shapes, not [N, C], not floating; `nonfinite` that does not fit; with its values.
     """
     views = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
     shapes = {tuple(view.shape) for view in views}
     if len(shapes) != 1 or views[0].dim() != 2:
         raise ValueError(f"embeddings have shapes {sorted(shapes)}; give one or more of one shape [N, C]")
-    widest = torch.float32
-    for view in views:
-        widest = torch.promote_types(widest, view.dtype)
+    for number, view in enumerate(views):
+        _require(f"embeddings[{number}]", view, (None, None), FLOATING, views[0].device)
+    dtype = dtype or _exact(views)
+    if dtype not in FLOATING:
+        raise ValueError(f"unit embeddings cannot be in {dtype}; use float32, bfloat16, float16 or float64")
+    rows = len(views) * views[0].shape[0]
     if nonfinite is None:
-        nonfinite = views[0].new_empty(len(views) * views[0].shape[0], dtype=torch.int32)
-    elif nonfinite.dtype != torch.int32 or nonfinite.shape != (len(views) * views[0].shape[0],):
-        rows = len(views) * views[0].shape[0]
-        raise ValueError(f"nonfinite is int32 [{rows}], not {nonfinite.dtype} {list(nonfinite.shape)}")
-    views = [view.detach() for view in views]
-    return torch.ops.unigrad_fast.unit_embeddings(views, dtype or widest, nonfinite)
+        nonfinite = views[0].new_empty(rows, dtype=torch.int32)
+    _require("nonfinite", nonfinite, (rows,), (torch.int32,), views[0].device)
+    if not nonfinite.is_contiguous():
+        raise ValueError(f"nonfinite with strides {nonfinite.stride()} cannot be written; give a contiguous one")
+    return torch.ops.unigrad_fast.unit_embeddings([view.detach() for view in views], dtype, nonfinite)
 
 
 _LIBRARY.define("unit_embeddings(Tensor[] views, ScalarType dtype, Tensor(a!) nonfinite) -> (Tensor, Tensor)")
@@ -82,8 +125,7 @@ _LIBRARY.define("unit_embeddings(Tensor[] views, ScalarType dtype, Tensor(a!) no
 
 @torch.library.impl(_LIBRARY, "unit_embeddings", "CompositeExplicitAutograd")
 def _unit_embeddings(views, dtype, nonfinite):
-    exact = dtype == torch.float64 or any(view.dtype == torch.float64 for view in views)
-    if use_triton(views[0].device) and not exact:
+    if _takes_triton(views[0].device, dtype, _exact(views)):
         from . import normalize
 
         with _on(views[0]):
@@ -94,7 +136,7 @@ def _unit_embeddings(views, dtype, nonfinite):
 @torch.library.register_fake("unigrad_fast::unit_embeddings", lib=_LIBRARY)
 def _(views, dtype, nonfinite):
     rows, width = len(views) * views[0].shape[0], views[0].shape[1]
-    exact = torch.promote_types(torch.promote_types(dtype, views[0].dtype), torch.float32)
+    exact = torch.promote_types(dtype, _exact(views))
     return views[0].new_empty(rows, width, dtype=dtype), views[0].new_empty(rows, dtype=exact)
 
 
@@ -112,7 +154,8 @@ def update_correlation_(
 ) -> Tensor:
     """Move the correlation towards this batch's, in place: F ← ρ·F + (1−ρ)/count · Σ mᵀm.
 
-    Whole F stays equal to Fᵀ bit for bit. With `working` only its upper triangle is sure to be kept up, which is
+    Whole F (as many rows as columns) is taken to be symmetric, only its upper triangle is read, and it stays equal to
+    Fᵀ bit for bit. With `working` only its upper triangle is sure to be kept up, which is
     what `correlation_product` reads; `mirror_` fills the rest.
 
     Args:
@@ -121,7 +164,8 @@ def update_correlation_(
         decay: ρ, a number or an fp32 scalar on the device; 0 makes F this batch's correlation.
         count: rows over all ranks (2·N·W for two global views), a number or an fp32 scalar on the device.
         skip: int32, any shape; where one of them is not 0, F stays bitwise as it is.
-        updates: int64 scalar, how many batches F has taken; where it is 0, ρ is 0. `embedding_gradient` counts.
+        updates: int64 scalar, how many batches F has taken; where it is 0, ρ is 0. It is only read here:
+            `unigrad_gradient` counts it, and without that ρ stays 0.
         first_row: which row of F the first of `correlation` is.
         working: bf16 or fp16, shaped as `correlation`; written: F times `working_scale`, for the product.
         input_precision: how Triton multiplies fp32 units: "ieee", "tf32x3" or "tf32"; None is torch's setting.
@@ -132,18 +176,21 @@ def update_correlation_(
     Raises:
         ValueError: shapes or dtypes that do not fit, with their values.
     """
+    device = correlation.device
+    _require("the correlation", correlation, (None, None), (torch.float32, torch.float64), device)
     rows, width = correlation.shape
-    if unit_MC.dim() != 2 or unit_MC.shape[1] != width or first_row + rows > width:
-        raise ValueError(
-            f"a correlation {list(correlation.shape)} from row {first_row} takes units [M, {width}], "
-            f"not {list(unit_MC.shape)}"
-        )
+    if not 0 <= first_row <= width - rows:
+        raise ValueError(f"{rows} rows of a correlation with {width} cannot start at row {first_row}")
+    _require("unit_MC", unit_MC, (None, width), FLOATING, device)
+    _require("updates", updates, (), (torch.int64,), device)
+    _require_flags("skip", skip, device)
+    _require_precision(input_precision)
+    for name, value, least in (("decay", decay, 0.0), ("count", count, 1.0)):
+        if not isinstance(value, Tensor) and not value >= least:
+            raise ValueError(f"{name} {value} is below {least:g}")
     if correlation.dtype != torch.promote_types(unit_MC.dtype, torch.float32):
         raise ValueError(f"a correlation in {correlation.dtype} cannot take units in {unit_MC.dtype}")
-    if working is not None and (working.shape != correlation.shape or working.dtype not in HALF):
-        raise ValueError(
-            f"a working copy is bf16 or fp16 and {list(correlation.shape)}, not {working.dtype} {list(working.shape)}"
-        )
+    _require("the working copy", working, (rows, width), HALF, device)
     for name, matrix in (("correlation", correlation), ("working copy", working)):
         if matrix is not None and not matrix.is_contiguous():
             raise ValueError(f"a {name} with strides {matrix.stride()} cannot be updated; give a contiguous one")
@@ -169,7 +216,7 @@ _LIBRARY.define(
 
 @torch.library.impl(_LIBRARY, "update_correlation_", "CompositeExplicitAutograd")
 def _update_correlation_(correlation, unit, decay, count, skip, updates, first_row, working, input_precision):
-    if use_triton(correlation.device) and correlation.dtype == torch.float32:
+    if _takes_triton(correlation.device, correlation.dtype, unit.dtype):
         from . import correlation as kernel
 
         scale = 1.0 if working is None else working_scale(working.dtype, correlation.shape[1])
@@ -197,9 +244,14 @@ def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: s
 
     Returns:
         [M, R], fp32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, with their values.
     """
-    if unit_MC.dim() != 2 or correlation.dim() != 2 or unit_MC.shape[1] != correlation.shape[1]:
-        raise ValueError(f"units {list(unit_MC.shape)} do not fit a correlation {list(correlation.shape)}")
+    _require("unit_MC", unit_MC, (None, None), FLOATING, unit_MC.device)
+    exact = torch.promote_types(unit_MC.dtype, torch.float32)
+    _require("the correlation", correlation, (None, unit_MC.shape[1]), (*HALF, exact), unit_MC.device)
+    _require_precision(input_precision)
     return torch.ops.unigrad_fast.correlation_product(unit_MC, correlation, input_precision)
 
 
@@ -208,7 +260,7 @@ _LIBRARY.define("correlation_product(Tensor unit, Tensor correlation, str? input
 
 @torch.library.impl(_LIBRARY, "correlation_product", "CompositeExplicitAutograd")
 def _correlation_product(unit, correlation, input_precision):
-    if use_triton(unit.device) and unit.dtype != torch.float64:
+    if _takes_triton(unit.device, unit.dtype, correlation.dtype):
         from . import gradient
 
         unit = unit.contiguous().to(correlation.dtype if correlation.dtype in HALF else unit.dtype)
@@ -254,7 +306,7 @@ def embedding_gradient(
         scale: weight of one row in the loss, 1/(N·V).
         first, second, ratio: [M] int64, int64 and floating: the positive of row i is
             ratio[i]·target[first[i]] + (1−ratio[i])·target[second[i]]. Without `second` it is target[first[i]],
-            without `first` target[i].
+            without `first` target[i]. Numbers are not checked: on a GPU that would make the host wait.
         dtype: of the gradient; None is that of `product_MC`.
         nonfinite: int32, any shape: reported in the terms.
         skip, updates: as in `update_correlation_`, after which `updates` is counted here.
@@ -264,11 +316,50 @@ def embedding_gradient(
         dz [M, C], and [5] fp32 (float64 for float64), each summed over rows and times `scale`:
         L = −u·m⁺ + (λ/2)·u·F·uᵀ, the positive cosine u·m⁺, the negative term u·F·uᵀ, u·g (what the authors' code
         reports), and 1 where any of `nonfinite` is not 0.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, with their values.
     """
+    exact = torch.promote_types(unit_MC.dtype, torch.float32)
+    _require("product_MC", product_MC, tuple(unit_MC.shape), (exact,), unit_MC.device)
+    _require_rows(unit_MC, inverse_norm_M, target_KC, first, second, ratio, dtype or exact)
+    _require_state(nonfinite, skip, updates, ticket, unit_MC.device)
     return torch.ops.unigrad_fast.embedding_gradient(
         *(product_MC, unit_MC, inverse_norm_M, target_KC, first, second, ratio, nonfinite, skip, updates, ticket),
-        *(balance, scale, dtype or product_MC.dtype),
+        *(balance, scale, dtype or exact),
     )
+
+
+def _require_rows(
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    ratio: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    device = unit_MC.device
+    _require("unit_MC", unit_MC, (None, None), FLOATING, device)
+    rows, width = unit_MC.shape
+    _require("inverse_norm_M", inverse_norm_M, (rows,), FLOATING, device)
+    _require("target_KC", target_KC, (rows if first is None else None, width), FLOATING, device)
+    for name, index in (("first", first), ("second", second)):
+        _require(name, index, (rows,), (torch.int64, torch.int32), device)
+    _require("ratio", ratio, (rows,), FLOATING, device)
+    if (second is None) != (ratio is None) or (first is None and second is not None):
+        raise ValueError("a pair of targets takes `first`, `second` and `ratio`, a single one `first` or none of them")
+    if dtype not in FLOATING:
+        raise ValueError(f"a gradient cannot be in {dtype}; use float32, bfloat16, float16 or float64")
+
+
+def _require_state(
+    nonfinite: Tensor | None, skip: Tensor | None, updates: Tensor | None, ticket: Tensor | None, device: torch.device
+) -> None:
+    _require_flags("nonfinite", nonfinite, device)
+    _require_flags("skip", skip, device)
+    _require("updates", updates, (), (torch.int64,), device)
+    _require("ticket", ticket, (), (torch.int32,), device)
 
 
 _POSITIVE_AND_STATE = (
@@ -308,9 +399,14 @@ def unigrad_gradient(
 ) -> tuple[Tensor, Tensor]:
     """`embedding_gradient` of `correlation_product`, without a copy of the product.
 
-    Args and returns: theirs. The paper, section "UniGrad": g = −m⁺ + λ·u·F, dz = (g − u·(u·g)) / ‖z‖ · scale.
+    Args, returns and raises: theirs, with `correlation` whole. The paper, section "UniGrad": g = −m⁺ + λ·u·F,
+    dz = (g − u·(u·g)) / ‖z‖ · scale.
     """
     exact = torch.promote_types(unit_MC.dtype, torch.float32)
+    _require_rows(unit_MC, inverse_norm_M, target_KC, first, second, ratio, dtype or exact)
+    _require("the correlation", correlation, (unit_MC.shape[1],) * 2, (*HALF, exact), unit_MC.device)
+    _require_state(nonfinite, skip, updates, ticket, unit_MC.device)
+    _require_precision(input_precision)
     return torch.ops.unigrad_fast.unigrad_gradient(
         *(unit_MC, correlation, inverse_norm_M, target_KC, first, second, ratio, nonfinite, skip, updates, ticket),
         *(balance, scale, dtype or exact, input_precision),
@@ -341,7 +437,7 @@ def _gradient_from(
     gradient = product if product.dtype == dtype else product.new_empty(product.shape, dtype=dtype)
     rows = (product, *map(_contiguous, (unit, inverse_norm, target, first, second, ratio)), gradient)
     state = (_contiguous(nonfinite), _contiguous(skip), updates)
-    if use_triton(unit.device) and product.dtype != torch.float64 and len(unit):
+    if _takes_triton(unit.device, product.dtype, unit.dtype) and len(unit):
         from . import gradient as kernel
 
         with _on(unit):
@@ -352,6 +448,11 @@ def _gradient_from(
 def _fake_gradient(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(unit.dtype, torch.float32)
     return unit.new_empty(unit.shape, dtype=dtype), unit.new_empty(5, dtype=exact)
+
+
+def _exact(tensors: Sequence[Tensor]) -> torch.dtype:
+    """fp32, or float64 where one of the tensors is."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:

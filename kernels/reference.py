@@ -21,7 +21,6 @@ from torch import Tensor
 from .heuristics import working_scale
 
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
-PLAIN_NORM = 1e-15  # rows of norms from here to its inverse are squared as they are, even in fp32
 PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
 CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
@@ -29,7 +28,7 @@ CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 def unit_embeddings(views: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """See `ops.unit_embeddings`."""
     images, width = views[0].shape
-    exact = torch.promote_types(torch.promote_types(dtype, views[0].dtype), torch.float32)
+    exact = torch.float64 if torch.float64 in (dtype, *(view.dtype for view in views)) else torch.float32
     unit_MC = torch.empty(len(views) * images, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
     for number, view_NC in enumerate(views):
@@ -38,7 +37,8 @@ def unit_embeddings(views: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tens
             row_MC = view_NC[rows].to(exact)
             norm_M1 = torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True)
             scale_M1, finite_M1 = torch.ones_like(norm_M1), torch.ones_like(norm_M1, dtype=torch.bool)
-            if not ((norm_M1 > PLAIN_NORM) & (norm_M1 < 1 / PLAIN_NORM)).all():
+            # Within these norms squares neither overflow nor vanish, even in fp32.
+            if not ((norm_M1 > SMALLEST_NORM) & (norm_M1 < 1 / SMALLEST_NORM)).all():
                 row_MC, norm_M1, scale_M1, finite_M1 = _scaled(row_MC)
             torch.div(row_MC, norm_M1, out=unit_MC[out])
             inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)

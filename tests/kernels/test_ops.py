@@ -245,7 +245,7 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(monkeypatch):
 def test_triton_on_the_cpu_without_its_interpreter_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setenv("UNIGRAD_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="needs Triton's interpreter; set TRITON_INTERPRET=1 too"):
+    with pytest.raises(ValueError, match="needs Triton's interpreter; set TRITON_INTERPRET=1 before"):
         unit_embeddings(torch.ones(2, 3))
 
 
@@ -260,48 +260,120 @@ def test_no_views_at_all_are_refused():
         unit_embeddings([])
 
 
+def gradient_of(**changes) -> None:
+    """`unigrad_gradient` of two rows and eight channels, with other arguments."""
+    arguments = {
+        "unit_MC": torch.ones(2, 8),
+        "inverse_norm_M": torch.ones(2),
+        "target_KC": torch.ones(2, 8),
+        "correlation": torch.eye(8),
+        "balance": 1.0,
+        "scale": 0.5,
+    }
+    unigrad_gradient(**{**arguments, **changes})
+
+
+def update_of(correlation=None, unit=None, **changes) -> None:
+    """`update_correlation_` with other arguments."""
+    correlation = torch.zeros(8, 8) if correlation is None else correlation
+    update_correlation_(
+        correlation, torch.ones(2, 8) if unit is None else unit, **{"decay": 0.0, "count": 2, **changes}
+    )
+
+
+INDEX, PAIR = torch.zeros(2, dtype=torch.int64), {"second": torch.zeros(2, dtype=torch.int64), "ratio": torch.ones(2)}
 REFUSED = {
     "flags of another length": (
         lambda: unit_embeddings([torch.ones(2, 3)] * 2, nonfinite=flags(0, 0)),
-        r"nonfinite is int32 \[4\], not torch.int32 \[2\]",
+        r"nonfinite is int32 \[4\] on cpu, not int32 \[2\]",
     ),
     "flags of another dtype": (
         lambda: unit_embeddings(torch.ones(2, 3), nonfinite=torch.zeros(2)),
-        r"nonfinite is int32 \[2\], not torch.float32 \[2\]",
+        r"nonfinite is int32 \[2\] on cpu, not float32 \[2\]",
+    ),
+    "flags with gaps": (
+        lambda: unit_embeddings(torch.ones(2, 3), nonfinite=flags(0, 0, 0, 0)[::2]),
+        r"nonfinite with strides \(2,\)",
+    ),
+    "whole numbers as embeddings": (
+        lambda: unit_embeddings(torch.ones(2, 3).int()),
+        r"embeddings\[0\] is .*, not int32",
+    ),
+    "whole numbers as units": (
+        lambda: unit_embeddings(torch.ones(2, 3), dtype=torch.int32),
+        "unit embeddings cannot be in torch.int32",
+    ),
+    "views on two devices": (
+        lambda: unit_embeddings([torch.ones(2, 3), torch.ones(2, 3, device="meta")]),
+        r"embeddings\[1\] is .* on cpu, not float32 \[2, 3\] on meta",
     ),
     "units of another width": (
-        lambda: update_correlation_(torch.zeros(8, 8), torch.ones(2, 9), decay=0.0, count=2),
-        r"\[8, 8\] from row 0 takes units \[M, 8\], not \[2, 9\]",
+        lambda: update_of(unit=torch.ones(2, 9)),
+        r"unit_MC is .*\[any, 8\].*not float32 \[2, 9\]",
     ),
     "rows beyond the last": (
-        lambda: update_correlation_(torch.zeros(3, 8), torch.ones(2, 8), decay=0.0, count=2, first_row=6),
-        r"\[3, 8\] from row 6",
+        lambda: update_of(torch.zeros(3, 8), first_row=6),
+        "3 rows of a correlation with 8 cannot start at row 6",
     ),
+    "rows before the first": (lambda: update_of(torch.zeros(3, 8), first_row=-1), "cannot start at row -1"),
+    "a vector as F": (lambda: update_of(torch.zeros(8)), r"the correlation is .*\[any, any\].*not float32 \[8\]"),
     "half-precision F": (
-        lambda: update_correlation_(torch.zeros(8, 8).half(), torch.ones(2, 8).half(), decay=0.0, count=2),
-        r"in torch.float16 cannot take units in torch.float16",
+        lambda: update_of(torch.zeros(8, 8).half(), torch.ones(2, 8).half()),
+        "the correlation is float32 or float64 .*not float16",
     ),
     "float64 units for an fp32 F": (
-        lambda: update_correlation_(torch.zeros(8, 8), torch.ones(2, 8).double(), decay=0.0, count=2),
-        r"in torch.float32 cannot take units in torch.float64",
+        lambda: update_of(unit=torch.ones(2, 8).double()),
+        "in torch.float32 cannot take units in torch.float64",
     ),
+    "no rows to count": (lambda: update_of(count=0), "count 0 is below 1"),
+    "a decay that is not a number": (lambda: update_of(decay=float("nan")), "decay nan is below 0"),
+    "an unknown precision": (
+        lambda: update_of(input_precision="bf16"),
+        "input_precision 'bf16' is unknown; use 'ieee'",
+    ),
+    "a floating skip": (lambda: update_of(skip=torch.zeros(2)), r"skip is int32 \[2\]"),
+    "updates in another dtype": (lambda: update_of(updates=torch.zeros(())), r"updates is int64 \[\]"),
     "a working copy in fp32": (
-        lambda: update_correlation_(torch.zeros(8, 8), torch.ones(2, 8), decay=0.0, count=2, working=torch.zeros(8, 8)),
-        r"is bf16 or fp16 and \[8, 8\], not torch.float32 \[8, 8\]",
+        lambda: update_of(working=torch.zeros(8, 8)),
+        r"the working copy is bfloat16 or float16 \[8, 8\] on cpu, not float32 \[8, 8\]",
     ),
     "a working copy of another shape": (
-        lambda: update_correlation_(
-            torch.zeros(8, 8), torch.ones(2, 8), decay=0.0, count=2, working=torch.zeros(8, 4).half()
-        ),
-        r"is bf16 or fp16 and \[8, 8\], not torch.float16 \[8, 4\]",
+        lambda: update_of(working=torch.zeros(8, 4).half()),
+        r"the working copy is bfloat16 or float16 \[8, 8\] on cpu, not float16 \[8, 4\]",
     ),
     "F with gaps": (
-        lambda: update_correlation_(torch.zeros(8, 9)[:, :8], torch.ones(2, 8), decay=0.0, count=2),
+        lambda: update_of(torch.zeros(8, 9)[:, :8]),
         r"a correlation with strides \(9, 1\) cannot be updated; give a contiguous one",
     ),
     "a product of other widths": (
         lambda: correlation_product(torch.ones(2, 8), torch.ones(9, 9)),
-        r"units \[2, 8\] do not fit a correlation \[9, 9\]",
+        r"the correlation is .*\[any, 8\] on cpu, not float32 \[9, 9\]",
+    ),
+    "a product with whole numbers": (lambda: correlation_product(torch.ones(2, 8), torch.eye(8).long()), "not int64"),
+    "some rows of F for the whole gradient": (
+        lambda: gradient_of(correlation=torch.ones(4, 8)),
+        r"the correlation is .*\[8, 8\] on cpu, not float32 \[4, 8\]",
+    ),
+    "too few inverse norms": (
+        lambda: gradient_of(inverse_norm_M=torch.ones(1)),
+        r"inverse_norm_M is .*\[2\].*not .*\[1\]",
+    ),
+    "targets of another width": (lambda: gradient_of(target_KC=torch.ones(2, 4)), r"target_KC is .*\[2, 8\]"),
+    "too few targets": (lambda: gradient_of(target_KC=torch.ones(1, 8)), r"target_KC is .*\[2, 8\]"),
+    "too few firsts": (lambda: gradient_of(first=INDEX[:1]), r"first is int64 or int32 \[2\]"),
+    "floating partners": (
+        lambda: gradient_of(first=INDEX, **{**PAIR, "second": torch.ones(2)}),
+        "second is int64 or int32",
+    ),
+    "a second without a ratio": (lambda: gradient_of(first=INDEX, second=INDEX), "a pair of targets takes"),
+    "a ratio without a second": (lambda: gradient_of(first=INDEX, ratio=torch.ones(2)), "a pair of targets takes"),
+    "a pair without a first": (lambda: gradient_of(**PAIR), "a pair of targets takes"),
+    "a gradient in whole numbers": (lambda: gradient_of(dtype=torch.int32), "a gradient cannot be in torch.int32"),
+    "a product of another shape": (
+        lambda: embedding_gradient(
+            torch.ones(2, 4), torch.ones(2, 8), torch.ones(2), torch.ones(2, 8), balance=1.0, scale=1.0
+        ),
+        r"product_MC is float32 \[2, 8\] on cpu, not float32 \[2, 4\]",
     ),
 }
 

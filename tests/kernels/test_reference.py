@@ -44,6 +44,19 @@ def test_unit_embeddings_have_norm_one_at_any_scale(size):
     torch.testing.assert_close(inverse.double() * norm, torch.ones(7, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("size", [1e-11, 1e-12, 1e-13, 1e-14, 1e-30])
+def test_norms_below_the_smallest_count_as_the_smallest_whatever_the_other_rows(size):
+    row = torch.zeros(1, 4)
+    row[0, 1] = size
+    alone, inverse = unit_embeddings(row)
+    beside, others = unit_embeddings(torch.cat([row, torch.ones(1, 4), torch.zeros(1, 4)]))
+    expected = torch.nn.functional.normalize(row, dim=-1)
+    torch.testing.assert_close(alone, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(beside[:1], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse, torch.full((1,), 1 / max(size, 1e-12)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(others[:1], inverse, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_units_are_computed_in_fp32_or_better(dtype):
     units, inverse = unit_embeddings(random(3, 8, dtype=dtype))

@@ -130,8 +130,31 @@ def test_mixing_leaves_the_correlation_alone_and_takes_a_tensor_per_view():
 def test_a_mix_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="correlation_source 'online' with CutMix"):
         UniGrad(width=16, correlation_source="online")(online=views(), target=views(), mix=mixed())
-    with pytest.raises(ValueError, match=r"shapes \[\(5,\).*expected \(6,\)"):
-        UniGrad(width=16)(online=views(), target=views(), mix=mixed(images=5))
+    whole = mixed()
+    for partner, ratio, message in (
+        (whole.partner[:, :5], whole.ratio, r"mix.partner is .*\[5\].*give int64 \[6\]"),
+        (whole.partner[:1], whole.ratio, r"mix.partner is .*two global views"),
+        (whole.partner.float(), whole.ratio, r"mix.partner is .*float32"),
+        (whole.partner, whole.ratio.long(), r"mix.ratio is .*int64.*give floating"),
+        (whole.partner + 1, whole.ratio, "mix.partner goes from 1 to 6; allowed is 0 to 5"),
+        (whole.partner, whole.ratio * torch.nan, "mix.ratio goes from nan"),
+        (whole.partner, whole.ratio - 1, "mix.ratio goes from -"),
+    ):
+        objective = UniGrad(width=16)
+        with pytest.raises(ValueError, match=message):
+            objective(online=views(), target=views(), mix=Mixed(partner, ratio))
+        assert not objective.correlation.any()
+
+
+def test_an_empty_batch_leaves_the_correlation_alone():
+    objective = UniGrad(width=16)
+    objective(online=views(), target=views(seed=1))
+    before = objective.correlation.clone()
+    online = leaves(views(images=0))
+    output = objective(online=online, target=views(images=0))
+    output.loss.backward()
+    assert output.loss == 0 and online[0].grad.shape == (0, 16)
+    assert torch.equal(objective.correlation, before) and objective.updates == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

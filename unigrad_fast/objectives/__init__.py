@@ -1,5 +1,5 @@
 """Objectives: `UniGrad`, and `build` to get one by name."""
 
-from .unigrad import ObjectiveOutput, UniGrad, build
+from .unigrad import Mix, ObjectiveOutput, UniGrad, build
 
-__all__ = ["ObjectiveOutput", "UniGrad", "build"]
+__all__ = ["Mix", "ObjectiveOutput", "UniGrad", "build"]

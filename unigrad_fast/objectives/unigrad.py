@@ -33,7 +33,8 @@ class Mix(Protocol):
 
     Attributes:
         partner: int64, [2, N] or two [N]: for each global view the number of the other image in this rank's batch.
-        ratio: floating, the same shape: share of the area that is still image i's.
+        ratio: floating, the same shape: share of the area that is still image i's, 0 to 1. Partners and ratios out of
+            range are refused on the CPU only: on a GPU the host would have to wait for them.
     """
 
     partner: Tensor | Sequence[Tensor]
@@ -167,7 +168,8 @@ class UniGrad(nn.Module):
             flags, target_flags = self._over_ranks(nonfinite, rows)
             # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
             skip = target_flags if from_target else flags
-            if self.training:
+            counts = self.training and images > 0
+            if counts:
                 self.average.update_(source_MC, layout.decay, layout.count, skip)
             first, second, ratio = self._positives(layout, mix, images)
             gradient_MC, terms = unigrad_gradient(
@@ -183,7 +185,7 @@ class UniGrad(nn.Module):
                 dtype=_common_dtype(online),
                 nonfinite=flags,
                 skip=skip,
-                updates=self.average.updates if self.training else None,
+                updates=self.average.updates if counts else None,
                 ticket=layout.ticket,
             )
         loss = attach_gradient(terms, gradient_MC, online)
@@ -275,9 +277,20 @@ class UniGrad(nn.Module):
             raise ValueError(
                 "correlation_source 'online' with CutMix makes F from mixed images; use correlation_source='target'"
             )
-        shapes = [tuple(each.shape) for pair in (mix.partner, mix.ratio) for each in pair]
-        if shapes != [expected[:1]] * 4:
-            raise ValueError(f"mix has partners and ratios of shapes {shapes}, expected {expected[:1]} for both views")
+        images = expected[0]
+        for name, pair, wanted in (("partner", mix.partner, "int64"), ("ratio", mix.ratio, "floating")):
+            given = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in pair]
+            fits = all(each.is_floating_point() == (name == "ratio") and each.dtype != torch.bool for each in pair)
+            if len(given) != 2 or any(shape != [images] for _, shape in given) or not fits:
+                raise ValueError(
+                    f"mix.{name} is {given[:3]}; give {wanted} [{images}] for each of the two global views"
+                )
+            # On a GPU this would make the host wait.
+            if online[0].device.type == "cpu" and images:
+                low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
+                most = 1 if name == "ratio" else images - 1
+                if not 0 <= low <= high <= most:
+                    raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; allowed is 0 to {most}")
 
 
 def _common_dtype(views: Sequence[Tensor]) -> torch.dtype:

@@ -107,6 +107,11 @@ def test_a_non_finite_row_is_reported_and_a_target_row_holds_the_correlation(bra
     assert objective.updates == (1 if branch == "target" else 2)
 
 
+def test_bf16_is_refused_by_the_interpreter():
+    with pytest.raises(ValueError, match="interpreter cannot compute bf16; use fp16"):
+        UniGrad(40, compute_dtype=torch.bfloat16)(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
+
+
 def test_autocast_decides_the_dtype_of_the_product():
     objective = UniGrad(40)
     with torch.autocast("cpu", torch.float16):

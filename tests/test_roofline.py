@@ -1,0 +1,48 @@
+"""The written prediction follows the counts."""
+
+from pathlib import Path
+
+import pytest
+
+from unigrad_fast.benchmarks.roofline import Design, Peaks, launches
+
+ROOFLINE = Path(__file__).resolve().parent.parent / "benchmarks/ROOFLINE.md"
+CARDS = {"H100": Peaks({"bf16": 798e12}, 3.0e12), "A100": Peaks({"bf16": 312e12}, 2.0e12)}
+DESIGN = Design("bf16", "bf16", "bf16", 128)
+NAMES = {
+    "unit_embeddings": "unit embeddings",
+    "update_correlation": "update",
+    "correlation_product": "product",
+    "embedding_gradient": "gradient",
+}
+
+
+def table() -> dict[tuple[str, str], list[str]]:
+    """Cells by (C and N, launch) of the table of expected times."""
+    text = ROOFLINE.read_text(encoding="utf-8").partition("## Expected times")[2]
+    rows, shape = {}, ""
+    for line in text.splitlines():
+        cells = [cell.strip().replace("*", "").replace(",", "") for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 9 and cells[1] != "launch" and "---" not in cells[1]:
+            shape = cells[0] or shape
+            rows[shape, cells[1]] = cells[2:]
+    return rows
+
+
+@pytest.mark.parametrize(("width", "images"), [(16384, 512), (16384, 128), (8192, 512), (2048, 512)])
+def test_the_expected_times_are_those_of_the_counts(width, images):
+    rows = table()
+    total = rows[f"{width} {images}", "step"]
+    for card, place in (("H100", 3), ("A100", 5)):
+        assert float(total[place]) == pytest.approx(CARDS[card].least_seconds(DESIGN, images, width) * 1e6, abs=1)
+    for kernel, rows_of_kernel in launches(images).items():
+        cells = rows.get((f"{width} {images}", NAMES[kernel]))
+        if cells is None:  # only totals are written for this shape
+            continue
+        flops, moved = DESIGN.flops(kernel, rows_of_kernel, width), DESIGN.bytes(kernel, rows_of_kernel, width)
+        assert float(cells[0].replace("–", "0")) == pytest.approx(flops / 1e9, abs=0.6)
+        assert float(cells[1]) == pytest.approx(moved / 1e6, abs=0.6)
+        for card, place in (("H100", 3), ("A100", 5)):
+            peaks = CARDS[card]
+            least = max(flops / peaks.flops["bf16"], moved / peaks.copy) * 1e6
+            assert float(cells[place]) == pytest.approx(least, abs=0.6)
