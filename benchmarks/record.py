@@ -19,12 +19,15 @@ def machine() -> dict[str, str | int]:
     """Processor, cores, card, versions, commit and time."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     flags = Path("/proc/cpuinfo").read_text()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=RESULTS.parent,
-        capture_output=True,
-        text=True,
-    )
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=RESULTS.parent,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except OSError:  # no git
+        commit = ""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "processor": names[0].partition(": ")[2] if names else platform.machine(),
@@ -33,7 +36,7 @@ def machine() -> dict[str, str | int]:
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
     }
 
 

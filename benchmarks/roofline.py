@@ -28,7 +28,7 @@ class Design:
     """In which precisions (keys of DTYPES) the kernels work.
 
     Attributes:
-        embedding: of the embeddings and of their gradient.
+        embedding: of the embeddings and of the gradient that they get.
         unit: of the unit embeddings, and so of the update's product.
         product: of the product u·F; half precision reads a working copy of F.
         block: rows of the blocks in which the upper triangle of F is computed.
@@ -53,6 +53,7 @@ class Design:
             "update_correlation": M * C * (C + self.block),
             "correlation_product": 2 * M * C * C,
             "embedding_gradient": 0,
+            "backward": 0,
         }[kernel]
 
     def bytes(self, kernel: str, M: int, C: int) -> int:
@@ -65,7 +66,8 @@ class Design:
             "unit_embeddings": (embedding + unit) * M * C,
             "update_correlation": correlation + unit * M * C,
             "correlation_product": copy * C * C + (unit + 4) * M * C,
-            "embedding_gradient": (4 + unit + unit + embedding) * M * C,
+            "embedding_gradient": (4 + unit + unit + 4) * M * C,
+            "backward": (4 + embedding) * M * C,
         }[kernel]
 
     def precision(self, kernel: str) -> str:
@@ -80,6 +82,7 @@ def launches(N: int) -> dict[str, int]:
         "update_correlation": 2 * N,
         "correlation_product": 2 * N,
         "embedding_gradient": 2 * N,
+        "backward": 2 * N,
     }
 
 

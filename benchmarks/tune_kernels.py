@@ -9,6 +9,7 @@ used from then on, and belongs into a commit with the card's name.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -57,11 +58,11 @@ def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
     run, device = runner(kernel, precision, rows, width), torch.device("cuda")
     times: dict[Tile, list[float]] = {}
     for tile in candidates(kernel, precision):
-        try:
+        with contextlib.suppress(triton.TritonError, RuntimeError):
             run(tile)
             times[tile] = []
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
-            continue
+    if not times:
+        raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card")
     for _ in range(ROUNDS):
         for tile, taken in times.items():
             taken.append(seconds(lambda tile=tile: run(tile), device, STEPS))
@@ -69,7 +70,7 @@ def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
 
 
 def entries(kernel: str, precision: str, report: Callable[[str], None]) -> list[dict]:
-    """The table's list for a kernel and an arithmetic; equal neighbours are one entry."""
+    """The table's list for a kernel and an arithmetic."""
     found: list[dict] = []
     for number, width in enumerate(WIDTHS):
         for place, images in enumerate(IMAGES):
@@ -90,7 +91,7 @@ def main(report: Callable[[str], None] = print) -> None:
     for kernel, precision in itertools.product(("update", "product"), ARITHMETICS):
         kind = heuristics.arithmetic(DTYPES[precision], "tf32")
         table[kernel][arch][kind] = entries(kernel, precision, report)
-    heuristics.TABLE.write_text(rendered(table), encoding="utf-8")
+        heuristics.TABLE.write_text(rendered(table), encoding="utf-8")
     report(f"wrote {heuristics.TABLE}")
 
 

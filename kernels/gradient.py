@@ -8,9 +8,9 @@
 
 The product is a matrix product and nothing else: its tiles can be large, and it serves a block of columns of a
 sharded F as well. The rest has one program per row, which owns all of the row: its dot products need no second
-stage, and p, u and m⁺ are read once (rows too long for the registers
-twice, the second time from the cache), dz written once. An epilogue of the product would have to read u and m⁺ too
-and leave g to a second launch in place of p: the same bytes, for tiles half as large.
+stage, p, u and m⁺ are read once (rows too long for the registers twice, the second time from the cache) and dz is
+written once, over p where it is fp32. An epilogue of the product would have to read u and m⁺ too and leave g to a
+second launch in place of p: the same bytes, for tiles half as large.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ from torch import Tensor
 
 from .correlation import any_raised
 from .heuristics import Tile, row_tile, tile_for
+
+
+@triton.jit
+def add_product(b_sum, b_left, b_right, one, PRECISION: tl.constexpr):
+    """b_sum + b_left · b_right."""
+    if b_left.dtype == tl.float32 and PRECISION == "ieee":
+        # Without matrix units one chain of roundings would run over all C channels. A factor that the compiler does
+        # not know to be 1 keeps it from drawing the sum into the chain.
+        return b_sum + one * tl.dot(b_left, b_right, input_precision=PRECISION)
+    return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
 
 
 @triton.jit
@@ -49,9 +59,9 @@ def correlation_product_kernel(
     m_M, m_R = o_M < M, o_R < R
     p_unit_M = p_unit + o_M[:, None].to(tl.int64) * C
 
-    # F[k, r] and F[r, k] are the same number. Of a triangle's blocks those on the diagonal are whole and those below are
-    # not there: rows above this block of columns are read down the columns, the others along the rows. COLUMNS divides
-    # a block of the triangle and DEPTH divides COLUMNS, so that neither loop steps over the diagonal.
+    # F[k, r] and F[r, k] are the same number. Of a triangle's blocks those on the diagonal are whole and those below
+    # are not there: rows above this block of columns are read down the columns, the others along the rows. COLUMNS
+    # divides a block of the triangle and DEPTH divides COLUMNS, so that neither loop steps over the diagonal.
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     above = 0
     if TRIANGLE:
@@ -61,7 +71,7 @@ def correlation_product_kernel(
             b_unit = tl.load(p_unit_M + o_C[None, :], mask=m_M[:, None], other=0)  # [ROWS, DEPTH]
             p_column = p_correlation + o_C[:, None].to(tl.int64) * C + o_R[None, :]
             b_column = tl.load(p_column, mask=m_R[None, :], other=0)  # [DEPTH, COLUMNS]
-            b_product = tl.dot(b_unit, b_column, b_product, input_precision=PRECISION)
+            b_product = add_product(b_product, b_unit, b_column, unscale, PRECISION)
     for start in range(above, C, DEPTH):
         o_C = start + o_D
         m_C = o_C < C
@@ -70,7 +80,7 @@ def correlation_product_kernel(
         b_column = tl.load(p_row, mask=m_R[None, :] & m_C[:, None], other=0)  # [DEPTH, COLUMNS]
         if b_column.dtype != b_unit.dtype:
             b_column = (b_column * working_scale).to(b_unit.dtype)
-        b_product = tl.dot(b_unit, b_column, b_product, input_precision=PRECISION)
+        b_product = add_product(b_product, b_unit, b_column, unscale, PRECISION)
 
     o_product = o_M[:, None].to(tl.int64) * R + o_R[None, :]
     tl.store(p_product + o_product, b_product * unscale, mask=m_M[:, None] & m_R[None, :])

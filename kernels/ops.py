@@ -46,7 +46,10 @@ def use_triton(device: torch.device) -> bool:
 
 def float32_precision() -> str:
     """How fp32 operands are multiplied: "ieee", or "tf32" where torch may use it for matrix products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    try:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    except RuntimeError:  # the setting was made by the other of torch's two interfaces
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
@@ -223,7 +226,7 @@ def _update_correlation_(correlation, unit, decay, count, skip, updates, first_r
         with _on(correlation):
             kernel.update_correlation_(
                 *(correlation, unit.contiguous(), decay, count, _contiguous(skip), updates),
-                *(first_row, working, scale, input_precision or float32_precision()),
+                *(first_row, working, scale, input_precision or _precision_of(unit)),
             )
     else:
         reference.update_correlation_(correlation, unit, decay, count, skip, updates, first_row, working)
@@ -267,7 +270,7 @@ def _correlation_product(unit, correlation, input_precision):
         scale = working_scale(unit.dtype, correlation.shape[1])
         with _on(unit):
             return gradient.correlation_product(
-                unit, correlation.contiguous(), scale, input_precision or float32_precision()
+                unit, correlation.contiguous(), scale, input_precision or _precision_of(unit)
             )
     return reference.correlation_product(unit, correlation)
 
@@ -455,6 +458,10 @@ def _exact(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+def _precision_of(unit: Tensor) -> str:
+    return float32_precision() if unit.dtype == torch.float32 else "ieee"
+
+
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
 
@@ -473,14 +480,19 @@ class _KnownGradient(Function):
     def forward(ctx, terms: Tensor, gradient_MC: Tensor, *embeddings: Tensor) -> Tensor:
         ctx.dtypes = [embedding.dtype for embedding in embeddings]
         ctx.save_for_backward(gradient_MC)
-        return terms[0]
+        # A view saves a launch. Compiled code confuses it with the caller's other views of the terms.
+        return terms[0].clone() if torch.compiler.is_compiling() else terms[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         (gradient_MC,) = ctx.saved_tensors
-        scaled = (gradient_MC * grad_output).chunk(len(ctx.dtypes))
-        return None, None, *(view.to(dtype) for view, dtype in zip(scaled, ctx.dtypes, strict=True))
+        # Multiplied before it is rounded: a scale of the loss is there to lift gradients into fp16's range.
+        dtype = ctx.dtypes[0] if len(set(ctx.dtypes)) == 1 else gradient_MC.dtype
+        scaled_MC = torch.empty_like(gradient_MC, dtype=dtype)
+        torch.mul(gradient_MC, grad_output.to(gradient_MC.dtype), out=scaled_MC)
+        views = scaled_MC.chunk(len(ctx.dtypes))
+        return None, None, *(view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True))
 
 
 def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Tensor]) -> Tensor:

@@ -83,7 +83,8 @@ def test_bytes_are_the_sum_of_the_arrays_that_pass():
     assert half.bytes("unit_embeddings", M, C) == z + u
     assert half.bytes("update_correlation", M, C) == u + 4 * upper + 4 * upper + 2 * upper
     assert half.bytes("correlation_product", M, C) == u + 2 * C * C + row
-    assert half.bytes("embedding_gradient", M, C) == row + u + u + z
+    assert half.bytes("embedding_gradient", M, C) == row + u + u + row
+    assert half.bytes("backward", M, C) == row + z
     assert single.bytes("unit_embeddings", M, C) == row + row
     assert single.bytes("update_correlation", M, C) == row + 4 * upper + 4 * C * C
     assert single.bytes("correlation_product", M, C) == row + 4 * C * C + row

@@ -14,6 +14,7 @@ NAMES = {
     "update_correlation": "update",
     "correlation_product": "product",
     "embedding_gradient": "gradient",
+    "backward": "backward",
 }
 
 

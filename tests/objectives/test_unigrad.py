@@ -1,5 +1,6 @@
 """The UniGrad objective: golden values, invariants, dtypes, autograd, errors."""
 
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,13 +173,73 @@ def test_a_product_in_half_precision_stays_within_its_gate_and_leaves_the_correl
     assert 1e-6 < error < {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scale_of_the_loss_lifts_low_precision_gradients_before_they_are_rounded(dtype):
+    width, images, scale = 2048, 64, 2.0**20
+    online, target = (
+        views(width=width, images=images, dtype=dtype),
+        views(width=width, images=images, seed=1, dtype=dtype),
+    )
+    low, exact = leaves(online), leaves([z.double() for z in online])
+    (UniGrad(width)(online=low, target=target).loss * scale).backward()
+    UniGrad(width)(online=exact, target=[z.double() for z in target]).loss.backward()
+    found = torch.cat([z.grad.double() for z in low]) / scale
+    expected = torch.cat([z.grad for z in exact])
+    assert (found - expected).norm() / expected.norm() < {torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+
+
+def test_a_first_call_in_inference_mode_leaves_an_objective_that_trains():
+    objective = UniGrad(width=16, compute_dtype=torch.bfloat16)
+    with torch.inference_mode():
+        objective.eval()(online=views(dtype=torch.float32), target=views(seed=1, dtype=torch.float32))
+    objective.train()(
+        online=leaves(views(dtype=torch.float32)), target=views(seed=1, dtype=torch.float32)
+    ).loss.backward()
+    assert objective.updates == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"] + ["inductor"] * (shutil.which("g++") is not None))
+def test_a_compiled_objective_is_the_same(backend):
+    torch.compiler.reset()
+    plain, compiled = UniGrad(width=16), UniGrad(width=16)
+    call = torch.compile(compiled, fullgraph=True, backend=backend)
+    for seed in range(3):
+        batches = [leaves(views(seed=seed, dtype=torch.float32)) for _ in range(2)]
+        target = views(seed=seed + 50, dtype=torch.float32)
+        for objective, online in zip((plain, call), batches, strict=True):
+            output = objective(online=online, target=target)
+            output.loss.backward()
+        for expected, found in zip(*batches, strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-6, atol=1e-9)
+        assert torch.isfinite(output.metrics["positive_cosine"]) and output.nonfinite == 0
+    torch.testing.assert_close(compiled.correlation, plain.correlation, rtol=1e-6, atol=1e-9)
+    assert compiled.updates == plain.updates == 3
+
+
+def test_batches_before_and_after_the_process_group_are_weighed_by_their_ranks(workers):
+    assert all(workers(2).run(correlation_across_the_start))
+
+
+def correlation_across_the_start() -> bool:
+    objective, other = UniGrad(width=16), UniGrad(width=16)
+    objective.process_group = other.process_group = None
+    objective._ranks = lambda: 1  # as before there is a process group
+    objective(online=views(), target=views(seed=1))
+    del objective._ranks
+    other(online=views(), target=views(seed=1))
+    for each in (objective, other):
+        each(online=views(seed=2), target=views(seed=3))
+    return torch.allclose(objective.correlation, other.correlation)
+
+
 def test_what_is_written_to_the_correlation_counts_in_half_precision_too():
     width = 20
     objective, other = (UniGrad(width, compute_dtype=torch.bfloat16).eval() for _ in range(2))
     for each in (objective, other):
         each(online=views(width=width, dtype=torch.float32), target=views(width=width, dtype=torch.float32))
     objective.correlation.copy_(torch.eye(width))
-    other.load_state_dict({**other.state_dict(), "average.correlation": torch.eye(width)})
+    state = {**UniGrad(width).state_dict(), "average.correlation": torch.eye(width)}
+    other.load_state_dict(state)
     batch = views(width=width, dtype=torch.float32), views(width=width, seed=1, dtype=torch.float32)
     losses = [each(online=batch[0], target=batch[1]) for each in (objective, other)]
     assert [out.metrics["negative_term"].item() for out in losses] == pytest.approx([1, 1], rel=1e-2)

@@ -11,6 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import mirror_, round_into_, update_correlation_
+from unigrad_fast.kernels.ops import use_triton
+
+
+def require_no_capture(what: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured: what is made then is the graph's, unset until a replay."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; make one such step first")
 
 
 class MovingCorrelation(nn.Module):
@@ -29,15 +36,13 @@ class MovingCorrelation(nn.Module):
         self.register_buffer("correlation", torch.zeros(width, width))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_working", None, persistent=False)
-        self._is_triangle = False  # below the diagonal F is out of date
         self._is_current = False  # the working copy is F's
 
     @torch.no_grad()
     def whole(self) -> Tensor:
         """F [C, C], with both triangles."""
-        if self._is_triangle:
+        if self._working is not None and use_triton(self.correlation.device):
             mirror_(self.correlation)
-            self._is_triangle = False
         self._is_current = False
         return self.correlation
 
@@ -47,20 +52,26 @@ class MovingCorrelation(nn.Module):
         Args:
             like: unit embeddings; in float64 they make F float64.
             product_dtype: bf16, fp16, or the dtype of F.
+
+        Raises:
+            RuntimeError: memory that stays would have to be made while a CUDA graph is captured.
         """
         exact = torch.promote_types(like.dtype, torch.float32)
-        if self.correlation.dtype != exact or self.correlation.device != like.device:
-            self.correlation = self.whole().to(like.device, exact)
-            self.updates = self.updates.to(like.device)
-        if product_dtype == exact:
-            self._working = None
-            return self.correlation if not self._is_triangle else self.whole()
-        if self._working is None or self._working.dtype != product_dtype or self._working.device != like.device:
-            self._working = torch.empty_like(self.correlation, dtype=product_dtype)
-            self._is_current = False
-        if not self._is_current:
-            round_into_(self._working, self.whole())
-            self._is_current = True
+        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
+            if self.correlation.dtype != exact or self.correlation.device != like.device:
+                require_no_capture("this dtype and device")
+                self.correlation = self.whole().to(like.device, exact)
+                self.updates = self.updates.to(like.device)
+                self._working = None
+            if product_dtype == exact:
+                return self.whole()
+            if self._working is None or self._working.dtype != product_dtype:
+                require_no_capture(f"{product_dtype}")
+                self.whole()
+                self._working = torch.empty_like(self.correlation, dtype=product_dtype)
+            if not self._is_current:
+                round_into_(self._working, self.whole())
+                self._is_current = True
         return self._working
 
     def update_(self, unit_MC: Tensor, decay: Tensor, count: Tensor, skip: Tensor) -> None:
@@ -79,13 +90,16 @@ class MovingCorrelation(nn.Module):
             count=count,
             skip=skip,
             updates=self.updates,
-            working=self._working,
+            working=self._working if self._is_current else None,
         )
-        self._is_triangle = self._working is not None
 
     def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
         self.whole()
         return super().named_buffers(*arguments, **keywords)
+
+    def _load_from_state_dict(self, *arguments, **keywords) -> None:
+        super()._load_from_state_dict(*arguments, **keywords)
+        self._is_current = False
 
     def _save_to_state_dict(self, *arguments, **keywords) -> None:
         self.whole()

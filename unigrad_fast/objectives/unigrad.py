@@ -13,7 +13,7 @@ Shape suffixes: V views, N images per rank, C embedding width, M = V·N rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, effective_rank, unigrad_gradient, unit_embeddings
 from unigrad_fast.kernels.ops import use_triton
-from unigrad_fast.objectives.correlation import MovingCorrelation
+from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
 
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
@@ -182,7 +182,6 @@ class UniGrad(nn.Module):
                 first=first,
                 second=second,
                 ratio=ratio,
-                dtype=_common_dtype(online),
                 nonfinite=flags,
                 skip=skip,
                 updates=self.average.updates if counts else None,
@@ -191,6 +190,10 @@ class UniGrad(nn.Module):
         loss = attach_gradient(terms, gradient_MC, online)
         metrics = {name: terms[number] for number, name in enumerate(TERMS)}
         return ObjectiveOutput(loss, metrics, terms[len(TERMS)], unit_MC[: 2 * images])
+
+    def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
+        self.average.whole()
+        return super().named_buffers(*arguments, **keywords)
 
     def effective_rank(self) -> Tensor:
         """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
@@ -210,20 +213,25 @@ class UniGrad(nn.Module):
 
     def _layout(self, views: int, images: int, like: Tensor) -> _Layout:
         exact = torch.promote_types(like.dtype, torch.float32)
-        key = (views, images, self.decay, like.device, exact)
+        key = (views, images, self.decay, self._ranks(), like.device, exact)
         if key not in self._layouts:
-            image_N = torch.arange(images, device=like.device)
-            globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
-            is_global_M = torch.arange(views * images, device=like.device) < 2 * images
-            self._layouts[key] = _Layout(
-                first=torch.cat([globals_2N, locals_L]),
-                second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
-                ratio=torch.where(is_global_M, 1.0, 0.5) if views > 2 else None,
-                decay=torch.full((), self.decay, dtype=exact, device=like.device),
-                count=torch.full((), 2.0 * images * self._ranks(), dtype=exact, device=like.device),
-                ticket=torch.zeros((), dtype=torch.int32, device=like.device),
-            )
+            require_no_capture("a batch of this shape")
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the call
+                self._layouts[key] = self._new_layout(views, images, like.device, exact)
         return self._layouts[key]
+
+    def _new_layout(self, views: int, images: int, device: torch.device, exact: torch.dtype) -> _Layout:
+        image_N = torch.arange(images, device=device)
+        globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
+        is_global_M = torch.arange(views * images, device=device) < 2 * images
+        return _Layout(
+            first=torch.cat([globals_2N, locals_L]),
+            second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
+            ratio=torch.where(is_global_M, 1.0, 0.5) if views > 2 else None,
+            decay=torch.full((), self.decay, dtype=exact, device=device),
+            count=torch.full((), 2.0 * images * self._ranks(), dtype=exact, device=device),
+            ticket=torch.zeros((), dtype=torch.int32, device=device),
+        )
 
     @staticmethod
     def _positives(layout: _Layout, mix: Mix | None, images: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from unigrad_fast.kernels import heuristics
+from unigrad_fast.kernels import heuristics, update_correlation_
 from unigrad_fast.objectives import UniGrad
 
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error
@@ -80,6 +80,33 @@ def test_the_correlation_is_whole_for_whoever_asks_and_the_next_step_sees_what_w
         output.loss.backward()
         outputs.append([output.loss, objective.correlation.clone(), *(z.grad for z in online)])
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_all_ways_to_the_correlation_give_the_whole_of_it_again_and_again():
+    width = 2 * heuristics.TRIANGLE
+    objective = UniGrad(width, compute_dtype=torch.float16)
+    for seed in range(2):
+        objective(online=views(2, 5, width, seed), target=views(2, 5, width, seed + 10))
+        for found in (objective.correlation, dict(objective.named_buffers())["average.correlation"]):
+            assert torch.equal(found, found.T)
+        # What moves F without the module's knowledge, as a replayed CUDA graph does.
+        average, unit = objective.average, torch.nn.functional.normalize(torch.randn(4, width), dim=-1).half()
+        update_correlation_(average.correlation, unit, decay=0.5, count=4, working=average._working)
+        state = objective.state_dict()["average.correlation"]
+        assert torch.equal(state, state.T)
+
+
+def test_full_precision_between_two_steps_in_half_precision_changes_neither():
+    one, two = UniGrad(40), UniGrad(40)
+    for seed, dtype in enumerate((torch.float16, torch.float32, torch.float16)):
+        batch = {"online": views(2, 5, 40, seed), "target": views(2, 5, 40, seed + 10)}
+        one.compute_dtype = two.compute_dtype = dtype
+        if dtype == torch.float32:
+            one.eval()(**batch)
+            one.train()
+        else:
+            losses = [each(**batch).loss for each in (one, two)]
+    assert losses[0] == losses[1] and torch.equal(one.correlation, two.correlation)
 
 
 def test_evaluation_uses_the_correlation_and_leaves_it():
