@@ -111,6 +111,12 @@ def test_roofline_takes_the_slower_of_arithmetic_and_memory_kernel_by_kernel():
     assert peaks.least_seconds(design, N, C) == pytest.approx(sum(times.values()))
 
 
+def test_an_unknown_choice_of_kernels_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("UNIGRAD_KERNELS", "cuda")
+    assert cli.main(["bench", "kernels", "--width", "8", "--images", "2"]) == 2
+    assert "UNIGRAD_KERNELS=cuda is unknown; use triton or torch" in capsys.readouterr().err
+
+
 def test_peaks_are_measured_for_every_precision():
     peaks = measure_peaks({"fp32", "bf16"}, CPU, side=64, elements=1000)
     assert peaks.flops.keys() == {"fp32", "bf16"}

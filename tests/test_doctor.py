@@ -160,6 +160,13 @@ def test_other_version_of_deepspeed_is_refused(quick_parts, capsys, monkeypatch)
     assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is needed; pip install deepspeed==0.19.8"]
 
 
+def test_an_unknown_choice_of_kernels_is_shown_with_the_remedy(quick_parts, capsys, monkeypatch):
+    monkeypatch.setenv("UNIGRAD_KERNELS", "cuda")
+    status, rows, errors = examine(capsys)
+    assert status == 2 and "broken" in rows["kernels"]
+    assert "error: kernels: UNIGRAD_KERNELS=cuda is unknown; use triton or torch, or unset it" in errors
+
+
 def test_failing_part_is_shown_with_its_reason_and_the_others_are_tried(quick_parts, capsys, monkeypatch):
     def fail(scene):
         raise RuntimeError("no kernel image [sm_52]\nand more")
