@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cutmix import CutMix, Mix
     from .errors import DataError
     from .loader import Batch, EvaluationLoader, Loader
     from .manifest import Manifest
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Batch": "loader",
+    "CutMix": "cutmix",
     "DataError": "errors",
     "EvaluationLoader": "loader",
     "Loader": "loader",
     "Manifest": "manifest",
+    "Mix": "cutmix",
     "RECIPES": "recipes",
     "View": "recipes",
     "recipe": "recipes",
 }
-__all__ = ["RECIPES", "Batch", "DataError", "EvaluationLoader", "Loader", "Manifest", "View", "recipe"]
+__all__ = ["RECIPES", "Batch", "CutMix", "DataError", "EvaluationLoader", "Loader", "Manifest", "Mix", "View", "recipe"]
 
 
 def __getattr__(name: str) -> Any:

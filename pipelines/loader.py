@@ -16,6 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from . import graph
+from .cutmix import CutMix, Mix, draw
 from .errors import DataError
 from .manifest import Manifest, reason
 from .order import batch_indices
@@ -37,7 +38,7 @@ class Batch:
         label: int64 [N], -1 where the manifest has no labels.
         step: micro-batches since the start of the run.
         replaced: bool [N], images that stand in for a file that could not be read.
-        mix: how the views are mixed; None where they are not.
+        mix: how the global views are to be mixed (`mix.apply(views[:2])`); None without CutMix.
     """
 
     views: list[torch.Tensor]
@@ -45,7 +46,7 @@ class Batch:
     label: torch.Tensor
     step: int
     replaced: torch.Tensor
-    mix: Any = None
+    mix: Mix | None = None
 
 
 class Loader:
@@ -65,6 +66,7 @@ class Loader:
         accumulation_steps: micro-batches per optimizer step.
         threads: CPU threads; None for the cores of this rank less one, at least one.
         prefetch: batches made ahead.
+        cutmix: how to mix the two global views; None mixes nothing.
         override: fields of `View` to replace in a preset.
 
     Raises:
@@ -85,6 +87,7 @@ class Loader:
         accumulation_steps: int = 1,
         threads: int | None = None,
         prefetch: int = 2,
+        cutmix: CutMix | None = None,
         **override: Any,
     ) -> None:
         if not isinstance(recipe, str) and override:
@@ -99,6 +102,10 @@ class Loader:
         self.manifest = manifest
         self.views = make_recipe(recipe, image_size, **override) if isinstance(recipe, str) else tuple(recipe)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
+        self.share = batch_size // (accumulation_steps * world_size)
+        if cutmix is not None:
+            _check_groups(cutmix, self.share, len(self.views))
+        self.cutmix = cutmix
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device_id = _device_id(device)
         self.threads = _threads(threads)
@@ -148,10 +155,9 @@ class Loader:
 
         if stop_step is not None and stop_step <= start_step:
             return
-        share = self.batch_size // (self.accumulation_steps * self.world_size)
         pipeline = graph.build(
             self.views,
-            share,
+            self.share,
             source,
             threads=self.threads,
             device_id=self.device_id,
@@ -179,12 +185,17 @@ class Loader:
     def _batch(self, views: list[torch.Tensor], step: int) -> Batch:
         index = torch.tensor(self.indices(step)[1])
         labels = self.manifest.labels
+        mix = None
+        if self.cutmix is not None:
+            mix = draw(self.cutmix, self.seed, step, self.rank * self.share, self.share, self.views[0].size)
+            mix = mix.to(views[0].device)
         return Batch(
             views=views,
             index=index,
             label=torch.full_like(index, -1) if labels is None else torch.from_numpy(labels[index.numpy()]),
             step=step,
             replaced=torch.zeros(len(index), dtype=torch.bool),
+            mix=mix,
         )
 
 
@@ -353,6 +364,15 @@ def _check_division(batch_size: int, accumulation_steps: int, world_size: int) -
     nearest = f"{low} or {low + parts}" if low > 0 else str(parts)
     over = f"{world_size} ranks" + (f" and {accumulation_steps} accumulation steps" if accumulation_steps > 1 else "")
     raise DataError(f"batch size {batch_size} does not divide over {over}; use {nearest}")
+
+
+def _check_groups(cutmix: CutMix, share: int, views: int) -> None:
+    if views < 2:
+        raise DataError(f"CutMix mixes the two global views, and the recipe has {views}; take a recipe of two or more")
+    if share % cutmix.group:
+        fitting = [group for group in range(2, share + 1) if share % group == 0 and group <= cutmix.group]
+        remedy = f"use {fitting[-1]}" if fitting else f"use more than {share} image{'s' if share > 1 else ''} per rank"
+        raise DataError(f"a CutMix group of {cutmix.group} does not divide the {share} images per rank; {remedy}")
 
 
 def _too_few(manifest: Manifest, batch_size: int, parts: int) -> str:

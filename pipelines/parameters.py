@@ -14,8 +14,8 @@ from .recipes import View
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as torchvision and Pillow have it
 TRIES = 10  # of torchvision's random-resized-crop, before it takes the central crop
 
-# Streams: the third word of the counter. Views count up from VIEW.
-ORDER, VIEW = 0, 1
+# Streams: the third word of the counter. Views count up from VIEW, mixed ones from CUTMIX.
+ORDER, VIEW, CUTMIX = 0, 1, 1 << 16
 
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85

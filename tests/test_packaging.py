@@ -68,6 +68,7 @@ def test_installed_package_finds_kernels_pipelines_benchmarks_and_recipes(site, 
         "1",
         "cifar_subset",
         "imagenet_100ep",
+        "imagenet_100ep_cutmix",
         "quickstart",
     ]
 

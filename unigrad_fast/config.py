@@ -23,6 +23,15 @@ from unigrad_fast.validation import AbsolutePath, Node, absolute, count, leaves,
 DEFAULT_RECIPE = "imagenet_100ep"
 
 
+class CutMix(Node):
+    probability: float = Field(default=0.0, ge=0, le=1)
+    """Share of the images of a global view in which a box is replaced by another image's; 0 is no CutMix."""
+    alpha: float = Field(default=1.0, gt=0, le=100)
+    """The share of the area that stays is drawn from Beta(alpha, alpha) (CutMix paper: 1)."""
+    group: int = Field(default=16, ge=2)
+    """Images that may be partners; divides the images per rank and micro-batch."""
+
+
 class Data(Node):
     train: AbsolutePath | None = None
     """Folder with the training images: an ImageFolder tree CLASS/*.jpg, or a flat folder (no labels)."""
@@ -36,6 +45,8 @@ class Data(Node):
     """Height and width of a view in pixels (paper: 224)."""
     crop_min_scale: float | None = Field(default=None, gt=0, le=1)
     """Smallest share of the image's area that a crop takes; null is the preset's (simsiam: 0.2)."""
+    cutmix: CutMix = CutMix()
+    """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented; auto is the GPU where there is one."""
     threads: int | None = Field(default=None, ge=1)
@@ -192,6 +203,11 @@ class Config(Node):
         if self.recipe not in recipe_names():
             problems.append(
                 f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
+            )
+        if self.data.cutmix.probability and self.objective.correlation_source == "online":
+            problems.append(
+                f"data.cutmix.probability = {shown(self.data.cutmix.probability)}: the correlation comes from unmixed "
+                "images only; with CutMix objective.correlation_source is to be target"
             )
         if self.schedule.warmup_epochs > self.schedule.epochs:
             problems.append(

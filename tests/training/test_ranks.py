@@ -193,6 +193,16 @@ def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers,
         assert worst <= 1e-4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_step_with_cutmix_is_the_same_on_any_number_of_ranks(images, workers, tmp_path, ranks):
+    config = config_at(images, tmp_path, 0, data__cutmix={"probability": 1.0, "group": 8})
+    workers(1).run(record, config, 3, str(tmp_path))
+    for loss, gradient, worst in workers(ranks).run(compare, config, 3, str(tmp_path))[0]:
+        assert loss <= 1e-5
+        assert gradient <= 1e-5
+        assert worst <= 1e-4
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clipping_and_two_groups_of_weights_are_the_same_at_every_stage(
     images, workers, recorded_with_two_groups, stage

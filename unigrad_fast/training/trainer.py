@@ -19,7 +19,7 @@ from unigrad_fast.images import digest, read_manifests
 from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
-from unigrad_fast.pipelines import Batch, Loader, Manifest, recipe
+from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest, recipe
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.curves import draw
@@ -215,13 +215,16 @@ class Trainer:
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
+        mix = None if batch.mix is None else batch.mix.to(self.world.device)
         with torch.no_grad(), self._autocast():
             target = self.target(views[:2])
         self.phases.mark("target")
+        if mix is not None:  # the target has seen the views as they are
+            views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
-            output = self.objective(online=online, target=target)
+            output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
         self.online.backward(output.loss)  # reduces gradients after the last micro-batch
@@ -310,6 +313,7 @@ def build_loader(config: Config, world: World, manifest: Manifest) -> Loader:
         device=world.device if config.data.decode != "cpu" else "cpu",
         accumulation_steps=config.engine.accumulation_steps,
         threads=config.data.threads,
+        cutmix=CutMix(**dict(config.data.cutmix)) if config.data.cutmix.probability else None,
     )
 
 

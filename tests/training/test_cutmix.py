@@ -1,0 +1,64 @@
+"""Training with CutMix: exact on resume, the same on any number of ranks, the target sees no mixed image."""
+
+import pytest
+import torch
+from trainer_state import batches, changed, make_trainer, small_config, state
+
+from unigrad_fast import config
+from unigrad_fast.checkpoint_files import Reader, latest
+from unigrad_fast.errors import UserError
+from unigrad_fast.training import checkpoint
+
+
+def mixing(images, run=None, **further):
+    found = small_config(str(images), data__cutmix={"probability": 1.0, "group": 8}, **further)
+    return found.model_copy(update={"output": run})
+
+
+def stopped_and_continued(settings) -> list[dict]:
+    """Differences of a run of four steps to one that is stopped after two, and to one without CutMix."""
+    whole = make_trainer(settings)
+    for step in range(4):
+        if step == 2:
+            checkpoint.save(whole, {})
+        whole.step(step, batches(whole, step))
+    continued = make_trainer(settings)
+    checkpoint.restore(continued, Reader(latest(settings.output)))
+    for step in range(2, 4):
+        continued.step(step, batches(continued, step))
+    plain = make_trainer(
+        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMix()})})
+    )
+    for step in range(4):
+        plain.step(step, batches(plain, step))
+    return [changed(state(whole), state(other)) for other in (continued, plain)]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_and_mixing_matters(images, workers, tmp_path):
+    ((continued, plain),) = workers(1).run(stopped_and_continued, mixing(images, tmp_path))
+    assert continued == {}
+    assert plain["parameters"]
+
+
+def what_the_branches_see(settings) -> bool:
+    """Whether the target sees the batch as it is, and the online branch the mixed one."""
+    trainer, seen = make_trainer(settings), {}
+    for name, branch in (("online", trainer.online.module), ("target", trainer.target)):
+        branch.register_forward_pre_hook(lambda module, inputs, name=name: seen.__setitem__(name, inputs[0]))
+    batch = next(batches(trainer))
+    trainer.gate.open()
+    trainer.optimizer.open()
+    trainer.phases.start(0)
+    trainer.micro_step(batch)
+    mixed = batch.mix.apply(batch.views[:2])
+    plain_seen = all(map(torch.equal, seen["target"], batch.views[:2]))
+    return plain_seen and all(map(torch.equal, seen["online"], mixed)) and not torch.equal(mixed[0], batch.views[0])
+
+
+def test_the_target_sees_the_views_as_they_are(images, workers):
+    assert workers(1).run(what_the_branches_see, mixing(images)) == [True]
+
+
+def test_a_correlation_of_mixed_images_is_refused(images):
+    with pytest.raises(UserError, match=r"data.cutmix.probability = 1: .*correlation_source is to be target"):
+        mixing(images, objective__correlation_source="online")
