@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off; test_interpreted.py runs these tests with it", allow_module_level=True)
 
 from unigrad_fast.kernels import multi_tensor
 from unigrad_fast.kernels.multi_tensor import BLOCK, CHUNK, lars_, lerp_, split
