@@ -51,6 +51,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "scikit-learn>=1.4",  # the nearest neighbours that ours are compared with
+            "scipy>=1.11",  # the Beta distribution that CutMix is compared with
             "setuptools>=77",  # builds the wheel that the packaging tests look into
         ],
     },
