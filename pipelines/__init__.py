@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .errors import DataError
     from .loader import Batch, EvaluationLoader, Loader
     from .manifest import Manifest
-    from .recipes import RECIPES, View, recipe
+    from .recipes import RECIPES, Recipe, View, recipe
 
 _HOME = {
     "Batch": "loader",
@@ -23,10 +23,23 @@ _HOME = {
     "Manifest": "manifest",
     "Mix": "cutmix",
     "RECIPES": "recipes",
+    "Recipe": "recipes",
     "View": "recipes",
     "recipe": "recipes",
 }
-__all__ = ["RECIPES", "Batch", "CutMix", "DataError", "EvaluationLoader", "Loader", "Manifest", "Mix", "View", "recipe"]
+__all__ = [
+    "RECIPES",
+    "Batch",
+    "CutMix",
+    "DataError",
+    "EvaluationLoader",
+    "Loader",
+    "Manifest",
+    "Mix",
+    "Recipe",
+    "View",
+    "recipe",
+]
 
 
 def __getattr__(name: str) -> Any:

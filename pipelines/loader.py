@@ -62,12 +62,12 @@ class Loader:
         seed: of order and augmentation.
         rank, world_size: which slice of each micro-batch is made here.
         device: where to decode and augment: "cpu", "gpu" (the current one), or a torch device.
-        image_size: side of the views, pixels; used with a preset's name.
+        image_size: side of the global views, pixels; used with a preset's name, None is the preset's.
         accumulation_steps: micro-batches per optimizer step.
         threads: CPU threads; None for the cores of this rank less one, at least one.
         prefetch: batches made ahead.
         cutmix: how to mix the two global views; None mixes nothing.
-        override: fields of `View` to replace in a preset.
+        override: keywords of `recipe`, such as fields of `View` to replace in every view.
 
     Raises:
         DataError: the batch does not divide, there are too few images, a file cannot be read.
@@ -83,7 +83,7 @@ class Loader:
         world_size: int = 1,
         device: str | torch.device = "cpu",
         *,
-        image_size: int = 224,
+        image_size: int | None = None,
         accumulation_steps: int = 1,
         threads: int | None = None,
         prefetch: int = 2,

@@ -84,6 +84,11 @@ class Manifest:
             raise DataError(f"none of {len(manifest)} images in {root} can be read; {manifest.complaint(0)}")
         return manifest
 
+    @classmethod
+    def open(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
+        """The images of whatever lies at a path."""
+        return cls.from_folder(path, cache)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -100,6 +105,11 @@ class Manifest:
     def path(self, index: int) -> str:
         """Path of one image."""
         return os.fsdecode(self.path_bytes(index))
+
+    def read(self, index: int) -> bytes:
+        """The encoded image. Raises OSError where it cannot be read."""
+        with open(self.path_bytes(index), "rb") as file:
+            return file.read()
 
     def unreadable(self) -> np.ndarray:
         """Positions (int64) of the files whose header could not be read."""

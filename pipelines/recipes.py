@@ -1,6 +1,7 @@
-"""Augmentation presets as data: one `View` per crop that is taken of an image."""
+"""Augmentation presets as data: one `View` per crop that is taken of an image, the two global ones first."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from .errors import DataError
 
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, red green blue, on the scale 0..1
 DEVIATION = (0.229, 0.224, 0.225)
+GLOBALS = 2  # views that the target branch sees
 
 
 @dataclass(frozen=True)
@@ -56,27 +58,93 @@ class View:
             raise DataError(f"jitter {self.jitter} is out of range; use values from 0, and a hue up to 0.5")
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A preset.
+
+    Attributes:
+        views: one of each, the global ones first.
+        source: where the numbers are published.
+    """
+
+    views: tuple[View, ...]
+    source: str
+
+    @property
+    def local_crops(self) -> int:
+        return max(0, len(self.views) - GLOBALS)
+
+
 _SIMSIAM = View()
-# One view, cropped and flipped: what a classifier on frozen features is trained on (the paper, linear evaluation).
+_BYOL = View(
+    scale=(0.08, 1.0),
+    interpolation="bicubic",
+    jitter=(0.4, 0.4, 0.2, 0.1),
+    blur_probability=1.0,
+)
+_BYOL_2 = replace(_BYOL, blur_probability=0.1, solarize_probability=0.2)
+_DINO, _DINO_2 = replace(_BYOL, scale=(0.4, 1.0)), replace(_BYOL_2, scale=(0.4, 1.0))
+_DINO_LOCAL = replace(_BYOL, size=96, scale=(0.05, 0.4), blur_probability=0.5)
+_SWAV = View(scale=(0.14, 1.0), jitter=(0.8, 0.8, 0.8, 0.2))
+_SWAV_LOCAL = replace(_SWAV, size=96, scale=(0.05, 0.14))
+_MULTICROP, _MULTICROP_LOCAL = View(scale=(0.4, 1.0)), View(size=96, scale=(0.05, 0.4))
+# One view, cropped and flipped: what a classifier on frozen features is trained on.
 _LINEAR = View(scale=(0.08, 1.0), jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0)
-RECIPES: dict[str, tuple[View, ...]] = {"simsiam": (_SIMSIAM, _SIMSIAM), "linear": (_LINEAR,)}
+
+RECIPES: dict[str, Recipe] = {
+    "simsiam": Recipe((_SIMSIAM,) * 2, "Chen and He, 2021, section 3; the UniGrad paper's two views"),
+    "byol": Recipe((_BYOL, _BYOL_2), "Grill et al., 2020, appendix B, table 6"),
+    "dino": Recipe((_DINO, _DINO_2, *(_DINO_LOCAL,) * 6), "Caron et al., 2021, and its code for ResNet-50"),
+    "swav": Recipe((_SWAV,) * 2 + (_SWAV_LOCAL,) * 6, "Caron et al., 2020, and its code for ResNet-50"),
+    "multicrop": Recipe(
+        (_MULTICROP,) * 2 + (_MULTICROP_LOCAL,) * 6,
+        'the UniGrad paper, "Application on Data Augmentations"; colours as in simsiam',
+    ),
+    "linear": Recipe((_LINEAR,), "the UniGrad paper, linear evaluation"),
+}
 
 
-def recipe(name: str, image_size: int = 224, **override: Any) -> tuple[View, ...]:
-    """The views of a preset, at another size or with other values in every view.
+def recipe(
+    name: str,
+    image_size: int | None = None,
+    *,
+    local_crops: int | None = None,
+    global_views: Mapping[str, Any] | None = None,
+    second_view: Mapping[str, Any] | None = None,
+    local_views: Mapping[str, Any] | None = None,
+    **override: Any,
+) -> tuple[View, ...]:
+    """The views of a preset, at another size, in another number, or with other values.
 
     Args:
         name: a key of `RECIPES`.
-        image_size: side of the views, pixels.
-        override: fields of `View` to replace in each view, for instance `scale=(0.08, 1.0)`.
+        image_size: side of the global views, pixels; None is the preset's.
+        local_crops: number of local views; None is the preset's. A preset without any adds those of "multicrop".
+        override, global_views, second_view, local_views: fields of `View` to replace in every view, in the
+            global ones, in the second of them, in the local ones; the later ones count.
 
     Raises:
         DataError: the preset or a field does not exist, or a value is out of range.
     """
     if name not in RECIPES:
         raise DataError(f"augmentation recipe {name!r} is unknown; use one of {', '.join(RECIPES)}")
-    known = [field.name for field in fields(View) if field.name != "size"]
-    unknown = override.keys() - set(known)
-    if unknown:
+    views = RECIPES[name].views
+    both, local = list(views[:GLOBALS]), list(views[GLOBALS:])
+    if local_crops is not None:
+        if local_crops < 0:
+            raise DataError(f"{local_crops} local crops cannot be taken; use 0, or 6 as the presets do")
+        local = [local[0] if local else _MULTICROP_LOCAL] * local_crops
+    size = {} if image_size is None else {"size": image_size}
+    changed = [_replace(view, {**size, **override, **(global_views or {})}) for view in both]
+    if second_view:
+        if len(changed) < GLOBALS:
+            raise DataError(f"second_view given, and the recipe {name} has one view; leave it out")
+        changed[1] = _replace(changed[1], second_view)
+    return (*changed, *(_replace(view, {**override, **(local_views or {})}) for view in local))
+
+
+def _replace(view: View, changes: Mapping[str, Any]) -> View:
+    known = [field.name for field in fields(View)]
+    if unknown := changes.keys() - set(known):
         raise DataError(f"a view has no field {', '.join(sorted(unknown))}; use one of {', '.join(known)}")
-    return tuple(replace(view, size=image_size, **override) for view in RECIPES[name])
+    return replace(view, **changes)
