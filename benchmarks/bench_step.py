@@ -179,7 +179,7 @@ class Ours(Variant):
         super().__init__(config, world)
         from unigrad_fast.training.trainer import Trainer  # here: the others' memory is not to hold DeepSpeed and DALI
 
-        self.trainer = Trainer(config, world, Manifest.from_folder(config.data.train))
+        self.trainer = Trainer(config, world, Manifest.open(config.data.train))
         self.batches = self.trainer.loader.iterate(stop_step=self.trainer.total_steps * self.trainer.accumulation)
         self.steps = 0
         self.metrics: list[dict[str, float]] = []
@@ -307,7 +307,7 @@ def find_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
     else:
         source = synthetic.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train"
         what = f"drawn images of {DRAWN_SIZE} pixels"
-    found = Manifest.from_folder(source)
+    found = Manifest.open(source)
     return found, f"{len(found):,} {what}"
 
 

@@ -1,13 +1,14 @@
-"""Proves and times the kernels on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
+"""Proves and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
 
-    python -m unigrad_fast.benchmarks.device_check [--seconds 170] [--cpu]
+    python -m unigrad_fast.benchmarks.device_check [--only kernels|data] [--seconds 170] [--images PHOTOGRAPHS] [--cpu]
 
-Correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph, the number
-of launches, no recompilation when scalars change, the multi-tensor passes, the time of each kernel beside its
-least time by count; then `bench_objective` for as many shapes as the seconds allow, the most telling ones first. A
-short table comes last; rows go to results/objective.jsonl with card, versions and commit.
+The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
+the number of launches, no recompilation when scalars change, the multi-tensor passes, the time of each kernel beside
+its least time by count; then `bench_objective` for as many shapes as the seconds allow, the most telling ones first.
+The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
+results/objective.jsonl and results/device_data.jsonl with card, versions and commit.
 
-With `--cpu` everything that the interpreter can do runs at small sizes, and nothing is recorded.
+With `--cpu` everything that the interpreter and DALI's CPU backend can do runs at small sizes, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -374,6 +376,16 @@ def run_checks(scene: Scene) -> list[Finding]:
     return findings
 
 
+def run_data(scene: Scene, images: Path | None, output: Path | None) -> list[Finding]:
+    from unigrad_fast.benchmarks import device_check_data
+
+    findings = []
+    for found in device_check_data.check(scene.device, images, output):
+        findings.append(Finding(*found))
+        print(line(findings[-1]), flush=True)
+    return findings
+
+
 def line(finding: Finding) -> str:
     return f"{'ok  ' if finding.good else 'FAIL'}  {finding.what:34}  {finding.found}"
 
@@ -384,30 +396,38 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=170.0, help="after which no new shape is measured (one takes up to a minute)"
     )
+    parser.add_argument("--only", choices=("kernels", "data"), help="leave the other out")
+    parser.add_argument("--images", type=Path, help="photographs for the data path, as Manifest.open takes them")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     if options.cpu:
         os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported
     elif not torch.cuda.is_available():
         parser.error("no GPU; with --cpu what the interpreter can do is tried")
+    if options.images and not options.images.exists():
+        parser.error(f"--images {options.images} does not exist; leave it out to draw some")
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
     from unigrad_fast.benchmarks import bench_objective
     from unigrad_fast.benchmarks.record import RESULTS
 
-    findings = run_checks(scene)
-    if options.cpu:
-        os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
-    rows = bench_objective.bench(
-        scene.device,
-        ((40, 4),) if options.cpu else SHAPES,
-        repetitions=2 if options.cpu else 11,
-        block_seconds=0.0 if options.cpu else 0.1,
-        most_seconds=15.0,
-        compiled=not options.cpu,
-        output=None if options.cpu else RESULTS / "objective.jsonl",
-        end=end,
-    )
+    findings, rows = [], []
+    if options.only != "data":
+        findings += run_checks(scene)
+        if options.cpu:
+            os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
+        rows = bench_objective.bench(
+            scene.device,
+            ((40, 4),) if options.cpu else SHAPES,
+            repetitions=2 if options.cpu else 11,
+            block_seconds=0.0 if options.cpu else 0.1,
+            most_seconds=15.0,
+            compiled=not options.cpu,
+            output=None if options.cpu else RESULTS / "objective.jsonl",
+            end=end,
+        )
+    if options.only != "kernels":
+        findings += run_data(scene, options.images, None if options.cpu else RESULTS / "device_data.jsonl")
     print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")
     for finding in findings:
         print(line(finding))

@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from .errors import DataError
     from .loader import Batch, EvaluationLoader, Loader
     from .manifest import Manifest
-    from .recipes import RECIPES, Recipe, View, recipe
+    from .reading import Failure
+    from .recipes import RECIPES, Growth, Recipe, View, recipe
 
 _HOME = {
     "Batch": "loader",
     "CutMix": "cutmix",
     "DataError": "errors",
     "EvaluationLoader": "loader",
+    "Failure": "reading",
+    "Growth": "recipes",
     "Loader": "loader",
     "Manifest": "manifest",
     "Mix": "cutmix",
@@ -33,6 +36,8 @@ __all__ = [
     "CutMix",
     "DataError",
     "EvaluationLoader",
+    "Failure",
+    "Growth",
     "Loader",
     "Manifest",
     "Mix",

@@ -1,6 +1,7 @@
 """The DALI graphs: decode once, crop many; and the evaluation's resize and central crop.
 
-One builder serves both devices: only the decoder's device differs, everything after it follows its input.
+One builder serves both devices: only the decoder's device differs, everything after it follows its input. On a CPU
+the loader takes the decoder alone and `crops`, which are several times as fast there.
 No operator draws a random number; all of them come in through one external source.
 """
 
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 _SHIFT, _SCALE = [255 * value for value in MEAN], [255 * value for value in DEVIATION]
 _SOLARIZED = [value if value < 128 else 255 - value for value in range(256)]
-_HARDWARE_DECODER_LOAD = 0.65  # share of the images for the GPU's JPEG unit; the rest goes to its cores
+HW_DECODER_LOAD = 0.65  # share of the images for the GPU's JPEG unit; the rest goes to its cores
 
 
-def inputs(view: View) -> tuple[str, ...]:
+def inputs(view: View, colours: bool = True) -> tuple[str, ...]:
     """Names of the arrays that the graph of a view reads; operations that never apply read none."""
+    geometry = ("start", "shape", "size")
+    if not colours:
+        return geometry
     return (
-        "start",
-        "shape",
+        *geometry,
         "flip",
         *(("jitter", "matrix", "offset") if view.jitter_probability else ()),
         *(("gray",) if view.gray_probability else ()),
@@ -33,16 +36,17 @@ def inputs(view: View) -> tuple[str, ...]:
     )
 
 
-def feed(view: View, parameters: Parameters) -> list[np.ndarray]:
+def feed(view: View, parameters: Parameters, colours: bool = True) -> list[np.ndarray]:
     """The arrays named by `inputs`, for N images."""
     derived: dict[str, Callable[[], np.ndarray]] = {
         "start": lambda: np.stack([parameters.y, parameters.x], axis=1),
         "shape": lambda: np.stack([parameters.height, parameters.width], axis=1),
+        "size": lambda: np.full((len(parameters.x), 2), view.size, np.float32),
         "flip": lambda: parameters.flip.astype(np.int32),
         "matrix": parameters.colour_matrix,
         "offset": parameters.luma_share,
     }
-    return [derived[name]() if name in derived else getattr(parameters, name) for name in inputs(view)]
+    return [derived[name]() if name in derived else getattr(parameters, name) for name in inputs(view, colours)]
 
 
 def build(
@@ -53,31 +57,38 @@ def build(
     threads: int,
     device_id: int | None = None,
     prefetch: int = 2,
+    hw_decoder_load: float = HW_DECODER_LOAD,
+    colours: bool = True,
 ) -> "Pipeline":
-    """Files to augmented views.
+    """Encoded images to augmented views.
 
     Args:
         views: what to make of each image.
         batch_size: most images per batch.
-        source: called with DALI's batch information; returns the paths (list of uint8 arrays), then the
-            arrays of `feed` for each view in turn.
+        source: called with DALI's batch information; returns the encoded images (list of uint8 arrays), then
+            the arrays of `feed` for each view in turn.
         threads: CPU threads of the pipeline.
         device_id: the GPU that decodes and augments; None for the CPU.
         prefetch: batches made ahead.
+        hw_decoder_load: share of the images for the GPU's JPEG unit.
+        colours: False ends with the crops, uint8 and not flipped.
 
     Returns:
-        A pipeline, started by its first run, with one output per view: fp32 [N, size, size, 3], normalised.
+        A pipeline, started by its first run, with one output per view, fp32 [N, size, size, 3], normalised (uint8
+        without colours), and the shape that each image's header gives, int64 [N, 3].
     """
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        image = _decode(fn, types, arrays.pop(0), device_id)
+        data = arrays.pop(0)
+        image = _decode(fn, types, data, device_id, hw_decoder_load)
         outputs = []
         for view in views:
-            parameters = {name: arrays.pop(0) for name in inputs(view)}
-            outputs.append(_augment(fn, types, image, view, parameters))
-        return tuple(outputs)
+            parameters = {name: arrays.pop(0) for name in inputs(view, colours)}
+            crop = _crop(fn, types, image, view, parameters)
+            outputs.append(_recolour(fn, types, crop, parameters) if colours else crop)
+        return (*outputs, _shape(fn, data))
 
-    count = 1 + sum(len(inputs(view)) for view in views)
+    count = 1 + sum(len(inputs(view, colours)) for view in views)
     return _pipeline(graph, count, batch_size, source, threads, device_id, prefetch)
 
 
@@ -90,29 +101,37 @@ def build_evaluation(
     device_id: int | None = None,
     prefetch: int = 2,
 ) -> "Pipeline":
-    """Files to resized central crops; one output, as in `build`.
+    """Encoded images to resized central crops; outputs as in `build`.
 
-    `source` returns the paths, the size after resizing (float32 height, width) and the crop's start
+    `source` returns the encoded images, the size after resizing (float32 height, width) and the crop's start
     (int32 y, x).
     """
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        path, size, start = arrays
-        image = _decode(fn, types, path, device_id)
+        data, size, start = arrays
+        image = _decode(fn, types, data, device_id)
         image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
         image = fn.slice(image, start=start, shape=[image_size, image_size], axes=[0, 1])
-        return (_normalize(fn, types, image, 0),)
+        return _normalize(fn, types, image, 0), _shape(fn, data)
 
     return _pipeline(graph, 3, batch_size, source, threads, device_id, prefetch)
 
 
-def build_decoder(source: Callable[[Any], list], device_id: int | None = None) -> "Pipeline":
-    """Files to decoded images, one at a time: to find the file that does not decode."""
+def build_decoder(
+    source: Callable[[Any], list],
+    *,
+    batch_size: int = 1,
+    threads: int = 1,
+    device_id: int | None = None,
+    prefetch: int = 1,
+) -> "Pipeline":
+    """Encoded images to images, uint8 [height, width, 3] each, and their shapes."""
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        return (_decode(fn, types, arrays[0], device_id),)
+        image = _decode(fn, types, arrays[0], device_id)
+        return image, _shape(fn, arrays[0])
 
-    return _pipeline(graph, 1, 1, source, 1, device_id, 1)
+    return _pipeline(graph, 1, batch_size, source, threads, device_id, prefetch)
 
 
 def _pipeline(
@@ -141,29 +160,28 @@ def _pipeline(
     return define()
 
 
-def _decode(fn: Any, types: Any, path: Any, device_id: int | None) -> Any:
-    data = fn.io.file.read(path)
+def _decode(fn: Any, types: Any, data: Any, device_id: int | None, load: float = HW_DECODER_LOAD) -> Any:
     # Orientation tags are ignored, as torchvision does; the manifest's sizes are of the stored image, too.
     if device_id is None:
         return fn.decoders.image(data, device="cpu", output_type=types.RGB, adjust_orientation=False)
     return fn.decoders.image(
-        data,
-        device="mixed",
-        output_type=types.RGB,
-        adjust_orientation=False,
-        hw_decoder_load=_HARDWARE_DECODER_LOAD,
+        data, device="mixed", output_type=types.RGB, adjust_orientation=False, hw_decoder_load=load
     )
 
 
-def _augment(fn: Any, types: Any, image: Any, view: View, p: dict) -> Any:
-    """One view of the decoded image.
+def _shape(fn: Any, data: Any) -> Any:
+    return fn.peek_image_shape(data, adjust_orientation=False)
 
-    DALI turns each `if` into a conditional per sample; an operation that never applies has no entry in `p`.
-    """
+
+def _crop(fn: Any, types: Any, image: Any, view: View, p: dict) -> Any:
     # Slice, then resize: a region given to resize would blend pixels from outside the crop into its edge.
     crop = fn.slice(image, start=p["start"], shape=p["shape"], axes=[0, 1])
     interpolation = types.INTERP_LINEAR if view.interpolation == "bilinear" else types.INTERP_CUBIC
-    crop = fn.resize(crop, size=[view.size, view.size], interp_type=interpolation, antialias=True)
+    return fn.resize(crop, size=p["size"], interp_type=interpolation, antialias=True)
+
+
+def _recolour(fn: Any, types: Any, crop: Any, p: dict) -> Any:
+    """DALI turns each `if` into a conditional per sample; an operation that never applies has no entry in `p`."""
     if p.get("jitter"):
         crop = _jitter(fn, types, crop, p["matrix"], p["offset"])
     if p.get("gray"):

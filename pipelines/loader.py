@@ -1,31 +1,38 @@
 """Runs the graph and hands its output over as torch tensors, without a copy.
 
 Shapes: N images of this rank and micro-batch, S the side of a view. Views are [N, 3, S, S] in channels-last
-memory, which is what the graph writes and what convolutions like best.
+memory, which is what convolutions like best.
 """
 
 import os
-import re
 import weakref
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 
-from . import graph
+from . import crops, graph, photometric
+from .background import in_background, one_thread_each
 from .cutmix import CutMix, Mix, draw
+from .damage import Damaged
 from .errors import DataError
-from .manifest import Manifest, reason
+from .manifest import Manifest
 from .order import batch_indices
-from .parameters import sample
-from .recipes import View
+from .parameters import Parameters, sample
+from .reading import Failure, Source, Supply
+from .recipes import Growth, View
 from .recipes import recipe as make_recipe
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
+
+CHUNK = 8  # images that a thread crops and recolours at once
+TIMEOUT = 60.0  # seconds
 
 
 @dataclass
@@ -37,8 +44,9 @@ class Batch:
         index: int64 [N], positions in the manifest.
         label: int64 [N], -1 where the manifest has no labels.
         step: micro-batches since the start of the run.
-        replaced: bool [N], images that stand in for a file that could not be read.
+        replaced: bool [N], images that stand in for one that could not be used.
         mix: how the global views are to be mixed (`mix.apply(views[:2])`); None without CutMix.
+        failures: the images that could not be used, and why.
     """
 
     views: list[torch.Tensor]
@@ -47,17 +55,20 @@ class Batch:
     step: int
     replaced: torch.Tensor
     mix: Mix | None = None
+    failures: list[Failure] = field(default_factory=list)
 
 
 class Loader:
     """Batches of augmented views, any step of which can be made without those before it.
 
     What a step holds depends on the manifest, the recipe, `batch_size`, `accumulation_steps` and `seed`
-    alone: neither on the number of ranks (each takes its slice) nor on threads or prefetching.
+    alone: neither on the number of ranks (each takes its slice) nor on threads or prefetching. An image that
+    cannot be read or decoded, or does not answer in time, is replaced by another one; the rest of the batch
+    is as it would have been.
 
     Args:
         manifest: the images.
-        recipe: a preset's name, or the views themselves.
+        recipe: a preset's name, or the views themselves, the two global ones first.
         batch_size: images of one optimizer step, over all ranks and accumulation steps.
         seed: of order and augmentation.
         rank, world_size: which slice of each micro-batch is made here.
@@ -67,10 +78,17 @@ class Loader:
         threads: CPU threads; None for the cores of this rank less one, at least one.
         prefetch: batches made ahead.
         cutmix: how to mix the two global views; None mixes nothing.
+        photometric: "dali" recolours by one affine map per image; "torch" by torchvision's operations one by
+            one, as published code does, and more slowly.
+        growth: smaller views in the first epochs; None is full size throughout.
+        hw_decoder_load: share of the images for a GPU's JPEG unit.
+        timeout: seconds after which a file that does not answer is replaced.
+        known: steps and images that failed when the run made them before, and why: they are replaced again.
         override: keywords of `recipe`, such as fields of `View` to replace in every view.
 
     Raises:
-        DataError: the batch does not divide, there are too few images, a file cannot be read.
+        DataError: the batch does not divide, there are too few images; while iterating, too many files in a
+            row cannot be read.
     """
 
     def __init__(
@@ -88,6 +106,11 @@ class Loader:
         threads: int | None = None,
         prefetch: int = 2,
         cutmix: CutMix | None = None,
+        photometric: Literal["dali", "torch"] = "dali",
+        growth: Growth | None = None,
+        hw_decoder_load: float = graph.HW_DECODER_LOAD,
+        timeout: float = TIMEOUT,
+        known: Mapping[tuple[int, int], str] | None = None,
         **override: Any,
     ) -> None:
         if not isinstance(recipe, str) and override:
@@ -96,20 +119,30 @@ class Loader:
         _check_division(batch_size, accumulation_steps, world_size)
         if prefetch < 1:
             raise DataError(f"prefetch {prefetch} leaves no batch in the making; use 2, or at least 1")
+        if photometric not in ("dali", "torch"):
+            raise DataError(f"photometric {photometric!r} is unknown; use 'dali' or 'torch'")
+        if not timeout > 0:
+            raise DataError(f"a timeout of {timeout} s gives no file a chance; use {TIMEOUT:g}, or more than 0")
+        if not 0 <= hw_decoder_load <= 1:
+            raise DataError(f"a hardware decoder load of {hw_decoder_load} is no share; use 0 to 1")
         if len(manifest) < batch_size:
             raise DataError(_too_few(manifest, batch_size, accumulation_steps * world_size))
-        manifest.require_readable()
         self.manifest = manifest
         self.views = make_recipe(recipe, image_size, **override) if isinstance(recipe, str) else tuple(recipe)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
         self.share = batch_size // (accumulation_steps * world_size)
         if cutmix is not None:
             _check_groups(cutmix, self.share, len(self.views))
-        self.cutmix = cutmix
+        if growth is not None:
+            growth.check(self.views)
+        self.cutmix, self.growth, self.photometric = cutmix, growth, photometric
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device_id = _device_id(device)
+        self.hw_decoder_load = hw_decoder_load
         self.threads = _threads(threads)
-        self.prefetch = prefetch
+        self.prefetch, self.timeout = prefetch, timeout
+        self.known = dict(known or {})
+        self.damaged = Damaged(manifest)
         self._open: weakref.WeakSet[Generator] = weakref.WeakSet()
 
     @property
@@ -121,7 +154,7 @@ class Loader:
         """Micro-batches `start_step`, `start_step + 1`, ... up to but without `stop_step`; endless if None.
 
         Raises:
-            DataError: while iterating, if a file cannot be decoded; it names the file and the reason.
+            DataError: while iterating, if an image and all that could take its place cannot be read.
         """
         if start_step < 0:
             raise DataError(f"start step {start_step} is negative; steps count from 0")
@@ -146,56 +179,117 @@ class Loader:
             self.world_size,
         )
 
+    def views_in(self, epoch: int) -> tuple[View, ...]:
+        """The views of an epoch, smaller than `views` while they grow."""
+        return self.views if self.growth is None else self.growth.views(self.views, epoch)
+
     def _batches(self, start_step: int, stop_step: int | None) -> Generator[Batch, None, None]:
-        def source(info: Any) -> list:
-            step = start_step + info.iteration
-            if stop_step is not None and step >= stop_step:
-                raise StopIteration
-            return self._feed(*self.indices(step))
+        make = self._on_cpu if self.device_id is None else self._on_gpu
+        with closing(make(start_step, stop_step)) as made:
+            for supply, views in made:
+                yield self._batch(supply, views)
 
-        if stop_step is not None and stop_step <= start_step:
-            return
-        pipeline = graph.build(
-            self.views,
-            self.share,
-            source,
-            threads=self.threads,
-            device_id=self.device_id,
-            prefetch=self.prefetch,
+    def _on_gpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
+        """Supplies and their views, from a pipeline that works ahead by itself."""
+        colours = self.photometric == "dali"
+
+        def build(source: Callable[[Any], list]) -> "Pipeline":
+            return graph.build(
+                self.views,
+                self.share,
+                source,
+                threads=self.threads,
+                device_id=self.device_id,
+                prefetch=self.prefetch,
+                hw_decoder_load=self.hw_decoder_load,
+                colours=colours,
+            )
+
+        def feed(supply: Supply) -> list:
+            views, parameters = self._parameters(supply)
+            arrays = [graph.feed(view, p, colours) for view, p in zip(views, parameters, strict=True)]
+            return [supply.data, *(array for part in arrays for array in part)]
+
+        with closing(self._source(stop)) as source:
+            for supply, outputs in Stream(source, build, feed, self.device_id).steps(start):
+                made = [torch.from_dlpack(output.as_tensor()) for output in outputs]
+                if colours:
+                    yield supply, [output.permute(0, 3, 1, 2) for output in made]
+                else:
+                    named = zip(*self._parameters(supply), made, strict=True)
+                    yield supply, [photometric.apply(view, crop, p) for view, p, crop in named]
+
+    def _on_cpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
+        """The same, from a decoding pipeline and threads that crop and recolour, all of it in the background."""
+
+        def build(source: Callable[[Any], list]) -> "Pipeline":
+            return graph.build_decoder(
+                source, batch_size=self.share, threads=self.threads, prefetch=min(2, self.prefetch)
+            )
+
+        def work(stopped: Callable[[], bool]) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
+            with closing(self._source(stop, stopped)) as source, one_thread_each(self.threads) as pool:
+                for supply, (images,) in Stream(source, build, lambda supply: [supply.data], None).steps(start):
+                    yield supply, self._augment(supply, [torch.from_dlpack(image) for image in images], pool)
+
+        return in_background(work, self.prefetch)
+
+    def _augment(self, supply: Supply, images: list[torch.Tensor], pool: ThreadPoolExecutor) -> list[torch.Tensor]:
+        """Views of decoded images, on the CPU."""
+        views, parameters = self._parameters(supply)
+        outputs = [torch.empty(len(images), view.size, view.size, 3) for view in views]
+
+        def some(first: int) -> None:
+            part = slice(first, first + CHUNK)
+            for view, whole, output in zip(views, parameters, outputs, strict=True):
+                p = whole[part]
+                crop = torch.empty(output[part].shape, dtype=torch.uint8)
+                crops.crop_and_resize(images[part], view, p, crop)
+                if self.photometric == "dali":
+                    crops.recolour(view, crop, p, output[part])
+                else:
+                    flipped = replace(p, flip=np.zeros_like(p.flip))  # already
+                    output[part] = photometric.apply(view, crop, flipped).permute(0, 2, 3, 1)
+
+        list(pool.map(some, range(0, len(images), CHUNK)))
+        return [output.permute(0, 3, 1, 2) for output in outputs]
+
+    def _parameters(self, supply: Supply) -> tuple[tuple[View, ...], list[Parameters]]:
+        """The views and their parameters; the randomness belongs to the images that were asked for."""
+        views, sizes = self.views_in(supply.epoch), self.manifest.sizes[supply.index]
+        return views, [
+            sample(view, number, self.seed, supply.epoch, supply.asked, sizes) for number, view in enumerate(views)
+        ]
+
+    def _source(self, stop: int | None, stopped: Callable[[], bool] = lambda: False) -> Source:
+        return Source(
+            self.manifest,
+            self.indices,
+            last=stop,
+            ahead=self.prefetch,
+            timeout=self.timeout,
+            seed=self.seed,
+            known=self.known,
+            damaged=self.damaged,
+            stopped=stopped,
         )
-        step = start_step
-        while stop_step is None or step < stop_step:
-            try:
-                views = _run(pipeline, self.device_id)
-            except RuntimeError as error:
-                # With prefetching the failure may belong to a batch ahead of the one asked for.
-                ahead = range(step, min(step + self.prefetch + 1, stop_step or step + self.prefetch + 1))
-                index = np.concatenate([self.indices(s)[1] for s in ahead])
-                raise _culprit(self.manifest, index, self.device_id) or error from error
-            yield self._batch(views, step)
-            step += 1
 
-    def _feed(self, epoch: int, index: np.ndarray) -> list:
-        sizes = self.manifest.sizes[index]
-        arrays = [_paths(self.manifest, index)]
-        for number, view in enumerate(self.views):
-            arrays += graph.feed(view, sample(view, number, self.seed, epoch, index, sizes))
-        return arrays
-
-    def _batch(self, views: list[torch.Tensor], step: int) -> Batch:
-        index = torch.tensor(self.indices(step)[1])
+    def _batch(self, supply: Supply, views: list[torch.Tensor]) -> Batch:
+        index = torch.from_numpy(supply.index)
         labels = self.manifest.labels
         mix = None
         if self.cutmix is not None:
-            mix = draw(self.cutmix, self.seed, step, self.rank * self.share, self.share, self.views[0].size)
+            size = views[0].shape[-1]
+            mix = draw(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, size)
             mix = mix.to(views[0].device)
         return Batch(
             views=views,
             index=index,
-            label=torch.full_like(index, -1) if labels is None else torch.from_numpy(labels[index.numpy()]),
-            step=step,
-            replaced=torch.zeros(len(index), dtype=torch.bool),
+            label=torch.full_like(index, -1) if labels is None else torch.from_numpy(labels[supply.index]),
+            step=supply.step,
+            replaced=torch.from_numpy(supply.replaced),
             mix=mix,
+            failures=supply.failures,
         )
 
 
@@ -203,7 +297,8 @@ class EvaluationLoader:
     """Every image of a rank's share exactly once, resized and centrally cropped as torchvision would.
 
     Iterating gives (images fp32 [N, 3, S, S] channels-last and normalised, index int64 [N] in the manifest);
-    rank r takes the images r, r + world_size, ...; the last batch may be short. It can be iterated again.
+    rank r takes the images r, r + world_size, ...; the last batch may be short, and so is one with an image
+    that cannot be used, which is left out and added to `failures`. It can be iterated again.
 
     Args:
         manifest: the images.
@@ -211,10 +306,7 @@ class EvaluationLoader:
         crop_fraction: side of the crop as a share of the resized image's short side.
         batch_size: images per batch on this rank.
         rank, world_size: which share of the images is taken here.
-        device, threads: as in `Loader`.
-
-    Raises:
-        DataError: a file cannot be read; it names the file and the reason.
+        device, threads, timeout: as in `Loader`.
     """
 
     def __init__(
@@ -227,39 +319,54 @@ class EvaluationLoader:
         world_size: int = 1,
         device: str | torch.device = "cpu",
         threads: int | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         if not 0 < crop_fraction <= 1:
             raise DataError(f"crop fraction {crop_fraction} is out of range; use 0.875, or up to 1")
         _check_rank(rank, world_size)
-        manifest.require_readable()
         self.manifest, self.image_size = manifest, image_size
         self.short_side = round(image_size / crop_fraction)
         self.index = np.arange(rank, len(manifest), world_size)
         self.batch_size = min(batch_size, max(1, len(self.index)))
-        self.device_id, self.threads = _device_id(device), _threads(threads)
+        self.device_id, self.threads, self.timeout = _device_id(device), _threads(threads), timeout
+        self.damaged = Damaged(manifest)
+        self.failures: list[Failure] = []
 
     def __len__(self) -> int:
         return -(-len(self.index) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        def source(info: Any) -> list:
-            if info.iteration >= len(self):
-                raise StopIteration
-            index = self._part(info.iteration)
-            return [_paths(self.manifest, index), *self._geometry(self.manifest.sizes[index])]
+        def build(source: Callable[[Any], list]) -> "Pipeline":
+            return graph.build_evaluation(
+                self.image_size, self.batch_size, source, threads=self.threads, device_id=self.device_id
+            )
 
-        if not len(self):
-            return
-        pipeline = graph.build_evaluation(
-            self.image_size, self.batch_size, source, threads=self.threads, device_id=self.device_id
+        def feed(supply: Supply) -> list:
+            return [supply.data, *self._geometry(np.maximum(1, self.manifest.sizes[supply.index]))]
+
+        self.failures = []
+        source = Source(
+            self.manifest,
+            lambda number: (0, self._part(number)),
+            last=len(self),
+            ahead=2,
+            timeout=self.timeout,
+            seed=None,
+            known={},
+            damaged=self.damaged,
         )
-        for number in range(len(self)):
-            try:
-                (images,) = _run(pipeline, self.device_id)
-            except RuntimeError as error:
-                index = self.index[number * self.batch_size : (number + 3) * self.batch_size]
-                raise _culprit(self.manifest, index, self.device_id) or error from error
-            yield images, torch.from_numpy(self._part(number))
+        with closing(source):
+            for supply, (images,) in Stream(source, build, feed, self.device_id).steps(0):
+                self.failures += supply.failures
+                images, index = (
+                    torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2),
+                    torch.from_numpy(supply.index),
+                )
+                if supply.failures:
+                    found = index >= 0
+                    images, index = images[found.to(images.device)], index[found]
+                if len(index):
+                    yield images, index
 
     def _part(self, number: int) -> np.ndarray:
         return self.index[number * self.batch_size : (number + 1) * self.batch_size]
@@ -272,63 +379,61 @@ class EvaluationLoader:
         return resized.astype(np.float32), start.astype(np.int32)
 
 
-def _run(pipeline: "Pipeline", device_id: int | None) -> list[torch.Tensor]:
-    """One batch: the pipeline's outputs as channels-last tensors [N, 3, S, S] on the same memory."""
-    stream = None if device_id is None else torch.cuda.current_stream(device_id)
-    outputs = pipeline.run(stream)
-    return [torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2) for output in outputs]
+class Stream:
+    """A pipeline's outputs, step by step; when an image breaks it, it goes on without the image.
 
+    Args:
+        source: gives the supply of each step.
+        build: makes a pipeline of a function that feeds it; its last output is the images' shapes.
+        feed: makes a pipeline's input of a supply.
+        device_id: the GPU; None for the CPU.
+    """
 
-def _paths(manifest: Manifest, index: np.ndarray) -> list[np.ndarray]:
-    return [np.frombuffer(manifest.path_bytes(i), np.uint8) for i in index.tolist()]
+    def __init__(
+        self,
+        source: Source,
+        build: Callable[[Callable[[Any], list]], "Pipeline"],
+        feed: Callable[[Supply], list],
+        device_id: int | None,
+    ) -> None:
+        self.source, self.build, self.feed, self.device_id = source, build, feed, device_id
 
+    def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
+        """Supplies and outputs, without the shapes, from a step on."""
+        step, last = start, self.source.last
+        while last is None or step < last:
+            for supply, outputs in self._until_it_breaks(step):
+                yield supply, outputs
+                step += 1
 
-def _culprit(manifest: Manifest, index: np.ndarray, device_id: int | None) -> DataError | None:
-    """The first of these images that cannot be decoded, as an error that says why; None if all can."""
-    pipeline = graph.build_decoder(lambda info: [_paths(manifest, index[[info.iteration]])], device_id)
-    for image in index.tolist():
-        why = _defect(manifest, image, pipeline)
-        if why:
-            return DataError(f"{manifest.path(image)}: {why}; repair or remove the file")
-    return None
+    def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
+        waiting: deque[Supply] = deque()  # in the pipeline
+        damaged = self.source.damaged
 
+        def source(info: Any) -> list:
+            supply = self.source.take(start + info.iteration)
+            if supply is None:
+                raise StopIteration
+            supply.data = [damaged.prepared(image, data) for image, data in zip(supply.index, supply.data, strict=True)]
+            waiting.append(supply)
+            return self.feed(supply)
 
-def _defect(manifest: Manifest, image: int, pipeline: "Pipeline") -> str | None:
-    """Why an image, the next one of the pipeline, cannot be used; None if it can."""
-    path = manifest.path_bytes(image)
-    try:
-        if not os.stat(path).st_size:
-            return "the file is empty"
-        with open(path, "rb"):
-            pass
-        (decoded,) = pipeline.run()
-    except OSError as error:
-        return f"the file cannot be opened: {reason(error)}"
-    except RuntimeError as error:
-        return f"the image cannot be decoded: {_diagnosis(path) or _summary(str(error))}"
-    height, width, _ = decoded[0].shape()
-    if (width, height) != tuple(manifest.sizes[image]):
-        expected = "x".join(map(str, manifest.sizes[image]))
-        return f"the image is {width}x{height} now and was {expected} when the folder was listed"
-    return None
-
-
-def _diagnosis(path: bytes) -> str | None:
-    """What Pillow finds wrong with an image, which it says more clearly than the decoder; None if nothing."""
-    try:
-        with open(path, "rb") as file, Image.open(file) as image:
-            image.load()
-    except UnidentifiedImageError:
-        return "it is not an image, or its header is damaged"
-    except (OSError, SyntaxError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _summary(message: str) -> str:
-    """What DALI's decoder says, without the trace around it."""
-    said = message.partition("encountered:")[2].strip() or message.strip()
-    return re.sub(r"^\[[^]]*\]\s*|^Error\S*:\s*", "", said.splitlines()[0])
+        pipeline = self.build(source)
+        stream = None if self.device_id is None else torch.cuda.current_stream(self.device_id)
+        while True:
+            try:
+                *outputs, shapes = pipeline.run(stream)
+                found = damaged.find_resized(waiting[0], np.asarray(shapes.as_tensor()))
+            except StopIteration:
+                return
+            except RuntimeError:
+                # With prefetching the failure may belong to a batch ahead of the one asked for.
+                found = damaged.find(waiting, self.device_id)
+                if not found:
+                    raise
+            if found:
+                return
+            yield waiting.popleft(), tuple(outputs)
 
 
 def _device_id(device: str | torch.device) -> int | None:

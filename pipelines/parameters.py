@@ -15,7 +15,7 @@ LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as torchvision and Pillow h
 TRIES = 10  # of torchvision's random-resized-crop, before it takes the central crop
 
 # Streams: the third word of the counter. Views count up from VIEW, mixed ones from CUTMIX.
-ORDER, VIEW, CUTMIX = 0, 1, 1 << 16
+ORDER, VIEW, CUTMIX, SUBSTITUTE = 0, 1, 1 << 16, 1 << 17
 
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85
@@ -50,6 +50,8 @@ class Parameters:
         jitter, gray, blur, solarize, flip: bool, whether the operation is applied.
         brightness, contrast, saturation: float32 factors; 1 leaves the image as it is.
         hue: float32, degrees.
+        order: int32, which of the 24 orders, sorted as words are, brightness, contrast, saturation and hue come in;
+            0 is the one given here, 23 its reverse.
         sigma: float32, deviation of the blur in pixels of the view.
     """
 
@@ -62,11 +64,16 @@ class Parameters:
     contrast: np.ndarray
     saturation: np.ndarray
     hue: np.ndarray
+    order: np.ndarray
     gray: np.ndarray
     blur: np.ndarray
     sigma: np.ndarray
     solarize: np.ndarray
     flip: np.ndarray
+
+    def __getitem__(self, part: slice) -> "Parameters":
+        """Those of some of the images."""
+        return Parameters(**{name: values[part] for name, values in vars(self).items()})
 
     def colour_matrix(self) -> np.ndarray:
         """The jitter's linear part, float32 [N, 3, 3]:
@@ -80,7 +87,7 @@ class Parameters:
         angle = np.deg2rad(self.hue.astype(np.float64))[:, None, None]
         turned = _WITHOUT_LUMA @ (np.cos(angle) * _WITHOUT_GRAY + np.sin(angle) * _QUARTER_TURN)
         gain = (self.brightness * self.contrast)[:, None, None]
-        return (gain * (_LUMA_AS_GRAY + self.saturation[:, None, None] * turned)).astype(np.float32)
+        return (gain * (LUMA_AS_GRAY + self.saturation[:, None, None] * turned)).astype(np.float32)
 
     def luma_share(self) -> np.ndarray:
         """The jitter's constant part, float32 [N], in shares of mean luma: brightness · (1 − contrast).
@@ -91,8 +98,8 @@ class Parameters:
 
 
 # Linear maps of a colour.
-_LUMA_AS_GRAY = np.tile(LUMA, (3, 1))
-_WITHOUT_LUMA = np.eye(3) - _LUMA_AS_GRAY
+LUMA_AS_GRAY = np.tile(LUMA, (3, 1))
+_WITHOUT_LUMA = np.eye(3) - LUMA_AS_GRAY
 _WITHOUT_GRAY = np.eye(3) - 1 / 3  # onto the plane orthogonal to the gray axis
 _QUARTER_TURN = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / np.sqrt(3)  # there, red towards green
 
@@ -112,7 +119,7 @@ def sample(view: View, view_number: int, seed: int, epoch: int, index: np.ndarra
     bits = philox(seed, epoch, np.asarray(index), stream=VIEW + view_number, block=blocks)
     uniform = (bits + 0.5) * 2.0**-32  # [4, blocks, N], float64, in the open interval (0, 1)
     x, y, width, height = _crop(view, uniform[:, :TRIES], np.asarray(sizes))
-    factors, (jitter, gray, blur, solarize), (sigma, flip, _, _) = uniform[:, TRIES:].swapaxes(0, 1)
+    factors, (jitter, gray, blur, solarize), (sigma, flip, order, _) = uniform[:, TRIES:].swapaxes(0, 1)
     brightness, contrast, saturation = (
         _between(max(0.0, 1 - spread), 1 + spread, draw)
         for spread, draw in zip(view.jitter[:3], factors[:3], strict=True)
@@ -127,6 +134,7 @@ def sample(view: View, view_number: int, seed: int, epoch: int, index: np.ndarra
         contrast=contrast,
         saturation=saturation,
         hue=_between(-360 * view.jitter[3], 360 * view.jitter[3], factors[3]),
+        order=(24 * order).astype(np.int32),
         gray=gray < view.gray_probability,
         blur=blur < view.blur_probability,
         sigma=_between(*view.blur_sigma, sigma),

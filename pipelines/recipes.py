@@ -94,7 +94,9 @@ _LINEAR = View(scale=(0.08, 1.0), jitter_probability=0.0, gray_probability=0.0, 
 RECIPES: dict[str, Recipe] = {
     "simsiam": Recipe((_SIMSIAM,) * 2, "Chen and He, 2021, section 3; the UniGrad paper's two views"),
     "byol": Recipe((_BYOL, _BYOL_2), "Grill et al., 2020, appendix B, table 6"),
-    "dino": Recipe((_DINO, _DINO_2, *(_DINO_LOCAL,) * 6), "Caron et al., 2021, and its code for ResNet-50"),
+    "dino": Recipe(
+        (_DINO, _DINO_2, *(_DINO_LOCAL,) * 6), "Caron et al., 2021: the defaults of its code, with 6 local views"
+    ),
     "swav": Recipe((_SWAV,) * 2 + (_SWAV_LOCAL,) * 6, "Caron et al., 2020, and its code for ResNet-50"),
     "multicrop": Recipe(
         (_MULTICROP,) * 2 + (_MULTICROP_LOCAL,) * 6,
@@ -102,6 +104,43 @@ RECIPES: dict[str, Recipe] = {
     ),
     "linear": Recipe((_LINEAR,), "the UniGrad paper, linear evaluation"),
 }
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Smaller views in the first epochs, for speed: the side of the global views grows with the epochs.
+
+    Attributes:
+        start: side of the global views in epoch 0, pixels.
+        epochs: epochs in which it grows, evenly; from then on all views have their full size.
+        multiple: what the sides of all views are multiples of while they grow, pixels; none becomes larger than it is
+            when full.
+    """
+
+    start: int
+    epochs: int
+    multiple: int = 16
+
+    def views(self, views: tuple[View, ...], epoch: int) -> tuple[View, ...]:
+        """The views in an epoch: each in the proportion in which the global ones have grown."""
+        full = views[0].size
+        share = min(1.0, (self.start + (full - self.start) * epoch / self.epochs) / full)
+        if share == 1:
+            return views
+        return tuple(
+            replace(view, size=min(view.size, max(1, round(view.size * share / self.multiple)) * self.multiple))
+            for view in views
+        )
+
+    def check(self, views: tuple[View, ...]) -> None:
+        """Raises `DataError` when views cannot grow like this."""
+        full = views[0].size
+        if not self.multiple <= self.start <= full:
+            raise DataError(f"views cannot grow from {self.start} to {full} pixels; start at {self.multiple} to {full}")
+        if self.epochs < 1 or self.multiple < 1:
+            raise DataError(
+                f"views cannot grow in {self.epochs} epochs by multiples of {self.multiple}; use at least 1"
+            )
 
 
 def recipe(

@@ -75,7 +75,7 @@ def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypat
 
 
 def test_pretrain_is_refused_before_any_work(trained, images, capsys, tmp_path):
-    assert "no such folder" in refused(capsys, "pretrain", "--data.train", str(tmp_path / "absent"))[0]
+    assert "no such file or folder" in refused(capsys, "pretrain", "--data.train", str(tmp_path / "absent"))[0]
     assert refused(capsys, "pretrain", "--data.train", str(images), "--model.projector.depth", "0") == [
         "error: model.projector.depth = 0: allowed is a whole number from 1 to 5"
     ]

@@ -274,14 +274,11 @@ def test_every_batch_size_that_is_suggested_is_accepted(batch, ranks, steps, syn
 
 def test_folders_are_checked(tmp_path):
     text = tmp_path / "list.txt"
-    text.write_text("")
+    text.write_text("a.jpg")
     config = resolve(overrides={"data": {"train": str(tmp_path / "absent"), "val": str(text)}})
     with pytest.raises(UserError) as caught:
         config.check_folders()
-    assert str(caught.value).splitlines() == [
-        f"data.train = {tmp_path}/absent: no such folder",
-        f"data.val = {text}: not a folder; give the folder that holds the images",
-    ]
+    assert str(caught.value) == f"data.train = {tmp_path}/absent: no such file or folder"
     with pytest.raises(UserError, match="no training images"):
         resolve().check_folders()
 
@@ -289,7 +286,7 @@ def test_folders_are_checked(tmp_path):
 @pytest.mark.parametrize("path", ["~nobody-has-this-name/images", "/" + "a" * 5000, "a\0b"])
 def test_impossible_paths_are_refused_without_a_traceback(path):
     config = resolve(overrides={"data": {"train": path}})
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="no such file or folder"):
         config.check_folders()
     with pytest.raises(UserError, match="no such file or shipped recipe"):
         resolve(path)

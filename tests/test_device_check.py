@@ -14,26 +14,73 @@ import sys
 sys.modules.update(dict.fromkeys({absent!r}))
 from unigrad_fast.benchmarks import device_check
 {change}
-sys.argv = ["device_check", "--cpu"]
+sys.argv = ["device_check", "--cpu", "--only", {only!r}]
 sys.exit(device_check.main())
 """
 
 
-def dry_run(change: str = "") -> subprocess.CompletedProcess:
-    """The check in the interpreter, where only torch, Triton and NumPy are installed."""
+def dry_run(change: str = "", only: str = "kernels") -> subprocess.CompletedProcess:
+    """The check in the interpreter, where only torch, Triton, NumPy, Pillow and DALI are installed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "UNIGRAD_K"))}
-    code = CODE.format(absent=ABSENT, change=change)
+    code = CODE.format(absent=ABSENT, change=change, only=only)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def check_good(done: subprocess.CompletedProcess, words: tuple[str, ...]) -> None:
+    """All is good, and lines with these words are in the table at the end."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = done.stdout.split("\ninterpreter, torch ")[1].splitlines()[1:]
+    for word in words:
+        assert any(line.startswith("ok") and word in line for line in verdicts), word
 
 
 def test_all_that_the_interpreter_can_do_is_good_without_any_further_package():
     done = dry_run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = done.stdout.split("\ninterpreter, torch ")[1].splitlines()[1:]
-    words = ("dz, ieee", "dz, fp16", "bitwise equal", "LARS", "target update")
-    for word in words:
-        assert any(line.startswith("ok") and word in line for line in verdicts), word
+    check_good(done, ("dz, ieee", "dz, fp16", "bitwise equal", "LARS", "target update"))
     assert "ours, fp32" in done.stdout  # the benchmark ran too
+
+
+PARTS = (
+    "photometric torch, byol",
+    "repeated decodings",
+    "crop, bicubic",
+    "solarize",
+    "views of multicrop",
+    "views of swav, as they come",
+    "a loader, decoding on the CPU",
+    "views that are read late",
+    "files refused",
+    "files replaced",
+    "multicrop, hw_decoder_load",
+    "growing",
+)
+
+
+def test_data_path_is_checked_on_the_cpu_and_nothing_is_recorded():
+    results = ROOT / "benchmarks/results/device_data.jsonl"
+    before = results.read_bytes() if results.exists() else None
+    check_good(dry_run(only="data"), PARTS)
+    assert (results.read_bytes() if results.exists() else None) == before
+
+
+def test_without_dali_one_line_says_so_and_torchs_operations_are_checked():
+    done = dry_run("sys.modules['nvidia.dali'] = None", "data")
+    check_good(done, ("not checked, but for torch's operations", "photometric torch, byol"))
+    assert "decoding" not in done.stdout
+
+
+DATA = "from unigrad_fast.benchmarks import device_check_data as data; from unigrad_fast.pipelines import "
+OTHER_COLOURS = DATA + "graph; graph._SOLARIZED = graph._SOLARIZED[::-1]; data.CHECKS = (data.operations,)"
+EVERY_FILE_IS_GOOD = (
+    DATA + "damage; damage.defects = lambda images, *more: [None] * len(images); data.CHECKS = (data.bad_files,)"
+)
+
+
+@pytest.mark.parametrize(("change", "word"), [(OTHER_COLOURS, "solarize"), (EVERY_FILE_IS_GOOD, "files refused")])
+def test_wrong_views_and_files_that_are_not_refused_fail(change, word):
+    done = dry_run(change, "data")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert any(line.startswith("FAIL") and word in line for line in done.stdout.splitlines())
 
 
 GATES_OF_ZERO = "device_check.GATES = dict.fromkeys(device_check.GATES, 0.0)"

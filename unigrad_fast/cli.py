@@ -184,6 +184,98 @@ def data_synth(options: DataSynth) -> None:
     print(f"{len(synthetic.CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
 
 
+class DataScan(Node):
+    """Decode every image once, and list what training cannot use and what is odd."""
+
+    path: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    output: AbsolutePath | None = None
+    """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan goes on there."""
+    threads: int | None = Field(default=None, ge=1)
+    """Images decoded at once; null is one per core. More of them hide the latency of network storage."""
+
+
+def data_scan(options: DataScan) -> None:
+    require_dali()
+    from unigrad_fast import scan
+
+    scan.scan(**dict(options))
+
+
+class DataShard(Node):
+    """Pack images into tar shards, which network storage reads faster and a start lists at once."""
+
+    source: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    folder: AbsolutePath
+    """New folder for the shards, or one in which the same command was interrupted."""
+    images_per_shard: int = Field(default=10_000, ge=1)
+    """Images per shard."""
+    short_side: int | None = Field(default=None, ge=16)
+    """Pixels to which longer short sides are reduced; null copies all images as they are."""
+    quality: int = Field(default=90, ge=1, le=100)
+    """JPEG quality of the images that are reduced."""
+    shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads that decode, resize and encode; null is the cores."""
+    verify: bool = False
+    """Read all shards back and compare them with their digests; of finished shards, do only this."""
+
+
+def data_shard(options: DataShard) -> None:
+    from unigrad_fast import shard
+    from unigrad_fast.pipelines.packing import Packing
+
+    packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
+    shard.shard(options.source, options.folder, packing, options.threads, options.verify)
+
+
+class DataRecipes(Node):
+    """Show the augmentation presets, their sources, and how to change them."""
+
+    markdown: bool = False
+    """Print them as a table for Markdown."""
+
+
+def data_recipes(options: DataRecipes) -> None:
+    from unigrad_fast import augmentation
+
+    augmentation.show(options.markdown)
+
+
+class DataPreview(Node):
+    """Draw the crops and the views that an augmentation makes of a few images."""
+
+    path: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    recipe: str = "multicrop"
+    """Augmentation preset, one of those of `data recipes`."""
+    images: int = Field(default=4, ge=1, le=64)
+    """How many images: the first ones of the epoch."""
+    output: AbsolutePath = Path("preview.png")
+    """PNG file to write."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of order and augmentations, as of the run."""
+    epoch: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Epoch of the run, from 0."""
+    cutmix: bool = False
+    """Add the global views after CutMix."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width of the global views in pixels; null is the preset's."""
+    local_crops: int | None = Field(default=None, ge=0, le=32)
+    """Number of local views; null is the preset's."""
+    photometric: Literal["dali"] = "dali"
+    """What computes the colours."""
+
+
+def data_preview(options: DataPreview) -> None:
+    require_dali()
+    from unigrad_fast import preview
+
+    preview.preview(**{key: value for key, value in options if key != "photometric"})
+
+
 class Doctor(Node):
     """Say what the machine has, what a run will use and what is missing, and try each part."""
 
@@ -221,6 +313,36 @@ def bench_step(options: BenchStep) -> None:
     from unigrad_fast.benchmarks import bench_step
 
     bench_step.main(**dict(options))
+
+
+class BenchLoader(Node):
+    """Measure images/s and processor time of decoding and augmentation, against torchvision and decoding alone."""
+
+    images: AbsolutePath | None = None
+    """Folder of images or what else data.train takes, or a tar of one; null draws some."""
+    recipe: str | None = None
+    """Augmentation recipe; null is simsiam and multicrop, one after the other."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where ours decodes and augments."""
+    batch_size: int = Field(default=64, ge=1)
+    """Images per batch."""
+    image_size: int | None = Field(default=None, ge=1)
+    """Side of the global views in pixels; null is the recipe's."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of ours, and worker processes of torchvision; null is the cores."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds in which each variant has its turn."""
+    steps: int = Field(default=8, ge=1)
+    """Measured batches per turn, rounded up to equally many per thread."""
+    epochs: int = Field(default=5, ge=2)
+    """Epochs of a small manifest after which memory is read."""
+
+
+def bench_loader(options: BenchLoader) -> None:
+    require_dali()
+    from unigrad_fast.benchmarks import bench_loader
+
+    bench_loader.main(**dict(options))
 
 
 class BenchKernels(Node):
@@ -319,9 +441,14 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "export": (Export, export),
     "import": (Import, import_weights),
     "data synth": (DataSynth, data_synth),
+    "data scan": (DataScan, data_scan),
+    "data shard": (DataShard, data_shard),
+    "data recipes": (DataRecipes, data_recipes),
+    "data preview": (DataPreview, data_preview),
     "checkpoint show": (CheckpointShow, checkpoint_show),
     "checkpoint verify": (CheckpointVerify, checkpoint_verify),
     "bench step": (BenchStep, bench_step),
+    "bench loader": (BenchLoader, bench_loader),
     "bench kernels": (BenchKernels, bench_kernels),
     "doctor": (Doctor, doctor),
 }

@@ -17,10 +17,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
-from unigrad_fast.errors import UserError
+from unigrad_fast.errors import DataError, UserError
+from unigrad_fast.pipelines.recipes import Growth, View, recipe
 from unigrad_fast.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
 
 DEFAULT_RECIPE = "imagenet_100ep"
+
+Pair = tuple[float, float]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class CutMix(Node):
@@ -32,25 +36,96 @@ class CutMix(Node):
     """Images that may be partners; divides the images per rank and micro-batch."""
 
 
+class ViewChanges(Node):
+    scale: Pair | None = None
+    """Range of the crop's area as a share of the image's; null is the preset's, as for all of these."""
+    ratio: Pair | None = None
+    """Range of the crop's width / height."""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """Resizing of the crop, with antialiasing."""
+    jitter: tuple[float, float, float, float] | None = None
+    """Largest change of brightness, contrast and saturation, and of hue in full turns."""
+    jitter_probability: Probability | None = None
+    """Share of the views whose colours are jittered."""
+    gray_probability: Probability | None = None
+    """Share of the views that turn gray."""
+    blur_probability: Probability | None = None
+    """Share of the views that are blurred."""
+    blur_sigma: Pair | None = None
+    """Range of the blur's deviation, pixels of the view."""
+    solarize_probability: Probability | None = None
+    """Share of the views whose values from 128 on are inverted."""
+    flip_probability: Probability | None = None
+    """Share of the views that are mirrored."""
+
+    def given(self) -> dict[str, Any]:
+        """What differs from the preset."""
+        return {key: value for key, value in self if value is not None}
+
+
+class LocalViewChanges(ViewChanges):
+    size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width in pixels."""
+
+
+class Progressive(Node):
+    start_size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width of the global views in the first epoch; null is data.image_size throughout."""
+    epochs: int = Field(default=60, ge=1)
+    """Epochs in which they grow to data.image_size, local views in proportion (60: ours)."""
+
+
 class Data(Node):
     train: AbsolutePath | None = None
-    """Folder with the training images: an ImageFolder tree CLASS/*.jpg, or a flat folder (no labels)."""
+    """Folder, list or shards with the training images: a tree CLASS/*.jpg, a flat folder, a text file, .tar files."""
     val: AbsolutePath | None = None
-    """Folder with the labelled validation images for kNN; without it evaluation is off."""
-    recipe: Literal["simsiam"] = "simsiam"
-    """Augmentation preset of the two views (paper: as in SimSiam)."""
+    """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
+    recipe: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
+    """Augmentation preset, see `unigrad-fast data recipes` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2)
     """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
     image_size: int = Field(default=224, ge=16, le=1024)
-    """Height and width of a view in pixels (paper: 224)."""
-    crop_min_scale: float | None = Field(default=None, gt=0, le=1)
-    """Smallest share of the image's area that a crop takes; null is the preset's (simsiam: 0.2)."""
+    """Height and width of a global view in pixels (paper: 224)."""
+    local_crops: int | None = Field(default=None, ge=0, le=32)
+    """Local views per image; null is the preset's (simsiam and byol 0, the others 6)."""
+    global_views: ViewChanges = ViewChanges()
+    """What differs from the preset in both global views."""
+    second_view: ViewChanges = ViewChanges()
+    """What differs besides in the second of them."""
+    local_views: LocalViewChanges = LocalViewChanges()
+    """What differs in the local views."""
+    photometric: Literal["dali", "torch"] = "dali"
+    """Colour operations: dali is one affine map per image, torch torchvision's one by one, for published numbers."""
+    progressive: Progressive = Progressive()
+    """Smaller views in the first epochs, for speed."""
     cutmix: CutMix = CutMix()
     """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented; auto is the GPU where there is one."""
+    hw_decoder_load: float = Field(default=0.65, ge=0, le=1)
+    """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
     threads: int | None = Field(default=None, ge=1)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds after which a file that does not answer is replaced by another image."""
+    max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
+    """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
+
+    def views(self) -> tuple[View, ...]:
+        """One of each view, the two global ones first. Raises DataError when one is impossible."""
+        return recipe(
+            self.recipe,
+            self.image_size,
+            local_crops=self.local_crops,
+            global_views=self.global_views.given(),
+            second_view=self.second_view.given(),
+            local_views=self.local_views.given(),
+        )
+
+    def growth(self) -> Growth | None:
+        """How the views grow over the epochs."""
+        start = self.progressive.start_size
+        return None if start is None else Growth(start, self.progressive.epochs)
 
 
 class Projector(Node):
@@ -204,6 +279,7 @@ class Config(Node):
             problems.append(
                 f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
             )
+        problems += self._view_problems()
         if self.data.cutmix.probability and self.objective.correlation_source == "online":
             problems.append(
                 f"data.cutmix.probability = {shown(self.data.cutmix.probability)}: the correlation comes from unmixed "
@@ -224,6 +300,22 @@ class Config(Node):
             raise ValueError("\n".join(problems))
         return self
 
+    def _view_problems(self) -> list[str]:
+        data = self.data
+        try:
+            views = data.views()
+            if growth := data.growth():
+                growth.check(views)
+        except DataError as error:
+            return [f"data: {error}"]
+        size = views[-1].size
+        if size > data.image_size:
+            return [
+                f"data.local_views.size = {size}: larger than the global views (data.image_size = {data.image_size}); "
+                f"use about {max(16, round(data.image_size * 96 / 224))}"
+            ]
+        return []
+
     def _batch_problems(self, world_size: int) -> list[str]:
         batch, steps = self.data.batch_size, self.engine.accumulation_steps
         # Batch norm needs two values per channel: over all ranks when synchronised, else on every rank.
@@ -243,7 +335,7 @@ class Config(Node):
             raise UserError("\n".join(problems))
 
     def check_folders(self, fresh: bool = False) -> None:
-        """Raises UserError unless the image folders exist and the output folder can be used.
+        """Raises UserError unless the images can be opened and the output folder can be used.
 
         Args:
             fresh: the output folder must not hold a run, which would be continued otherwise.
@@ -254,13 +346,11 @@ class Config(Node):
             if folder is None:
                 continue
             if not os.path.exists(folder):
-                problem = "no such folder"
+                problem = "no such file or folder"
                 if self.recipe == "quickstart":
                     problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
                 problems.append(f"{key} = {folder}: {problem}")
-            elif not os.path.isdir(folder):
-                problems.append(f"{key} = {folder}: not a folder; give the folder that holds the images")
-            elif not os.access(folder, os.R_OK | os.X_OK):
+            elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
                 problems.append(f"{key} = {folder}: unreadable; check its permissions")
         if self.data.train is None:
             problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
@@ -302,7 +392,8 @@ def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
 
 # What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
 HARMLESS = (
-    *("output", "recipe", "data.train", "data.val", "data.decode", "data.threads"),
+    *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
+    *("data.read_timeout", "data.max_bad_fraction"),
     *("engine.zero_stage", "engine.max_skipped_steps", "checkpoint", "evaluation", "telemetry"),
 )
 

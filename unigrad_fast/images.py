@@ -28,7 +28,7 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
         warnings.simplefilter("always", UserWarning)
 
         def read() -> None:
-            manifests.extend(Manifest.from_folder(folder) for folder in folders)
+            manifests.extend(Manifest.open(folder) for folder in folders)
 
         for turn in (True, False):
             on_all_ranks(read if (world.local_rank == 0) == turn else lambda: None)
@@ -44,9 +44,9 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
 
 
 def digest(manifest: Manifest) -> str:
-    """Of names and sizes in pixels, which equal copies on several machines share."""
+    """Of names and sizes in pixels, which equal copies on several machines share, whatever a scan found unusable."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(manifest.names.tobytes())
     digest.update(manifest.offsets.tobytes())
-    digest.update(manifest.sizes.tobytes())
+    digest.update(manifest.header_sizes().tobytes())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -33,7 +33,9 @@ class Node(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
-        """Booleans are written true or false, nothing else is a boolean, and an empty text is no path."""
+        """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list."""
+        if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
+            value = value.strip("[]()").split(",")
         wants_bool = cls.model_fields[info.field_name].annotation is bool
         if wants_bool and isinstance(value, str):
             value = {"true": True, "false": False}.get(value.lower(), value)
@@ -43,6 +45,10 @@ class Node(BaseModel):
 
 
 AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(get_origin(arm) is tuple for arm in get_args(annotation))
 
 
 def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
@@ -69,7 +75,7 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
         owner = group
     else:
         return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
-    if problem["type"] == "missing":
+    if problem["type"] == "missing" and len(path) == len(location):
         description = owner.model_fields[part].description
         return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
     allowed = allowed_values(owner, part)
@@ -134,6 +140,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     kind = schema.get("format") or schema["type"]
+    if kind == "array":
+        return f"{len(schema['prefixItems'])} numbers with commas between them"
     words = {
         "integer": "a whole number",
         "number": "a number",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -45,14 +47,23 @@ class Spectrum(nn.Module):
         return torch.fft.rfft2(images.mean(1)).abs().flatten(1) / 16
 
 
-def probe(data: Path, backbone: nn.Module | None = None, images_at_once: int = 256) -> LinearProbe:
+def probe(
+    data: Path,
+    backbone: nn.Module | None = None,
+    images_at_once: int = 256,
+    max_bad_fraction: float = 0.03,
+    say: Callable[[str], None] = lambda line: None,
+) -> LinearProbe:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
-    parts = {"data": {"image_size": 16}, "evaluation": {"batch_size": images_at_once}}
+    parts = {
+        "data": {"image_size": 16, "max_bad_fraction": max_bad_fraction},
+        "evaluation": {"batch_size": images_at_once},
+    }
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     train, val = (Manifest.from_folder(data / part) for part in ("train", "val"))
-    return LinearProbe(config, world, train, val, backbone or Spectrum(), None)
+    return LinearProbe(config, world, train, val, backbone or Spectrum(), None, say)
 
 
 def synthetic_features() -> tuple[Tensor, Tensor]:
@@ -85,11 +96,11 @@ def test_the_quick_fit_is_that_of_scikit_learn_on_any_number_of_ranks(workers, r
 
 def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Tensor]:
     lines: list[str] = []
-    made = probe(data)
+    made = probe(data, say=lines.append)
     if protocol == "quick":
         classifier = made.quick()
     else:
-        classifier = made.paper(Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0), lines.append)
+        classifier = made.paper(Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
     result = made.judge(classifier)
     return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
 
@@ -138,13 +149,13 @@ class BrokenOnRank1(Spectrum):
         return super().forward(images) * (torch.nan if dist.get_rank() == 1 else 1.0)
 
 
-def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0) -> str:
-    made = probe(data, backbone)
+def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0, bad: float = 0.01) -> str:
+    made = probe(data, backbone, max_bad_fraction=bad)
     try:
         if protocol == "quick":
             made.quick()
         elif protocol == "paper":
-            made.paper(Schedule(epochs=2, batch_size=48, base_lr=base_lr), lambda line: None)
+            made.paper(Schedule(epochs=2, batch_size=48, base_lr=base_lr))
         else:
             made.judge(nn.Linear(16 * 9, 6))
     except (RunStopped, DataError) as error:
@@ -163,20 +174,61 @@ def test_a_loss_that_is_not_finite_stops_the_probe(data, workers):
     assert message.startswith("RunStopped the loss is not finite in epoch") and "lower base_lr = 1e+38" in message
 
 
-@pytest.mark.parametrize("protocol", ["quick", "paper"])
-def test_an_image_that_one_rank_cannot_decode_ends_all(data, workers, tmp_path, protocol):
+@pytest.fixture
+def damaged(data, tmp_path) -> Path:
+    """The same images, of which two for training and one for validation are cut off; their headers are whole."""
     for part in ("train", "val"):
-        shutil.copytree(data / part, tmp_path / part)
-    image = tmp_path / "train/class3/005.jpg"
-    content = image.read_bytes()
-    image.write_bytes(content[: int(0.9 * len(content))])  # the header is whole
-    messages = workers(2).run(stopped, tmp_path, Spectrum(), protocol)
-    assert messages[0].startswith(f"DataError {image}: ") and len(set(messages)) == 1
+        shutil.copytree(data / part, tmp_path / "damaged" / part)
+    for name in BAD:
+        image = tmp_path / "damaged" / name
+        content = image.read_bytes()
+        image.write_bytes(content[: int(0.9 * len(content))])
+    return tmp_path / "damaged"
+
+
+BAD = ("train/class3/005.jpg", "train/class4/001.jpg", "val/class0/003.jpg")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, workers, ranks):
+    made = workers(ranks).run(judged, damaged, "quick")
+    for name in BAD:
+        (damaged / name).unlink()
+    (expected,) = workers(1).run(judged, damaged, "quick")
+    for accuracy, top5, images, lines, weight in made:
+        assert images == expected[2] == 102
+        assert abs(accuracy - expected[0]) <= 1.0 and abs(top5 - expected[1]) <= 1.0
+        assert (weight - expected[4]).norm() <= 2e-2 * expected[4].norm()
+        train, val = lines
+        assert train.startswith("2 of 96 training images could not be used and were left out, first ")
+        assert f"{damaged}/{BAD[0]}: " in train
+        assert val.startswith(f"1 of 103 validation images could not be used and was left out, {damaged}/{BAD[2]}: ")
+
+
+def trained(data: Path) -> list[str]:
+    lines: list[str] = []
+    probe(data, say=lines.append).paper(Schedule(epochs=2, batch_size=96))
+    return lines
+
+
+def test_the_papers_protocol_replaces_images_that_cannot_be_used_and_says_so_once(damaged, workers):
+    for lines in workers(2).run(trained, damaged):
+        told, *epochs = lines
+        start = "2 of 96 training images could not be used and were replaced by others, first "
+        assert told.startswith(f"{start}{damaged}/{BAD[0]}: ")
+        assert [line.partition("  ")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+
+
+@pytest.mark.parametrize("protocol", ["quick", "paper", "judge"])
+def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, protocol):
+    messages = workers(2).run(stopped, damaged, Spectrum(), protocol, 1.0, 0.005)
+    assert "cannot be used, more than data.max_bad_fraction = 0.005 allows, first " in messages[0]
+    assert messages[0].startswith("RunStopped ") and len(set(messages)) == 1
 
 
 def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
     lines: list[str] = []
-    classifier = probe(data, images_at_once=images_at_once).paper(Schedule(2, 48, 10.0), lines.append)
+    classifier = probe(data, images_at_once=images_at_once, say=lines.append).paper(Schedule(2, 48, 10.0))
     return lines, classifier.weight.detach(), classifier.bias.detach()
 
 
@@ -247,6 +299,24 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert result.stdout.count("epoch 2/2") == 1
     assert json.loads((run / "linear.json").read_text())["epochs"] == 2
     assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
+
+
+def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    kept = config.read_text().replace(str(data), str(damaged))
+    config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0.03", kept))
+    for arguments in (("knn", tmp_path / "run", "--baselines", "true"), ("linear", tmp_path / "run")):
+        result = command("evaluate", *arguments)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(f"2 of 96 training images could not be used and were left out, first {damaged}") == 1
+        assert result.stdout.count("1 of 103 validation images could not be used and was left out, ") == 1
+    written = json.loads((tmp_path / "run/knn.json").read_text())
+    assert (written["queries"], written["bank"]) == (102, 94)
+    assert "102 validation images" in " ".join(result.stdout.split())
+    config.write_text(kept)
+    result = command("evaluate", "knn", tmp_path / "run")
+    assert result.returncode == 3 and "2 of 96 images cannot be used, more than" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def agree(steps: int, asked_rank: int, asked_step: int) -> int:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 while preemption.asked is None:
                     pass
-            if preemption.agreed():
+            if preemption.agreed()[0]:
                 return step
     return -1
 

@@ -7,30 +7,15 @@ through the same loader and its features go through the same classifier.
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.evaluation.features import extract
-from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 
 
-def raw_pixels(manifest: Manifest, size: int = 32, threads: int | None = None) -> Tensor:
-    """The pixels of each image at size × size, standardised per image: fp32 [n, 3·size²].
+class RawPixels(nn.Module):
+    """Images [N, 3, S, S] to standardised pixels [N, 3·S²]; an image of one colour becomes zeros.
 
     With zero mean and unit deviation per image, cosine similarity is the correlation of two images, which
     brightness and contrast do not change.
     """
-    return extract(RawPixels(), manifest, image_size=size, crop_fraction=1.0, threads=threads)[0]
-
-
-def colour_histogram(manifest: Manifest, size: int = 64, threads: int | None = None) -> Tensor:
-    """Square root of the share of the pixels in each of 8 × 8 × 8 RGB cells: fp32 [n, 512].
-
-    The cosine similarity of the roots is the Bhattacharyya coefficient of two histograms.
-    """
-    return extract(ColourHistogram(), manifest, image_size=size, crop_fraction=1.0, threads=threads)[0]
-
-
-class RawPixels(nn.Module):
-    """Images [N, 3, S, S] to standardised pixels [N, 3·S²]; an image of one colour becomes zeros."""
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.flatten(1)
@@ -39,7 +24,10 @@ class RawPixels(nn.Module):
 
 
 class ColourHistogram(nn.Module):
-    """Normalised images [N, 3, S, S] to the roots of joint RGB histograms, [N, bins³]."""
+    """Normalised images [N, 3, S, S] to the roots of joint RGB histograms, [N, bins³].
+
+    The cosine similarity of the roots is the Bhattacharyya coefficient of two histograms.
+    """
 
     def __init__(self, bins: int = 8) -> None:
         super().__init__()
@@ -52,3 +40,10 @@ class ColourHistogram(nn.Module):
         one = torch.ones_like(cell, dtype=images.dtype)
         count = images.new_zeros(len(images), self.bins**3).scatter_add_(1, cell, one)
         return (count / cell.shape[1]).sqrt()
+
+
+# By name: the module, and the side in pixels at which it sees the whole image's central square.
+BASELINES: dict[str, tuple[nn.Module, int]] = {
+    "raw pixels": (RawPixels(), 32),
+    "colour histogram": (ColourHistogram(), 64),
+}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
@@ -18,8 +18,8 @@ from unigrad_fast.config import Config, resolve
 from unigrad_fast.distributed import World
 from unigrad_fast.errors import UserError
 from unigrad_fast.evaluation import linear
-from unigrad_fast.evaluation.baselines import colour_histogram, raw_pixels
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, weighted_knn
+from unigrad_fast.evaluation.baselines import BASELINES
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.probe import KNNProbe
 from unigrad_fast.images import read_manifests
 from unigrad_fast.model import build_encoder
@@ -38,6 +38,7 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
 
     Raises:
         UserError: a run without weights, labels or validation images.
+        RunStopped: a feature is not finite, or too many images cannot be used.
     """
     config = resolve(run / "config.yaml")
     require_writable(run)
@@ -48,8 +49,8 @@ def evaluate_knn(run: Path, baselines: bool = False) -> None:
         dtype = autocast_dtype(config.engine.precision, world.device)
         rows: dict[str, KNNResult] = {}
         if baselines:
-            rows["raw pixels"] = probe_baseline(probe, raw_pixels)
-            rows["colour histogram"] = probe_baseline(probe, colour_histogram)
+            for name, (features, size) in BASELINES.items():
+                rows[name] = probe(features, None, image_size=size, crop_fraction=1.0)
             rows["untrained encoder"] = probe(untrained, dtype)
         rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(trained, dtype)
         if world.rank == 0:
@@ -68,6 +69,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
 
     Raises:
         UserError: a run without weights, labels or validation images.
+        RunStopped: a feature or the loss is not finite, or too many images cannot be used.
     """
     config = resolve(run / "config.yaml")
     require_writable(run)
@@ -75,7 +77,8 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
         backbone, metadata, train, val = open_run(run, config, world, "a linear classifier")
         console = Console(quiet=world.rank != 0, highlight=False)
         dtype = autocast_dtype(config.engine.precision, world.device)
-        probe = linear.LinearProbe(config, world, train, val, backbone, dtype)
+        say = partial(console.print, markup=False, soft_wrap=True)
+        probe = linear.LinearProbe(config, world, train, val, backbone, dtype, say)
         if protocol == "quick":
             classifier = probe.quick()
             settings = {"l2": linear.L2, "most_iterations": linear.MOST_ITERATIONS}
@@ -86,7 +89,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
         else:
             schedule = replace(linear.PAPER, **changes)
             changes = {key: value for key, value in changes.items() if value != getattr(linear.PAPER, key)}
-            classifier = probe.paper(schedule, console.print)
+            classifier = probe.paper(schedule)
             settings = asdict(schedule)
             name = "paper protocol (LARS on random crops" + "".join(f", {k} {v:g}" for k, v in settings.items()) + ")"
             if changes:
@@ -129,18 +132,11 @@ def require_writable(run: Path) -> None:
         raise UserError(f"{run}: not writable, and the result is written there; check its permissions")
 
 
-def probe_baseline(probe: KNNProbe, features) -> KNNResult:
-    """The same classifier on features that need no encoder."""
-    settings, threads = probe.config.evaluation.knn, probe.config.data.threads
-    (bank, bank_labels), (queries, labels) = (
-        (features(manifest, threads=threads), torch.as_tensor(manifest.labels, dtype=torch.int64))
-        for manifest in (probe.train, probe.val)
-    )
-    return weighted_knn(bank, bank_labels, queries, labels, settings.k, settings.temperature)
-
-
 def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> None:
     """One table on the console, and the same numbers in RUN/knn.json."""
+    console = Console(highlight=False)
+    for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
+        console.print(line, markup=False, soft_wrap=True)
     result = list(rows.values())[-1]
     table = Table(
         title=f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
@@ -151,13 +147,15 @@ def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> N
     table.add_column("top-1 accuracy, %", justify="right")
     for name, row in rows.items():
         table.add_row(name, f"{row.accuracy:.2f}")
-    Console().print(table)
+    console.print(table)
     written = {
         "protocol": PROTOCOL,
         "branch": BRANCH,
         **metadata,
         "k": result.k,
         "temperature": result.temperature,
+        "queries": result.queries,
+        "bank": result.bank,
         "accuracy": {name.partition(",")[0]: row.accuracy for name, row in rows.items()},
     }
     write_whole(run / "knn.json", json.dumps(written, indent=2).encode() + b"\n")

@@ -1,18 +1,49 @@
-"""Features of a frozen encoder for every image of a manifest."""
+"""Features of a frozen encoder for every image of a manifest that can be used."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.distributed import on_all_ranks
+from unigrad_fast.distributed import gather, on_all_ranks
 from unigrad_fast.errors import RunStopped
-from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 
 # Rows that travel at once: 0.5 GiB of fp32 at 2048 features.
 ROWS_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Images that could not be used, over all ranks.
+
+    Attributes:
+        count, images: how many, and of how many.
+        first: the first of them in the manifest; None where there is none.
+    """
+
+    count: int
+    images: int
+    first: Failure | None
+
+    @property
+    def example(self) -> str:
+        """The first one's path, as text that can be written anywhere, and what is wrong with it."""
+        path = self.first.path.encode(errors="surrogateescape").decode(errors="replace")
+        return f"{path}: {self.first.reason}"
+
+    def told(self, kind: str, fate: str = "left out") -> list[str]:
+        """A line for the user on these images of a kind, such as "training"; none where all could be used."""
+        if self.first is None:
+            return []
+        one = self.count == 1
+        return [
+            f"{self.count:,} of {self.images:,} {kind} images could not be used and {'was' if one else 'were'} {fate}, "
+            f"{'' if one else 'first '}{self.example}"
+        ]
 
 
 @torch.no_grad()
@@ -29,8 +60,12 @@ def extract(
     autocast_dtype: torch.dtype | None = None,
     threads: int | None = None,
     decode: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    timeout: float = 60.0,
+    max_bad_fraction: float = 0.0,
+) -> tuple[Tensor, Tensor | None, LeftOut]:
     """Runs every image of the manifest once through the backbone in evaluation mode.
+
+    Images that cannot be used are left out.
 
     Args:
         backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]; it lies on `device`, and each
@@ -44,12 +79,14 @@ def extract(
         autocast_dtype: computes under autocast in this dtype; None leaves the backbone's own precision.
         threads: decoder threads of this rank; None lets the loader choose.
         decode: device that decodes; None is `device`.
+        timeout: seconds after which a file that does not answer is left out.
+        max_bad_fraction: share of the images that may be left out.
 
     Returns:
-        Features fp32 [len(manifest), D] and labels int64 [len(manifest)] (None without labels), in the order
-        of the manifest, on the CPU, the same on all ranks.
+        Features fp32 [N, D] and labels int64 [N] (None without labels) of the N images that could be used, in the
+        order of the manifest, on the CPU, and what was left out; the same on all ranks.
 
-    Raises RunStopped on all ranks where a feature is not finite, DataError on all where an image cannot be decoded.
+    Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
     """
     device = torch.device(device)
     loader = EvaluationLoader(
@@ -61,6 +98,7 @@ def extract(
         world_size=world_size,
         device=decode or device,
         threads=threads,
+        timeout=timeout,
     )
     features: Tensor | None = None
     seen = torch.zeros(len(manifest), dtype=torch.int32)
@@ -77,13 +115,40 @@ def extract(
         on_all_ranks(read)
     else:
         read()
+    left_out = count_left_out(loader.failures, len(manifest), max_bad_fraction, shared=world_size > 1)
     if world_size > 1:
         features = _sum_over_ranks(features, seen, device)
-    if not bool((seen == 1).all()):
-        wrong = int((seen != 1).nonzero()[0, 0])
-        raise AssertionError(f"image {wrong} of {len(manifest)} was read {int(seen[wrong])} times instead of once")
-    labels = torch.as_tensor(manifest.labels, dtype=torch.int64) if manifest.has_labels else None
-    return features, labels
+    found = (seen == 1).nonzero().flatten()
+    if len(found) + left_out.count != len(manifest):
+        raise AssertionError(
+            f"of {len(manifest)} images {len(found)} were read once, {int((seen > 1).sum())} more often, and "
+            f"{left_out.count} left out"
+        )
+    labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[found] if manifest.has_labels else None
+    return _keep(features, found), labels, left_out
+
+
+def count_left_out(failures: Iterable[Failure], images: int, most: float, *, shared: bool = True) -> LeftOut:
+    """Joins what the ranks, which call this together, could not use.
+
+    Args:
+        failures: of this rank.
+        images: that there are.
+        most: share of them that may be left out.
+        shared: whether the ranks share the images; otherwise this rank's failures are all there is.
+
+    Raises RunStopped on all ranks where they are more than that, or all.
+    """
+    own = {failure.image: failure for failure in failures}
+    bad = {image: failure for part in (gather(own) if shared else [own]) for image, failure in part.items()}
+    left_out = LeftOut(len(bad), images, bad[min(bad)] if bad else None)
+    if bad and (len(bad) > most * images or len(bad) == images):
+        raise RunStopped(
+            f"{len(bad):,} of {images:,} images cannot be used"
+            + ("" if len(bad) == images else f", more than data.max_bad_fraction = {most:g} allows")
+            + f", first {left_out.example}; `unigrad-fast data scan` lists all of them, to be repaired or removed"
+        )
+    return left_out
 
 
 @torch.no_grad()
@@ -128,6 +193,16 @@ def _sum_over_ranks(features: Tensor | None, seen: Tensor, device: torch.device)
             dist.all_reduce(travelling)
             block.copy_(travelling)
     return features
+
+
+def _keep(features: Tensor, rows: Tensor) -> Tensor:
+    """Some rows, ascending, moved to the front of the same memory: a second copy of a large bank may not fit."""
+    if len(rows) == len(features):
+        return features
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        block = rows[start : start + ROWS_AT_ONCE]
+        features[start : start + len(block)] = features[block]
+    return features[: len(rows)]
 
 
 def non_finite(manifest: Manifest, image: int) -> RunStopped:

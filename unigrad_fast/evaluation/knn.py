@@ -37,6 +37,7 @@ class KNNResult:
     accuracy: top-1, percent of the queries. top5: percent, or None when the bank has fewer than five classes.
     k: neighbours that voted, never more than the bank has. temperature: T of the votes exp(s / T).
     queries, bank: images that were classified, images that could vote.
+    left_out: lines for the user on images that could not be used.
     """
 
     accuracy: float
@@ -45,6 +46,7 @@ class KNNResult:
     temperature: float
     queries: int
     bank: int
+    left_out: tuple[str, ...] = ()
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 Two protocols. `quick` caches the features of one centre crop per training image, each rank those of its own images,
 and fits a multinomial logistic regression on them. `paper` is the paper's (appendix "Implementation Details", linear
 evaluation): random-resized crops and flips, LARS for 90 epochs. Either judges on centre crops, every validation image
-counted once, and the result depends on the number of ranks by rounding alone.
+counted once, and the result depends on the number of ranks by rounding alone. Images that cannot be used are left out,
+and in the paper's training replaced by others.
 
 Shapes: N images, D feature dimension, K classes.
 """
@@ -22,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from unigrad_fast.config import Config
 from unigrad_fast.distributed import World, on_all_ranks
 from unigrad_fast.errors import RunStopped
-from unigrad_fast.evaluation.features import evaluation_mode, features_of, non_finite
-from unigrad_fast.pipelines import EvaluationLoader, Loader, Manifest
+from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of, non_finite
+from unigrad_fast.pipelines import EvaluationLoader, Failure, Loader, Manifest
 from unigrad_fast.training.optimizers import LARS
 
 ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
@@ -59,6 +60,7 @@ class LinearProbe:
     Args:
         backbone: on the world's device.
         dtype: that it computes in under autocast; None is its own.
+        say: takes lines for the user: an epoch is done, images could not be used.
     """
 
     config: Config
@@ -67,32 +69,33 @@ class LinearProbe:
     val: Manifest
     backbone: nn.Module
     dtype: torch.dtype | None
+    say: Callable[[str], None]
 
     @property
     def classes(self) -> int:
         return len(self.train.classes)
 
     def quick(self) -> nn.Linear:
-        """A classifier of raw features, fitted to standardised ones."""
-        features, labels = self._own_features(self.train)
-        mean, deviation = standardisation(features, len(self.train))
+        """A classifier of raw features, fitted to standardised ones.
+
+        Raises RunStopped where a feature is not finite or too many images cannot be used.
+        """
+        features, labels, count = self._own_features()
+        mean, deviation = standardisation(features, count)
         features.sub_(mean).div_(deviation)
         if self.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
             features = features.to(self.world.device)  # else they travel block by block, in each iteration
-        classifier = fit(features, labels, self.classes, len(self.train), self.world.device)
+        classifier = fit(features, labels, self.classes, count, self.world.device)
         fold(classifier, mean.to(self.world.device), deviation.to(self.world.device))
         return classifier
 
-    def paper(self, schedule: Schedule, say: Callable[[str], None]) -> nn.Linear:
+    def paper(self, schedule: Schedule) -> nn.Linear:
         """A classifier trained on random crops, new ones in each epoch.
 
-        Args:
-            say: takes a line per epoch.
-
         Raises:
-            DataError: the batch does not divide over the ranks, there are fewer images than one batch, or an image
-                cannot be decoded.
-            RunStopped: a feature or the loss is not finite.
+            DataError: the batch does not divide over the ranks, there are fewer images than one batch, or too many
+                in a row cannot be read.
+            RunStopped: a feature or the loss is not finite, or too many images cannot be used.
         """
         data, world = self.config.data, self.world
         parts = micro_batches(schedule.batch_size, world.size, self.config.evaluation.batch_size)
@@ -107,6 +110,7 @@ class LinearProbe:
             device=world.device if data.decode != "cpu" else "cpu",
             accumulation_steps=parts,
             threads=data.threads,
+            timeout=data.read_timeout,
         )
         classifier = None
         steps_per_epoch = loader.steps_per_epoch // parts
@@ -114,10 +118,13 @@ class LinearProbe:
         peak = schedule.base_lr * schedule.batch_size / 256
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of this epoch: loss, images that were right
         odd = torch.tensor(len(self.train), device=world.device)  # the first image with a non-finite feature
+        failures: dict[int, Failure] = {}  # of this rank, by image
+        replaced = 0  # images that the user was told of
         batches = loader.iterate(stop_step=steps * parts)
         for step in range(steps):
             for _ in range(parts):
                 batch = on_all_ranks(lambda: next(batches))
+                failures |= {failure.image: failure for failure in batch.failures}
                 features, labels = self._features(batch.views[0]), batch.label.to(world.device)
                 if classifier is None:
                     classifier = new_classifier(features.shape[1], self.classes, self.config.seed).to(world.device)
@@ -138,12 +145,16 @@ class LinearProbe:
                 dist.all_reduce(odd, dist.ReduceOp.MIN)
                 if odd < len(self.train):
                     raise non_finite(self.train, int(odd))
+                bad = count_left_out(failures.values(), len(self.train), data.max_bad_fraction)
+                if bad.count > replaced:
+                    replaced = bad.count
+                    self._tell(bad.told("training", "replaced by others"))
                 dist.all_reduce(sums)
                 loss, right = (sums / steps_per_epoch).tolist()
                 if not math.isfinite(loss):
                     raise RunStopped(f"the loss is not finite in epoch {epoch}; lower base_lr = {schedule.base_lr:g}")
                 accuracy, lr = 100 * right / schedule.batch_size, optimizer.param_groups[0]["lr"]
-                say(
+                self.say(
                     f"epoch {epoch}/{schedule.epochs}  loss {loss:.4f}  accuracy on its crops {accuracy:.2f} %  "
                     f"lr {lr:.2e}"
                 )
@@ -151,11 +162,15 @@ class LinearProbe:
         return classifier
 
     def judge(self, classifier: nn.Linear) -> LinearResult:
-        """Accuracy on the validation images, each rank counting its own."""
+        """Accuracy on the validation images, each rank counting its own.
+
+        Raises RunStopped where a feature is not finite or too many images cannot be used.
+        """
+        loader = self._loader(self.val)
         counts = torch.zeros(3, dtype=torch.int64)  # images, right, among the best five
 
         def count() -> None:
-            for features, index in features_of(self.backbone, self._loader(self.val), self.world.device, self.dtype):
+            for features, index in features_of(self.backbone, loader, self.world.device, self.dtype):
                 with torch.no_grad():
                     logits = classifier(features)
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
@@ -164,10 +179,11 @@ class LinearProbe:
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
         on_all_ranks(count)
+        left_out = self._left_out(loader, "validation")
         dist.all_reduce(counts)
         images, right, among_five = counts.tolist()
-        if images != len(self.val):
-            raise AssertionError(f"{images} of {len(self.val)} validation images were counted")
+        if images + left_out != len(self.val):
+            raise AssertionError(f"of {len(self.val)} validation images {images} were counted and {left_out} left out")
         return LinearResult(
             accuracy=100 * right / images,
             top5=100 * among_five / images if self.classes >= 5 else None,
@@ -190,26 +206,40 @@ class LinearProbe:
             world_size=self.world.size,
             device=self.world.device if data.decode != "cpu" else "cpu",
             threads=data.threads,
+            timeout=data.read_timeout,
         )
 
-    def _own_features(self, manifest: Manifest) -> tuple[Tensor, Tensor]:
-        """Features fp32 [N, D] and labels int64 [N] of this rank's images, on the CPU."""
-        loader = self._loader(manifest)
+    def _left_out(self, loader: EvaluationLoader, kind: str) -> int:
+        """How many images no rank could use, of which the user is told."""
+        images = len(loader.manifest)
+        left_out = count_left_out(loader.failures, images, self.config.data.max_bad_fraction)
+        self._tell(left_out.told(kind))
+        return left_out.count
+
+    def _tell(self, lines: list[str]) -> None:
+        for line in lines:
+            self.say(line)
+
+    def _own_features(self) -> tuple[Tensor, Tensor, int]:
+        """Features fp32 [N, D] and labels int64 [N] of this rank's training images, on the CPU; N over all ranks."""
+        loader = self._loader(self.train)
         rows = torch.empty(0, 0)
-        place = 0
+        index: list[int] = []
 
         def read() -> None:
-            nonlocal rows, place
-            for features, _ in features_of(self.backbone, loader, self.world.device, self.dtype):
+            nonlocal rows
+            for features, places in features_of(self.backbone, loader, self.world.device, self.dtype):
                 if not len(rows):
                     rows = torch.empty(len(loader.index), features.shape[1])
-                rows[place : place + len(features)] = features.cpu()
-                place += len(features)
+                rows[len(index) : len(index) + len(features)] = features.cpu()
+                index.extend(places.tolist())
 
         on_all_ranks(read)
+        count = len(self.train) - self._left_out(loader, "training")
         width = torch.tensor(rows.shape[1])
         dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
-        return rows.view(-1, int(width)), torch.as_tensor(manifest.labels, dtype=torch.int64)[loader.index]
+        labels = torch.as_tensor(self.train.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
+        return rows[: len(index)].view(-1, int(width)), labels, count
 
 
 def micro_batches(batch_size: int, ranks: int, most: int) -> int:

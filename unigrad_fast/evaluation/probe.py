@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -36,35 +36,47 @@ class KNNProbe:
             return f"training and validation images have different classes ({', '.join(differing[:5])})"
         return None
 
-    def __call__(self, backbone: nn.Module, dtype: torch.dtype | None) -> KNNResult:
+    def __call__(
+        self,
+        backbone: nn.Module,
+        dtype: torch.dtype | None,
+        image_size: int | None = None,
+        crop_fraction: float | None = None,
+    ) -> KNNResult:
         """Accuracy of a backbone [N, 3, S, S] → [N, D]; all ranks call this together and get the same.
 
         Args:
             dtype: that the backbone computes in under autocast; None is its own.
+            image_size, crop_fraction: of the centre crops; None are the run's.
+
+        Raises RunStopped where a feature is not finite or too many images cannot be used.
         """
-        settings = self.config.evaluation
-        parts = [
+        data, settings = self.config.data, self.config.evaluation
+        (*bank, bank_left_out), (*queries, queries_left_out) = (
             extract(
                 backbone,
                 manifest,
-                image_size=self.config.data.image_size,
-                crop_fraction=settings.crop_fraction,
+                image_size=image_size or data.image_size,
+                crop_fraction=crop_fraction or settings.crop_fraction,
                 batch_size=settings.batch_size,
                 device=self.world.device,
                 rank=self.world.rank,
                 world_size=self.world.size,
                 autocast_dtype=dtype,
-                threads=self.config.data.threads,
-                decode="cpu" if self.config.data.decode == "cpu" else None,
+                threads=data.threads,
+                decode="cpu" if data.decode == "cpu" else None,
+                timeout=data.read_timeout,
+                max_bad_fraction=data.max_bad_fraction,
             )
             for manifest in (self.train, self.val)
-        ]
-        return weighted_knn(
-            *parts[0],
-            *parts[1],
+        )
+        result = weighted_knn(
+            *bank,
+            *queries,
             settings.knn.k,
             settings.knn.temperature,
             device=self.world.device,
             rank=self.world.rank,
             world_size=self.world.size,
         )
+        return replace(result, left_out=(*bank_left_out.told("training"), *queries_left_out.told("validation")))

@@ -1,8 +1,8 @@
 """Leaving in good order when the scheduler takes the machine away.
 
 SIGTERM and SIGUSR1 ask all ranks to save and leave. One rank that was told is enough: the ranks tell each other at the
-end of each step, in a collective of one number on the host whose result is read one step later, so that none waits
-for it. A second signal ends the process at once; schedulers and launchers that pass a signal on both reach a process
+end of each step, in a collective of two numbers on the host whose result is read one step later, so that none waits
+for it; the second number says that a rank has news of another kind. A second signal ends the process at once; schedulers and launchers that pass a signal on both reach a process
 within moments, so that what follows the first within two seconds is taken for the same.
 """
 
@@ -55,17 +55,22 @@ class Preemption:
         self._thread.join()
         self._reading.close()
 
-    def agreed(self) -> bool:
-        """At the end of each step, on all ranks: whether one of them had been asked by the end of the step before."""
+    def agreed(self, news: bool = False) -> tuple[bool, bool]:
+        """At the end of each step, on all ranks: whether one of them was asked to end, or had news, a step before.
+
+        Args:
+            news: something that this rank wants all to hear of. It is told until all do.
+        """
         before, self._sent = self._sent, None
+        asked = told = False
         if before is not None:
-            work, flag = before
+            work, flags = before
             work.wait()
-            if flag.item():
-                return True
-        flag = torch.tensor(int(self.asked is not None))
-        self._sent = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True), flag
-        return False
+            asked, told = (bool(flag) for flag in flags)
+        if not asked:
+            flags = torch.tensor([int(self.asked is not None), int(news and not told)])
+            self._sent = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
+        return asked, told
 
     @contextmanager
     def nothing_to_save(self, done: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,9 +19,10 @@ from unigrad_fast.images import digest, read_manifests
 from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
-from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest, recipe
+from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.precision import autocast_dtype
 from unigrad_fast.training import checkpoint
+from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.curves import draw
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
@@ -96,10 +97,13 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
 
-        preempted = preemption.agreed()
+        preempted, bad = preemption.agreed(trainer.bad_images.waiting)
         if preempted or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
             report(trainer, telemetry, before=trainer.steps_done)
+            tell_bad_images(trainer, telemetry)
             save(trainer, telemetry)
+        elif bad:
+            tell_bad_images(trainer, telemetry)
         if preempted:
             raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
         evaluate(trainer, telemetry, probe, preemption)
@@ -115,6 +119,17 @@ def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
         raise
     for step, metrics in trainer.metrics(before):
         telemetry.log_train(step + 1, {**metrics, "skipped_steps": skipped})
+
+
+def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
+    """Exchange what was found to be bad, and stop a run in which that is too much; all ranks call this together."""
+    for message in trainer.bad_images.exchange():
+        telemetry.warn(message)
+    try:
+        trainer.bad_images.require_few()
+    except RunStopped:
+        save(trainer, telemetry)
+        raise
 
 
 def save(trainer: Trainer, telemetry: Telemetry) -> None:
@@ -140,6 +155,8 @@ def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, pre
         except DataError as error:
             raise RunStopped(str(error)) from None
         telemetry.log_knn(step, result)
+        for line in result.left_out:
+            telemetry.warn(line, step)
 
 
 class Trainer:
@@ -161,7 +178,8 @@ class Trainer:
             raise UserError(str(error)) from None
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
-        self.loader = build_loader(config, world, train)
+        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world)
+        self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
         self.steps_done = 0
@@ -203,6 +221,7 @@ class Trainer:
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
+            self.bad_images.note(batch.failures)
             self.phases.mark("data")
             output = self.micro_step(batch)
         update_target_(self.target, self.online.module, self.momentum(step + 1), skip=self.optimizer.nonfinite)
@@ -297,15 +316,12 @@ class Trainer:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
 
 
-def build_loader(config: Config, world: World, manifest: Manifest) -> Loader:
+def build_loader(config: Config, world: World, manifest: Manifest, known: Mapping[tuple[int, int], str]) -> Loader:
     if config.data.decode == "gpu" and world.device.type != "cuda":
         raise UserError("data.decode = gpu: this machine has no usable GPU; use auto or cpu")
-    overrides = {}
-    if config.data.crop_min_scale is not None:
-        overrides["scale"] = (config.data.crop_min_scale, 1.0)
     return Loader(
         manifest,
-        recipe=recipe(config.data.recipe, config.data.image_size, **overrides),
+        recipe=config.data.views(),
         batch_size=config.data.batch_size,
         seed=config.seed,
         rank=world.rank,
@@ -314,6 +330,11 @@ def build_loader(config: Config, world: World, manifest: Manifest) -> Loader:
         accumulation_steps=config.engine.accumulation_steps,
         threads=config.data.threads,
         cutmix=CutMix(**dict(config.data.cutmix)) if config.data.cutmix.probability else None,
+        photometric=config.data.photometric,
+        growth=config.data.growth(),
+        hw_decoder_load=config.data.hw_decoder_load,
+        timeout=config.data.read_timeout,
+        known=known,
     )
 
 
@@ -332,6 +353,11 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
     )
     if 0 < trainer.steps_done < trainer.total_steps:
         telemetry.resumed()
+    if count := len(trainer.bad_images.images):
+        telemetry.warn(
+            f"{count} of {len(train):,} images cannot be used, and others take their place (`unigrad-fast data scan` "
+            f"lists them), among them {train.path(min(trainer.bad_images.images))}"
+        )
     if obstacle is not None:
         telemetry.say(f"evaluation is off: {obstacle}")
     if world.size > 1 and not config.model.sync_batch_norm:
@@ -349,4 +375,7 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
         commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
-    telemetry.finish({"skipped_steps": trainer.gate.check(trainer.total_steps)}, commands)
+    telemetry.finish(
+        {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": len(trainer.bad_images.images)},
+        commands,
+    )

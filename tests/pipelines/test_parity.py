@@ -1,7 +1,9 @@
-"""The graph against torchvision with the very same parameters, in levels of 0..255."""
+"""The graph, and what takes its place on a CPU, against torchvision with the very same parameters, in levels of 0..255."""
 
 import math
 from dataclasses import fields, replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,46 +12,62 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from unigrad_fast.pipelines import Manifest, View, graph, recipe
+from unigrad_fast.pipelines import Manifest, View, crops, graph, recipe
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 
 PLAIN = recipe("simsiam", jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0, flip_probability=0.0)[0]
 
 
-@pytest.fixture(scope="module", params=["pictures", "imagenet_sample"])
+class Images(NamedTuple):
+    manifest: Manifest
+    index: np.ndarray
+    path: str  # "graph" or "crops"
+
+
+@pytest.fixture(
+    scope="module", params=product(["pictures", "imagenet_sample"], ["graph", "crops"]), ids=lambda pair: "-".join(pair)
+)
 def images(request, tmp_path_factory):
-    """Drawn and real images, at most eight."""
-    root = request.getfixturevalue(request.param)
-    manifest = Manifest.from_folder(root, cache=tmp_path_factory.mktemp("cache"))
-    return manifest, np.arange(min(8, len(manifest)))
+    """Drawn and real images, at most eight, and one of the two paths."""
+    root, path = request.param
+    manifest = Manifest.open(request.getfixturevalue(root), cache=tmp_path_factory.mktemp("cache"))
+    return Images(manifest, np.arange(min(8, len(manifest))), path)
 
 
 def draw(images, view, **fixed):
     """Parameters of a view, some of them replaced by one value for all images."""
-    manifest, index = images
+    manifest, index, _ = images
     drawn = sample(view, 0, 7, 0, index, manifest.sizes[index])
     kinds = {field.name: getattr(drawn, field.name).dtype for field in fields(drawn)}
     return replace(drawn, **{name: np.full(len(index), value, kinds[name]) for name, value in fixed.items()})
 
 
 def run(images, view, parameters):
-    """The graph's output on the scale 0..255: fp32 [N, 3, S, S]."""
-    manifest, index = images
-    paths = [np.frombuffer(manifest.path_bytes(i), np.uint8) for i in index.tolist()]
-    pipeline = graph.build(
-        (view,), len(index), lambda info: [paths, *graph.feed(view, parameters)], threads=1, prefetch=1
-    )
-    (output,) = pipeline.run()
-    views = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).clone()
-    return 255 * (views * torch.tensor(DEVIATION)[:, None, None] + torch.tensor(MEAN)[:, None, None])
+    """A path's output on the scale 0..255: fp32 [N, 3, S, S]."""
+    manifest, index, path = images
+    data = [np.frombuffer(manifest.read(i), np.uint8) for i in index.tolist()]
+    for operation in ("jitter", "gray", "blur", "solarize"):
+        if not getattr(view, f"{operation}_probability"):
+            parameters = replace(parameters, **{operation: np.zeros(len(index), bool)})
+    if path == "graph":
+        views, shapes = graph.build(
+            (view,), len(index), lambda info: [data, *graph.feed(view, parameters)], threads=1, prefetch=1
+        ).run()
+        views = torch.from_dlpack(views.as_tensor()).clone()
+    else:
+        decoded, shapes = graph.build_decoder(lambda info: [data], batch_size=len(index)).run()
+        crop = torch.empty(len(index), view.size, view.size, 3, dtype=torch.uint8)
+        crops.crop_and_resize([torch.from_dlpack(image) for image in decoded], view, parameters, crop)
+        views = torch.empty(crop.shape)
+        crops.recolour(view, crop, parameters, views)
+    assert np.array_equal(np.asarray(shapes.as_tensor())[:, 1::-1], manifest.sizes[index])
+    return 255 * (views * torch.tensor(DEVIATION) + torch.tensor(MEAN)).permute(0, 3, 1, 2)
 
 
 def levels(views):
-    """The uint8 images that were normalised."""
-    rounded = views.round()
-    assert (views - rounded).abs().max() < 1e-2
-    return rounded.to(torch.uint8)
+    """The nearest uint8 images; `crops` rounds nothing before."""
+    return views.round().to(torch.uint8)
 
 
 def difference(ours, theirs):
@@ -68,15 +86,15 @@ def before_and_after(images, view, **fixed):
 
 
 def original(images, place):
-    manifest, index = images
+    manifest, index, _ = images
     with Image.open(manifest.path(int(index[place]))) as image:
         return image.convert("RGB")
 
 
 def test_decoding_is_exact(images):
-    manifest, index = images
+    manifest, index, _ = images
     for place in range(min(4, len(index))):
-        one = (manifest, index[place : place + 1])
+        one = images._replace(index=index[place : place + 1])
         width, height = manifest.sizes[index[place]].tolist()
         side = min(width, height)
         view = replace(PLAIN, size=side)
@@ -193,25 +211,14 @@ def test_operations_come_in_torchvisions_order(images):
 
 
 def test_views_of_several_sizes_come_from_one_decoding(images):
-    manifest, index = images
+    manifest, index, _ = images
     views = (View(), View(size=96, scale=(0.05, 0.14), solarize_probability=0.2))
-    paths = [np.frombuffer(manifest.path_bytes(i), np.uint8) for i in index.tolist()]
+    data = [np.frombuffer(manifest.read(i), np.uint8) for i in index.tolist()]
     parameters = [sample(view, n, 0, 0, index, manifest.sizes[index]) for n, view in enumerate(views)]
 
     def source(info):
         fed = [graph.feed(view, p) for view, p in zip(views, parameters, strict=True)]
-        return [paths, *fed[0], *fed[1]]
+        return [data, *fed[0], *fed[1]]
 
-    outputs = graph.build(views, len(index), source, threads=1, prefetch=1).run()
+    *outputs, _ = graph.build(views, len(index), source, threads=1, prefetch=1).run()
     assert [output.as_tensor().shape()[1:] for output in outputs] == [[224, 224, 3], [96, 96, 3]]
-
-
-def test_gpu_graph_can_be_defined_without_a_gpu():
-    views = (View(), View(size=96, solarize_probability=0.2))
-    count = 1 + sum(len(graph.inputs(view)) for view in views)
-    pipeline = graph.build(views, 4, lambda info: [None] * count, threads=1, device_id=0)
-    # Tracing checks every argument and every crossing between CPU and GPU; no CUDA call is made.
-    assert pipeline.device_id == 0
-    assert not torch.cuda.is_initialized()
-    evaluation = graph.build_evaluation(224, 4, lambda info: [None] * 3, threads=1, device_id=0)
-    assert evaluation.device_id == 0

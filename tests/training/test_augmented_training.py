@@ -1,4 +1,4 @@
-"""Training with CutMix: exact on resume, the same on any number of ranks, the target sees no mixed image."""
+"""Training with CutMix, multi-crop and growing views: exact on resume; the target sees no mixed and no local view."""
 
 import pytest
 import torch
@@ -9,10 +9,18 @@ from unigrad_fast.checkpoint_files import Reader, latest
 from unigrad_fast.errors import UserError
 from unigrad_fast.training import checkpoint
 
+CUTMIX = {"data__cutmix": {"probability": 1.0, "group": 8}}
+MULTICROP = {
+    "data__recipe": "multicrop",
+    "data__image_size": 32,
+    "data__local_crops": 2,
+    "data__local_views": {"size": 16},
+}
+GROWING = {"data__progressive": {"start_size": 16, "epochs": 2}, "data__photometric": "torch"}
+
 
 def mixing(images, run=None, **further):
-    found = small_config(str(images), data__cutmix={"probability": 1.0, "group": 8}, **further)
-    return found.model_copy(update={"output": run})
+    return small_config(str(images), **CUTMIX, **further).model_copy(update={"output": run})
 
 
 def stopped_and_continued(settings) -> list[dict]:
@@ -34,14 +42,15 @@ def stopped_and_continued(settings) -> list[dict]:
     return [changed(state(whole), state(other)) for other in (continued, plain)]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit_and_mixing_matters(images, workers, tmp_path):
-    ((continued, plain),) = workers(1).run(stopped_and_continued, mixing(images, tmp_path))
+@pytest.mark.parametrize("further", [{}, MULTICROP, {**MULTICROP, **GROWING}], ids=["alone", "multicrop", "growing"])
+def test_a_stopped_run_goes_on_bit_for_bit_and_mixing_matters(images, workers, tmp_path, further):
+    ((continued, plain),) = workers(1).run(stopped_and_continued, mixing(images, tmp_path, **further))
     assert continued == {}
     assert plain["parameters"]
 
 
 def what_the_branches_see(settings) -> bool:
-    """Whether the target sees the batch as it is, and the online branch the mixed one."""
+    """Whether the target sees the global views as they are, and the online branch them mixed, then the local ones."""
     trainer, seen = make_trainer(settings), {}
     for name, branch in (("online", trainer.online.module), ("target", trainer.target)):
         branch.register_forward_pre_hook(lambda module, inputs, name=name: seen.__setitem__(name, inputs[0]))
@@ -50,13 +59,17 @@ def what_the_branches_see(settings) -> bool:
     trainer.optimizer.open()
     trainer.phases.start(0)
     trainer.micro_step(batch)
-    mixed = batch.mix.apply(batch.views[:2])
-    plain_seen = all(map(torch.equal, seen["target"], batch.views[:2]))
-    return plain_seen and all(map(torch.equal, seen["online"], mixed)) and not torch.equal(mixed[0], batch.views[0])
+    mixed = [*batch.mix.apply(batch.views[:2]), *batch.views[2:]]
+    right = [
+        all(map(torch.equal, seen[name], expected)) and len(seen[name]) == len(expected)
+        for name, expected in (("target", batch.views[:2]), ("online", mixed))
+    ]
+    return all(right) and not torch.equal(mixed[0], batch.views[0])
 
 
-def test_the_target_sees_the_views_as_they_are(images, workers):
-    assert workers(1).run(what_the_branches_see, mixing(images)) == [True]
+@pytest.mark.parametrize("further", [{}, MULTICROP], ids=["two views", "multicrop"])
+def test_the_target_sees_the_global_views_as_they_are(images, workers, further):
+    assert workers(1).run(what_the_branches_see, mixing(images, **further)) == [True]
 
 
 def test_a_correlation_of_mixed_images_is_refused(images):

@@ -1,0 +1,100 @@
+"""Work of a generator in a thread of its own, and threads that compute with one core each."""
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+_running: "weakref.WeakSet[_Worker]" = weakref.WeakSet()
+
+
+Work = Callable[[Callable[[], bool]], Generator[Item, None, None]]  # is told whether it is to stop
+
+
+def in_background(work: Work, ahead: int) -> Generator[Item, None, None]:
+    """What a generator gives, made by a thread up to `ahead` items before they are asked for.
+
+    An exception there is raised here. Closing this generator ends the thread, and waits for it; work that takes long
+    asks the function it is given whether this has happened.
+    """
+    worker = _Worker(work, ahead)
+    try:
+        while (item := worker.next()) is not _END:
+            yield item
+    finally:
+        worker.stop()
+
+
+_END = object()
+
+
+class _Worker:
+    def __init__(self, work: Work, ahead: int) -> None:
+        self._items: queue.Queue = queue.Queue(ahead)
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="views", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def next(self) -> object:
+        item = self._items.get()
+        if item is _END and self._failure is not None:
+            raise self._failure
+        return item
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if threading.current_thread() is self._thread:  # where garbage was collected
+            return
+        while self._thread.is_alive():
+            try:  # it may wait for room
+                self._items.get(timeout=0.01)
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def _run(self, work: Work) -> None:
+        try:
+            with closing(work(self._stopped.is_set)) as items:
+                for item in items:
+                    self._items.put(item)
+                    if self._stopped.is_set():
+                        return
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._items.put(_END)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is inside a library when the interpreter is taken down would crash it."""
+    for worker in list(_running):
+        worker.stop()
+
+
+_setting = threading.Lock()
+
+
+@contextmanager
+def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads in each of which torch computes with one core; other threads keep what they have."""
+    ready = threading.Barrier(count)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    with ThreadPoolExecutor(count, "augmentation") as pool:
+        with _setting:
+            before = torch.get_num_threads()
+            list(pool.map(lambda _: begin(), range(count)))
+            torch.set_num_threads(before)  # what the last call set is also what threads that begin later take
+        yield pool

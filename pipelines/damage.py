@@ -1,0 +1,137 @@
+"""Images that cannot be used: how they are found, told apart and remembered."""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from . import graph
+from .manifest import Manifest
+
+if TYPE_CHECKING:
+    from .reading import Supply
+
+
+class Damaged:
+    """Images that are known to be bad, until their file changes, or to be beyond the GPU's decoder.
+
+    Args:
+        manifest: whose images they are; those without a size are bad from the start.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._found: dict[int, tuple[tuple[int, int] | None, str]] = {}
+        self._for_cpu: set[int] = set()
+
+    def add(self, image: int, why: str) -> None:
+        """Remembers that an image cannot be decoded."""
+        self._found[image] = self._state(image), why
+
+    def reason(self, image: int) -> str | None:
+        """Why an image is known to be bad; None where it is not, or its file has changed since."""
+        width = self.manifest.sizes[image, 0]
+        if width <= 0:
+            return "its header cannot be read" if width == 0 else "a scan found it bad"
+        if image not in self._found:
+            return None
+        state, why = self._found[image]
+        return why if state == self._state(image) else None
+
+    def prepared(self, image: int, data: np.ndarray) -> np.ndarray:
+        """Bytes that the pipeline's decoder takes: what the GPU refused is decoded here and handed on as PNG."""
+        return as_png(data) if image in self._for_cpu else data
+
+    def find(self, supplies: Iterable["Supply"], device_id: int | None) -> bool:
+        """Looks for images that break a pipeline, and remembers them; whether there was any."""
+        images = {}
+        for supply in supplies:
+            images |= zip(supply.index.tolist(), supply.data, strict=True)
+        images.pop(-1, None)
+        bad = self._defects(images, device_id)
+        found = bool(bad)
+        if device_id is not None:
+            still_bad = self._defects({image: images[image] for image in bad}, None)
+            self._for_cpu |= bad.keys() - still_bad.keys()
+            bad = still_bad
+        for image, why in bad.items():
+            self.add(image, why)
+        return found
+
+    def find_resized(self, supply: "Supply", shapes: np.ndarray) -> bool:
+        """Remembers images whose size (int64 [N, 3]: height, width, colours) is not the manifest's; whether any."""
+        expected = self.manifest.sizes[supply.index]
+        wrong = ((shapes[:, 1::-1] != expected).any(axis=1)) & (supply.index >= 0)
+        for place in np.flatnonzero(wrong).tolist():
+            self.add(int(supply.index[place]), _resized(tuple(shapes[place, 1::-1]), tuple(expected[place])))
+        return bool(wrong.any())
+
+    def _defects(self, images: dict[int, np.ndarray], device_id: int | None) -> dict[int, str]:
+        """Which of some encoded images cannot be used, and why."""
+        why = defects(list(images.values()), device_id, self.manifest.sizes[list(images)])
+        return {image: said for image, said in zip(images, why, strict=True) if said is not None}
+
+    def _state(self, image: int) -> tuple[int, int] | None:
+        try:
+            return self.manifest.state(image)
+        except OSError:
+            return None
+
+
+def defects(
+    images: Sequence[np.ndarray], device_id: int | None = None, sizes: np.ndarray | None = None
+) -> list[str | None]:
+    """Why each of some encoded images cannot be used; None if it can.
+
+    Args:
+        images: their bytes, uint8.
+        device_id: the GPU whose decoder is asked; None for the CPU's.
+        sizes: [n, 2], width and height that they should have.
+    """
+    found: list[str | None] = []
+    while len(found) < len(images):
+        rest = images[len(found) :]
+        pipeline = graph.build_decoder(lambda info: [[rest[min(info.iteration, len(rest) - 1)]]], device_id=device_id)  # noqa: B023
+        for data in rest:
+            try:
+                decoded, _ = pipeline.run()
+            except RuntimeError as error:
+                found.append(f"the image cannot be decoded: {_diagnosis(data) or _summary(str(error))}")
+                break  # it takes no more
+            height, width = decoded[0].shape()[:2]
+            expected = (width, height) if sizes is None else tuple(sizes[len(found)])
+            found.append(None if (width, height) == expected else _resized((width, height), expected))
+    return found
+
+
+def as_png(data: np.ndarray) -> np.ndarray:
+    """The pixels that the CPU's decoder finds, encoded without loss."""
+    file = io.BytesIO()
+    decoded, _ = graph.build_decoder(lambda info: [[data]]).run()
+    Image.fromarray(np.asarray(decoded[0])).save(file, "PNG", compress_level=1)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def _resized(found: tuple, expected: tuple) -> str:
+    return "the image is {}x{} now and was {}x{} when it was listed".format(*found, *expected)
+
+
+def _diagnosis(data: np.ndarray) -> str | None:
+    """What Pillow finds wrong with an image, which it says more clearly than the decoder; None if nothing."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+    except UnidentifiedImageError:
+        return "it is not an image, or its header is damaged"
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return str(error)
+    return None
+
+
+def _summary(message: str) -> str:
+    """What DALI's decoder says, without the trace around it."""
+    said = message.partition("encountered:")[2].strip() or message.strip()
+    return re.sub(r"^\[[^]]*\]\s*|^Error\S*:\s*", "", said.splitlines()[0])

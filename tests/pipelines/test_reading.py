@@ -1,0 +1,221 @@
+"""Reading ahead by threads: order, what fails, what does not answer, and the end of it."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from unigrad_fast.pipelines import DataError, reading
+from unigrad_fast.pipelines.damage import Damaged
+from unigrad_fast.pipelines.reading import BLANK, Source, substitute
+
+COUNT = 40
+
+
+class Files:
+    """In place of a manifest: every image is its number, and reading some of them does something else."""
+
+    def __init__(self, **odd):
+        self.sizes = np.ones((COUNT, 2), np.int32)
+        self.odd = {int(name.removeprefix("image")): act for name, act in odd.items()}
+        self.asked = []
+
+    def __len__(self):
+        return COUNT
+
+    def path(self, image):
+        return f"/files/{image}"
+
+    def state(self, image):
+        return 1, 1
+
+    def read(self, image):
+        self.asked.append(image)
+        if image in self.odd:
+            self.odd[image]()
+        return bytes([image])
+
+
+@pytest.fixture
+def reader():
+    """Makes sources of batches of 4 images in their order, and waits for the end of their threads."""
+    before, sources = set(threading.enumerate()), []
+
+    def make(files, size=4, last=None, ahead=1, timeout=60.0, seed=3, known=None, **options):
+        steps = []
+
+        def indices(step):
+            steps.append(step)
+            return 2, np.arange(step * size, step * size + size) % COUNT
+
+        options.setdefault("damaged", Damaged(files))
+        source = Source(
+            files, indices, last=last, ahead=ahead, timeout=timeout, seed=seed, known=known or {}, **options
+        )
+        source.steps = steps
+        sources.append(source)
+        return source
+
+    yield make
+    for source in sources:
+        source.close()
+    ended(before)
+
+
+def ended(before):
+    """Waits for all threads that were not there before."""
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def fail(error):
+    def act():
+        raise error
+
+    return act
+
+
+def test_step_has_its_images_in_their_order(reader):
+    supply = reader(Files()).take(5)
+    assert supply.step == 5 and supply.epoch == 2
+    assert supply.asked.tolist() == supply.index.tolist() == [20, 21, 22, 23] and supply.index.dtype == np.int64
+    assert [data.tolist() for data in supply.data] == [[20], [21], [22], [23]]
+    assert not supply.replaced.any() and supply.failures == []
+
+
+def test_steps_are_read_ahead_and_none_after_the_last(reader):
+    source = reader(Files(), ahead=2, last=4)
+    source.take(0)
+    assert source.steps == [0, 1, 2]
+    source.take(1)
+    assert source.steps == [0, 1, 2, 3]
+    assert source.take(2).step == 2 and source.take(3).step == 3 and source.steps == [0, 1, 2, 3]
+    assert source.take(4) is None and source.take(5) is None
+
+
+def test_step_can_be_taken_again(reader):
+    source = reader(Files())
+    first, again = source.take(0), source.take(0)
+    assert first.index.tolist() == again.index.tolist()
+    assert source.take(7).index.tolist() == [28, 29, 30, 31]
+
+
+def test_failure_is_told_with_path_and_reason(reader):
+    supply = reader(Files(image6=fail(PermissionError(13, "Permission denied")))).take(1)
+    instead = substitute(3, 2, 6, 1, COUNT)
+    assert supply.index.tolist() == [4, 5, instead, 7] and supply.replaced.tolist() == [False, False, True, False]
+    assert supply.data[2].tolist() == [instead]
+    (failure,) = supply.failures
+    assert (failure.step, failure.image, failure.path) == (1, 6, "/files/6") and "permission denied" in failure.reason
+
+
+def test_without_a_seed_nothing_takes_the_place(reader):
+    supply = reader(Files(image6=fail(OSError(5, "Input/output error"))), seed=None).take(1)
+    assert supply.index.tolist() == [4, 5, -1, 7] and supply.data[2] is BLANK
+    assert [failure.image for failure in supply.failures] == [6]
+
+
+def test_image_known_to_be_bad_is_not_read(reader):
+    files = Files()
+    damaged = Damaged(files)
+    damaged.add(5, "it was bad")
+    files.sizes[6] = 0
+    source = reader(files, damaged=damaged, known={(1, 7): "it was slow", (2, 4): "in another step"})
+    supply = source.take(1)
+    reasons = {failure.image: failure.reason for failure in supply.failures}
+    assert reasons == {5: "it was bad", 6: "its header cannot be read", 7: "it was slow"}
+    assert not {5, 6, 7} & set(files.asked)
+
+
+def test_mistake_in_the_program_is_raised_where_the_step_is_taken(reader):
+    source = reader(Files(image9=fail(ZeroDivisionError("a mistake"))))
+    source.take(0)
+    source.take(1)
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        source.take(2)
+
+
+def test_late_answer_changes_nothing(reader):
+    answer = threading.Event()
+    files = Files(image6=answer.wait)
+    before = set(threading.enumerate())
+    source = reader(files, timeout=0.05)
+    supply = source.take(1)
+    instead = substitute(3, 2, 6, 1, COUNT)
+    assert supply.index.tolist() == [4, 5, instead, 7]
+    assert [(failure.image, failure.reason) for failure in supply.failures] == [(6, "it could not be read within 0.05 s")]
+    answer.set()
+    source.close()
+    ended(before)
+    assert supply.index.tolist() == [4, 5, instead, 7] and len(supply.failures) == 1
+
+
+def test_late_failure_is_not_told_and_starts_no_search(reader):
+    answer = threading.Event()
+
+    def act():
+        answer.wait()
+        raise OSError(5, "Input/output error")
+
+    files = Files(image6=act)
+    before = set(threading.enumerate())
+    source = reader(files, timeout=0.05, ahead=0)
+    supply = source.take(1)
+    asked = sorted(files.asked)
+    answer.set()
+    source.close()
+    ended(before)
+    assert len(supply.failures) == 1 and sorted(files.asked) == asked
+
+
+def test_all_threads_that_wait_are_replaced(reader):
+    answer = threading.Event()
+    stalled = range(2 * reading.THREADS)
+    files = Files(**{f"image{image}": answer.wait for image in stalled})
+    supply = reader(files, size=20, timeout=0.05).take(0)
+    assert supply.replaced[: len(stalled)].all() and not supply.replaced[len(stalled) :].any()
+    assert not set(supply.index.tolist()) & set(stalled)
+    answer.set()
+
+
+def test_when_nothing_answers_the_last_reason_is_told(reader):
+    answer = threading.Event()
+    source = reader(Files(**{f"image{image}": answer.wait for image in range(COUNT)}), size=1, timeout=0.02, ahead=0)
+    with pytest.raises(DataError, match=r"/files/0: neither it nor 16 .* could not be read within 0\.02 s"):
+        source.take(0)
+    answer.set()
+
+
+def test_waiting_ends_when_nobody_waits_any_more(reader):
+    answer, stopped = threading.Event(), threading.Event()
+
+    def act():
+        stopped.set()
+        answer.wait()
+
+    source = reader(Files(image2=act), stopped=stopped.is_set)
+    with pytest.raises(InterruptedError):
+        source.take(0)
+    answer.set()
+
+
+def test_closing_drops_what_was_to_be_read(reader):
+    entered, answer = threading.Semaphore(0), threading.Event()
+
+    def act():
+        entered.release()
+        answer.wait()
+
+    files = Files(**{f"image{image}": act for image in range(COUNT)})
+    before = set(threading.enumerate())
+    source = reader(files, size=20, ahead=1)
+    taking = threading.Thread(target=source._begin, args=(0,))
+    taking.start()
+    taking.join()
+    for _ in range(reading.THREADS):
+        entered.acquire()
+    source.close()
+    answer.set()
+    ended(before)
+    assert len(files.asked) == reading.THREADS

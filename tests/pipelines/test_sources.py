@@ -1,0 +1,443 @@
+"""Lists and tar shards: the same images, labels and bytes as in a tree, and each mistake by name."""
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from unigrad_fast.pipelines import DataError, Manifest
+from unigrad_fast.pipelines import manifest as manifest_module
+from unigrad_fast.pipelines import shards as shards_module
+
+
+def encoded(size=(8, 6), kind="JPEG", colour=(200, 30, 60)):
+    content = io.BytesIO()
+    Image.new("RGB", size, colour).save(content, kind)
+    return content.getvalue()
+
+
+def save(path, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(**options))
+    return path
+
+
+def pack(path, members, form=tarfile.USTAR_FORMAT):
+    """A tar in the layout of WebDataset's TarWriter: plain members, one after the other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w|", format=form) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.uname = len(content), 0o444, "bigdata"
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def members(manifest, start, stop):
+    for i in range(start, stop):
+        key = os.path.relpath(manifest.path(i), manifest.root).removesuffix(".jpg")
+        yield f"{key}.cls", str(manifest.labels[i]).encode()
+        yield f"{key}.jpg", manifest.read(i)
+
+
+@pytest.fixture
+def packed(manifest, tmp_path):
+    """The tree in two shards, with class names beside them."""
+    middle = len(manifest) // 2
+    pack(tmp_path / "shards/b-1.tar", members(manifest, middle, len(manifest)))
+    pack(tmp_path / "shards/b-0.tar", members(manifest, 0, middle))
+    (tmp_path / "shards/classes.txt").write_text("\n".join(manifest.classes) + "\n")
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def listed(manifest, tmp_path):
+    """The tree as a list with names for labels."""
+    lines = [f"{manifest.path(i)}\t{manifest.classes[manifest.labels[i]]}\n" for i in range(len(manifest))]
+    (tmp_path / "list.txt").write_text("# all\n\n" + "".join(lines))
+    return tmp_path / "list.txt"
+
+
+@pytest.fixture
+def tar_walks(monkeypatch):
+    walked = []
+    original = shards_module._walk_shard
+    monkeypatch.setattr(shards_module, "_walk_shard", lambda path: walked.append(path) or original(path))
+    return walked
+
+
+def refused(path, match):
+    with pytest.raises(DataError, match=match):
+        Manifest.open(path)
+
+
+@pytest.mark.parametrize("source", ["listed", "packed"])
+def test_list_and_shards_hold_what_the_tree_holds(source, manifest, request):
+    other = Manifest.open(request.getfixturevalue(source))
+    assert len(other) == len(manifest)
+    assert other.classes == manifest.classes and np.array_equal(other.labels, manifest.labels)
+    assert np.array_equal(other.sizes, manifest.sizes)
+    assert [other.read(i) for i in range(len(other))] == [manifest.read(i) for i in range(len(manifest))]
+    assert other.total_bytes == manifest.total_bytes == sum(len(manifest.read(i)) for i in range(len(manifest)))
+
+
+def test_image_in_a_shard_has_a_name_for_people_and_the_state_of_its_shard(packed):
+    manifest = Manifest.open(packed)
+    assert manifest.path(0) == str(packed / "b-0.tar/class0/000.jpg")
+    found = (packed / "b-1.tar").stat()
+    assert manifest.state(-1) == (found.st_size, found.st_mtime_ns)
+    (packed / "b-1.tar").unlink()
+    with pytest.raises(FileNotFoundError):
+        manifest.state(-1)
+
+
+def test_state_of_a_file(tmp_path):
+    path = save(tmp_path / "a.jpg")
+    manifest = Manifest.open(tmp_path)
+    assert manifest.state(0) == (path.stat().st_size, path.stat().st_mtime_ns)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        manifest.state(0)
+
+
+def test_one_shard_by_itself(packed, manifest):
+    one = Manifest.open(packed / "b-1.tar")
+    assert len(one) == len(manifest) - len(manifest) // 2 and one.read(-1) == manifest.read(-1)
+
+
+def test_second_start_on_shards_walks_no_tar_and_reads_no_header(packed, tar_walks, monkeypatch):
+    first = Manifest.open(packed)
+    assert len(tar_walks) == 2
+    monkeypatch.setattr(manifest_module, "size_in", None)
+    second = Manifest.open(packed)
+    assert len(tar_walks) == 2 and second.fingerprint == first.fingerprint
+    assert [second.read(i) for i in range(len(second))] == [first.read(i) for i in range(len(first))]
+
+
+@pytest.mark.parametrize("change", ["touch", "grow", "classes"])
+def test_change_of_a_shard_or_the_class_names_walks_again(packed, tar_walks, change):
+    before = Manifest.open(packed)
+    if change == "touch":
+        os.utime(packed / "b-0.tar", ns=(1, 1))
+    elif change == "grow":
+        pack(packed / "b-0.tar", [("x.jpg", encoded()), ("x.cls", b"0")])
+    else:
+        (packed / "classes.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    after = Manifest.open(packed)
+    assert len(tar_walks) == 4 and after.fingerprint != before.fingerprint
+    assert (after.classes[0] == "a") == (change == "classes")
+
+
+def test_shard_that_changes_during_a_run_is_not_read(packed):
+    manifest = Manifest.open(packed)
+    shards_module._opened.cache_clear()
+    (packed / "b-0.tar").write_bytes(b"\0" * (packed / "b-0.tar").stat().st_size)
+    with pytest.raises(OSError, match="has changed"):
+        manifest.read(0)
+
+
+def test_threads_processes_and_pickles_read_the_same(packed, manifest):
+    shards = Manifest.open(packed)
+    wanted = [manifest.read(i) for i in range(len(manifest))]
+    found = [None] * len(shards)
+
+    def read(start):
+        for i in range(start, len(shards), 4):
+            found[i] = shards.read(i)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(shards.read, range(len(shards))) == wanted
+    copy = pickle.loads(pickle.dumps(shards))
+    assert [copy.read(i) for i in range(len(copy))] == wanted
+
+
+def test_more_shards_than_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module, "_opened", shards_module.lru_cache(2)(shards_module._opened.__wrapped__))
+    contents = [encoded((8, 6 + number)) for number in range(5)]
+    for number, content in enumerate(contents):
+        pack(tmp_path / f"{number}.tar", [(f"{number}.jpg", content)])
+    manifest = Manifest.open(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    assert [manifest.read(i) for i in (*range(5), *range(5))] == contents * 2
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix", "ustar"])
+def test_tar_of_gnu_tar_with_long_and_odd_names(tmp_path, form):
+    folder = "d" * (90 if form == "ustar" else 190)
+    names = [f"{folder}/{'n' * 60}.JPG", "zoë.v/ü.png", "a b.jpeg"]
+    for number, name in enumerate(names):
+        kind = "PNG" if name.endswith("png") else "JPEG"
+        save(tmp_path / "tree" / name, size=(8 + number, 6), kind=kind)
+        (tmp_path / "tree" / name).with_suffix(".cls").write_text(f"{number}\n")
+    subprocess.run(["tar", f"--format={form}", "-cf", tmp_path / "x.tar", "."], cwd=tmp_path / "tree", check=True)
+    manifest = Manifest.open(tmp_path / "x.tar")
+    found = {manifest.path(i): i for i in range(len(manifest))}
+    assert sorted(found) == sorted(f"{tmp_path}/x.tar/{name}" for name in names)
+    for number, name in enumerate(names):
+        i = found[f"{tmp_path}/x.tar/{name}"]
+        assert manifest.read(i) == (tmp_path / "tree" / name).read_bytes()
+        assert manifest.labels[i] == number and manifest.sizes[i].tolist() == [8 + number, 6]
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("aé/-_ 1", min_size=1, max_size=150), st.sampled_from([".jpg", ".png", ".txt", ".json"])),
+        min_size=1,
+        max_size=8,
+        unique=True,
+    ),
+    st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+)
+def test_walk_finds_what_tarfile_finds(tmp_path_factory, names, form):
+    path = tmp_path_factory.mktemp("walk") / "x.tar"
+    contents = {}
+    for number, (stem, ending) in enumerate(names):
+        if form != tarfile.USTAR_FORMAT or len(f"{stem}{number}".encode()) < 90:
+            contents[f"x{stem}{number}{ending}".replace("//", "/")] = b"{}" + bytes(100 * number)
+    pack(path, contents.items(), form)
+    walked = {
+        name: (at, content()) for name, at, _, _, content in shards_module._members(str(path))
+    }  # a name that stands twice is the last one in both
+    with tarfile.open(path) as tar:
+        assert walked == {
+            member.name.encode(): (member.offset_data, tar.extractfile(member).read()) for member in tar.getmembers()
+        }
+
+
+def test_size_of_eight_gigabytes_and_more():
+    info = tarfile.TarInfo("x")
+    info.size = 9 * 2**30
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    assert shards_module._number(header[124:136]) == 9 * 2**30
+
+
+def test_header_behind_much_metadata_is_found(tmp_path):
+    exif = Image.Exif()
+    exif[0x010E] = "x" * 60_000
+    content = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(content, "JPEG", exif=exif, icc_profile=bytes(60_000))
+    pack(tmp_path / "x.tar", [("a.jpg", content.getvalue())])
+    assert Manifest.open(tmp_path / "x.tar").sizes.tolist() == [[9, 7]]
+
+
+def test_labels_of_json_are_integers_or_names(tmp_path):
+    images = [("a.jpg", encoded()), ("b.jpg", encoded())]
+    for values, labels, classes in ([2, 0], [2, 0], ["0", "1", "2"]), (["cat", "ant"], [1, 0], ["ant", "cat"]):
+        documents = [
+            (f"{key}.json", json.dumps({"label": value}).encode()) for key, value in zip("ab", values, strict=True)
+        ]
+        manifest = Manifest.open(pack(tmp_path / "x.tar", images + documents))
+        assert manifest.labels.tolist() == labels and manifest.classes == classes
+
+
+def test_json_without_label_is_no_label(tmp_path):
+    path = pack(tmp_path / "x.tar", [("a.json", b'{"caption": "x"}'), ("a.jpg", encoded())])
+    assert Manifest.open(path).labels is None
+
+
+def test_other_and_hidden_members_are_ignored(tmp_path):
+    content = [("d/._a.jpg", b"x"), ("d/a.txt", b"x"), ("d/a.jpg", encoded()), ("d/a.seg.png", b"x"), ("README", b"x")]
+    manifest = Manifest.open(pack(tmp_path / "x.tar", content))
+    assert len(manifest) == 1 and manifest.path(0) == f"{tmp_path}/x.tar/d/a.jpg"
+
+
+def broken(tmp_path, what):
+    image = ("a.jpg", encoded())
+    path = tmp_path / "x.tar"
+    if what == "cut in an image":
+        path.write_bytes(pack(path, [image]).read_bytes()[:700])
+    elif what == "cut between images":
+        path.write_bytes(pack(path, [image]).read_bytes()[: 512 + -(-len(image[1]) // 512) * 512])
+    elif what == "damaged header":
+        content = bytearray(pack(path, [image, ("b.jpg", encoded())]).read_bytes())
+        content[512 + -(-len(image[1]) // 512) * 512] ^= 1
+        path.write_bytes(content)
+    elif what == "compressed":
+        with tarfile.open(path, "w:gz") as tar:
+            tar.add(save(tmp_path / "a.jpg"))
+    elif what == "text":
+        path.write_text("text" * 200)
+    elif what == "link":
+        with tarfile.open(path, "w") as tar:
+            info = tarfile.TarInfo("b.jpg")
+            info.type, info.linkname = tarfile.LNKTYPE, "a.jpg"
+            tar.addfile(info)
+    else:
+        pack(path, dict(BROKEN)[what])
+    return path
+
+
+BROKEN = [
+    ("no images", [("a.txt", b"x")]),
+    ("two dots", [("a.1.jpg", b"x")]),
+    ("same key", [("a.jpg", b"x"), ("a.png", b"x")]),
+    ("some labels", [("a.jpg", b"x"), ("a.cls", b"1"), ("b.jpg", b"x")]),
+    ("no integer", [("a.jpg", b"x"), ("a.cls", b"cat")]),
+    ("large label", [("a.jpg", b"x"), ("a.cls", b"1000000")]),
+    ("bad json", [("a.jpg", b"x"), ("a.json", b"{")]),
+    ("odd label", [("a.jpg", b"x"), ("a.json", b'{"label": [1]}')]),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("cut in an image", r"x\.tar: cut off after 700 bytes; copy or pack it again"),
+        ("cut between images", r"x\.tar: cut off after"),
+        ("damaged header", r"x\.tar: its header at byte \d+ is damaged"),
+        ("compressed", r"x\.tar: compressed; unpack it"),
+        ("text", r"x\.tar: not a tar file"),
+        ("link", r"x\.tar/b\.jpg: a link; pack it with"),
+        ("no images", r"x\.tar: holds no images"),
+        ("two dots", r"a\.1\.jpg has more than one dot"),
+        ("same key", r"x\.tar/a\.png: the second image of the key a; rename"),
+        ("some labels", r"x\.tar/b\.jpg: no label .* 1 of 2 images have a label"),
+        ("no integer", r"x\.tar/a\.cls: says cat; a \.cls file is to hold an integer"),
+        ("large label", r"x\.tar/a\.jpg: label 1000000 is out of range"),
+        ("bad json", r"x\.tar/a\.json: not valid JSON"),
+        ("odd label", r"x\.tar/a\.json: its label is \[1\]"),
+    ],
+)
+def test_mistake_in_a_shard_is_named(tmp_path, what, match):
+    refused(broken(tmp_path, what), match)
+
+
+def test_labels_in_some_shards_only(tmp_path):
+    pack(tmp_path / "a.tar", [("a.jpg", encoded())])
+    pack(tmp_path / "b.tar", [("a.jpg", encoded()), ("a.cls", b"0")])
+    refused(tmp_path, r"a\.tar: its images have no labels, those of .*b\.tar have")
+
+
+def test_label_without_a_class_name(packed):
+    (packed / "classes.txt").write_text("one\ntwo\n")
+    refused(packed, r"label 4, but classes\.txt beside the shards names 2 classes")
+
+
+def test_tar_files_beside_a_tree_do_not_hide_it(tmp_path):
+    save(tmp_path / "cat/a.jpg")
+    pack(tmp_path / "cat.tar", [("b.jpg", encoded())])
+    assert Manifest.open(tmp_path).path(0) == str(tmp_path / "cat/a.jpg")
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "classes"),
+    [
+        ("a.jpg\nb.jpg\n", None, []),
+        ("a.jpg\t3\r\nb.jpg\t1", [3, 1], ["0", "1", "2", "3"]),
+        ("a.jpg\tdog\nb.jpg\tblue cat\n", [1, 0], ["blue cat", "dog"]),
+        ("a.jpg 3\nb.jpg 1\n", [3, 1], ["0", "1", "2", "3"]),
+        ("\ufeff# comment\n\n  \na.jpg\t1\n./b.jpg\t0", [1, 0], ["0", "1"]),
+    ],
+)
+def test_forms_of_a_list(tmp_path, text, labels, classes):
+    save(tmp_path / "a.jpg", size=(8, 6))
+    save(tmp_path / "b.jpg", size=(9, 6))
+    (tmp_path / "x.lst").write_text(text, newline="")
+    manifest = Manifest.open(tmp_path / "x.lst")
+    assert manifest.sizes.tolist() == [[8, 6], [9, 6]] and manifest.classes == classes
+    assert (None if manifest.labels is None else manifest.labels.tolist()) == labels
+
+
+def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
+    for name in ("b 2", "a.jpg", "sub/c 1"):
+        save(tmp_path / name)
+    (tmp_path / "x.txt").write_text(f"sub/c 1\n{tmp_path}/b 2\na.jpg\na.jpg\n")
+    manifest = Manifest.open(tmp_path / "x.txt")
+    assert [manifest.path(i) for i in range(4)] == [str(tmp_path / n) for n in ("sub/c 1", "b 2", "a.jpg", "a.jpg")]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("a.jpg\nc.jpg\nd.jpg\n", r"x\.txt, line 2: .*c\.jpg does not exist or is not a file \(and 1 more\); correct"),
+        ("a.jpg\t1\nb.jpg\n", r"x\.txt, line 2: has no label \(a TAB and a label\), but 1 of 2"),
+        ("a.jpg 1\nb.jpg\n", r"x\.txt, line 2: has no label \(a blank and an integer\), but 1 of 2"),
+        ("a.jpg\t1\t2\n", r"x\.txt, line 1: unreadable; a line is PATH, or PATH, one TAB and a label"),
+        ("a.jpg\t\n", r"x\.txt, line 1: unreadable"),
+        ("a.jpg\t1\nb.jpg\t-1\n", r"x\.txt, line 2: label -1 is out of range; integers are to lie in 0 to"),
+        ("# nothing\n", r"x\.txt: names no image"),
+        ("a\0b", r"x\.txt: not a text file"),
+        ("sub\n", r"x\.txt, line 1: .*/sub does not exist or is not a file"),
+    ],
+)
+def test_mistake_in_a_list_is_named(tmp_path, text, match):
+    save(tmp_path / "a.jpg")
+    save(tmp_path / "b.jpg")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "x.txt").write_text(text)
+    refused(tmp_path / "x.txt", match)
+
+
+def test_labels_belong_to_the_fingerprint_of_a_list(tmp_path):
+    save(tmp_path / "a.jpg")
+    prints = set()
+    for text in ("a.jpg", "a.jpg\t0", "a.jpg\t1", "a.jpg\tcat"):
+        (tmp_path / "x.txt").write_text(text)
+        prints.add(Manifest.open(tmp_path / "x.txt").fingerprint)
+    assert len(prints) == 4
+
+
+def test_what_is_no_source_is_refused(tmp_path):
+    refused(tmp_path / "absent", "absent does not exist; give a folder of images, a list of them, or .tar shards")
+    refused(save(tmp_path / "a.jpg"), "is an image; give the folder")
+
+
+def opened(source, tmp_path):
+    for name in "abc":
+        save(tmp_path / f"tree/{name}.jpg")
+    if source == "tree":
+        return tmp_path / "tree"
+    if source == "list":
+        (tmp_path / "x.txt").write_text("".join(f"tree/{name}.jpg\n" for name in "abc"))
+        return tmp_path / "x.txt"
+    return pack(tmp_path / "x.tar", [(f"{name}.jpg", encoded()) for name in "abc"])
+
+
+@pytest.mark.parametrize("source", ["tree", "list", "shard"])
+def test_unusable_images_are_remembered_until_something_changes(tmp_path, source):
+    path = opened(source, tmp_path)
+    first, second = Manifest.open(path), Manifest.open(path)
+    first.mark_unusable(np.array([1]))
+    second.mark_unusable([2])  # another process, which had not seen the first mark
+    for manifest in (second, Manifest.open(path)):
+        assert manifest.sizes.tolist() == [[8, 6], [-1, -1], [-1, -1]]
+        assert manifest.unreadable().tolist() == [1, 2]
+        assert manifest.header_sizes().tolist() == [[8, 6]] * 3
+    assert "a scan found it unusable" in second.complaint(1)
+    changed = {"tree": tmp_path / "tree/a.jpg", "list": tmp_path / "tree/a.jpg", "shard": tmp_path / "x.tar"}[source]
+    os.utime(changed, ns=(1, 1))
+    assert Manifest.open(path).sizes.tolist() == [[8, 6]] * 3
+
+
+def test_waiting_storage_is_read_in_threads(monkeypatch):
+    seen = []
+    clock = iter(range(100))
+    monkeypatch.setattr(manifest_module.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(manifest_module.time, "thread_time", lambda: 0.0)
+    result = manifest_module._spread(lambda task: seen.append(threading.current_thread()) or task, range(20))
+    assert result == list(range(20)) and seen[0] is threading.main_thread() is not seen[-1]
+
+
+def test_copy_of_shards_is_the_same_to_other_machines(packed, tmp_path):
+    from unigrad_fast.images import digest
+
+    copy = shutil.copytree(packed, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert digest(Manifest.open(copy)) == digest(Manifest.open(packed))

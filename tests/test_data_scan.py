@@ -1,0 +1,161 @@
+"""`unigrad-fast data scan`: what it prints, its exit status, and what training knows afterwards."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unigrad_fast import cli
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines import scan as scanning
+
+IMAGES = 12
+BAD = [2, 7]
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of images, two of which are cut off."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(IMAGES):
+        content = io.BytesIO()
+        Image.fromarray(random.integers(0, 256, (24, 24 + number, 3), dtype=np.uint8)).save(content, "JPEG")
+        data = content.getvalue()
+        (folder / f"{number:02}.jpg").write_bytes(data[:-100] if number in BAD else data)
+    return folder
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch):
+    """Calls a function before each decoding, in the worker."""
+
+    def install(before) -> None:
+        decode = scanning._Decoder.decode
+        monkeypatch.setattr(scanning._Decoder, "decode", lambda self, data: before() or decode(self, data))
+
+    return install
+
+
+def scan(*arguments: object) -> int:
+    return cli.main(["data", "scan", *map(str, arguments)])
+
+
+def words(text: str) -> str:
+    """Text without the lines of tables and with single spaces."""
+    return re.sub(r"[│\s]+", " ", text)
+
+
+def test_bad_images_are_named_and_counted_and_no_failure(images, tmp_path, capsys):
+    assert scan(images, "--output", tmp_path / "found", "--threads", 2) == 0
+    said = words(capsys.readouterr().out)
+    assert "bad 2 (16.67%): truncated 2" in said
+    assert "bad: 02.jpg: truncated (at row" in said and "bad: 07.jpg: truncated (at row" in said
+    assert "data.max_bad_fraction" in said
+    assert "formats JPEG 10" in said
+    assert "smallest, median, largest 24x24, 30x24, 35x24" in said
+
+
+def test_training_knows_the_bad_images_afterwards(images, tmp_path, capsys):
+    assert not len(Manifest.open(images).unreadable())
+    scan(images, "--output", tmp_path / "found")
+    manifest = Manifest.open(images)
+    assert manifest.unreadable().tolist() == BAD and (manifest.sizes[BAD] == -1).all()
+    assert scan(images, "--output", tmp_path / "again") == 0
+    assert (tmp_path / "again" / "manifest.csv").read_bytes() == (tmp_path / "found" / "manifest.csv").read_bytes()
+
+
+def test_what_storage_did_not_give_is_bad_and_tried_again_by_training(images, tmp_path, capsys):
+    (images / "99.jpg").symlink_to("removed")
+    scan(images, "--output", tmp_path / "found")
+    assert "missing 1" in words(capsys.readouterr().out)
+    assert Manifest.open(images).sizes[-1].tolist() == [0, 0]  # not -1, which is final
+
+
+def test_a_bad_image_whose_name_is_no_text_is_named_as_well_as_can_be(images, tmp_path, capsys):
+    with open(os.fsencode(images) + b"/\xff.jpg", "wb") as file:
+        file.write(b"no image")
+    assert scan(images, "--output", tmp_path / "found") == 0
+    assert "bad: \ufffd.jpg: not an image" in capsys.readouterr().out
+
+
+def test_without_output_the_folder_is_named_after_the_images(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert scan(images) == 0
+    assert f"into {tmp_path}/scan-photos" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "scan-photos").iterdir()} == {"scan.json", *scanning.FILES}
+
+
+def test_interrupted_scan_says_how_to_go_on_and_does(images, tmp_path, capsys, decoding, monkeypatch):
+    count = multiprocessing.get_context("fork").RawValue("i", 0)
+
+    def interrupt() -> None:
+        count.value += 1
+        if count.value == 6:
+            os.kill(os.getppid(), signal.SIGINT)
+            signal.pause()
+
+    with monkeypatch.context():
+        decoding(interrupt)
+        assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 130
+    assert "5 of 12 images are scanned; the same command goes on from there" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
+    assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 0
+    assert "5 of them were scanned before" in capsys.readouterr().out
+    scan(images, "--output", tmp_path / "whole")
+    for name in scanning.FILES:
+        assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_finished_scan_is_only_reported_again(images, tmp_path, capsys, decoding):
+    scan(images, "--output", tmp_path / "found")
+    decoding(lambda: 1 // 0)
+    assert scan(images, "--output", tmp_path / "found") == 0
+    said = words(capsys.readouterr().out)
+    assert f"12 of them were scanned before; remove {tmp_path}/found to scan again" in said
+
+
+def test_a_full_disk_ends_with_status_3_and_the_file(images, tmp_path, capsys, monkeypatch):
+    append, rows = scanning._append, []
+
+    def full(file: io.FileIO, content: bytes) -> None:
+        rows.append(content)
+        if len(rows) < 4:
+            return append(file, content)
+        with open("/dev/full", "ab", buffering=0) as device:
+            return append(device, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scanning, "_append", full)
+        assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 3
+    assert "/dev/full cannot be written: No space left on device" in capsys.readouterr().err
+    assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 0
+    assert "2 of them were scanned before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{root}/none"], "{root}/none does not exist"),
+        (["{root}/photos", "--threads", "0"], "threads = 0"),
+        (["{root}/photos", "--output", "{root}/photos/00.jpg"], "{root}/photos/00.jpg cannot be written: file exists"),
+        ([], "path"),
+    ],
+)
+def test_wrong_input_ends_with_status_2(images, tmp_path, capsys, arguments, message):
+    assert scan(*(argument.format(root=tmp_path) for argument in arguments)) == 2
+    assert message.format(root=tmp_path) in capsys.readouterr().err

@@ -1,0 +1,336 @@
+"""`unigrad-fast data shard`: what it writes, goes on with, leaves out, refuses and finds damaged."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import tarfile
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unigrad_fast import cli
+from unigrad_fast.pipelines import Manifest, packing
+from unigrad_fast.pipelines import shards as shards_module
+
+
+def draw(path: Path, number: int, size: tuple[int, int] = (24, 20), **options: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 256, (4, 5, 3)).astype(np.uint8)
+    Image.fromarray(pixels).resize(size).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Eleven images in three classes, one of them a PNG."""
+    for number in range(10):
+        draw(tmp_path / f"tree/{'abc'[number % 3]}/{number}.JPEG", number)
+    draw(tmp_path / "tree/c/10.v2.png", 10)
+    return tmp_path / "tree"
+
+
+def shard(source: Path, folder: Path, *words: str) -> int:
+    return cli.main(["data", "shard", str(source), str(folder), *words])
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def by_name(manifest: Manifest) -> dict[str, tuple[bytes, str]]:
+    """Bytes and class of every image, by the last part of its name without the ending."""
+    names = [Path(manifest.path(i)).stem.replace(".", "_") for i in range(len(manifest))]
+    return {name: (manifest.read(i), manifest.classes[manifest.labels[i]]) for i, name in enumerate(names)}
+
+
+def test_shards_hold_the_same_bytes_and_classes(tree, tmp_path, capsys):
+    assert shard(tree, tmp_path / "out", "--images_per_shard", "4") == 0
+    assert "11 images in 3 shards" in capsys.readouterr().out
+    packed = Manifest.open(tmp_path / "out")
+    assert by_name(packed) == by_name(Manifest.open(tree))
+    assert packed.classes == ["a", "b", "c"]
+
+
+def test_shards_are_what_webdataset_reads(tree, tmp_path):
+    """Members of a sample stand together, and share the name up to the first dot behind the last slash."""
+    shard(tree, tmp_path / "out", "--images_per_shard", "6")
+    labels = {}
+    for path in sorted((tmp_path / "out").glob("*.tar")):
+        with tarfile.open(path) as tar:
+            members = tar.getmembers()
+            for image, label in zip(members[::2], members[1::2], strict=True):
+                key, _, ending = image.name.rpartition(".")
+                assert ending in ("jpg", "png") and "." not in key and label.name == f"{key}.cls"
+                labels[key] = int(tar.extractfile(label).read())
+    assert len(labels) == 11 and labels["c/10_v2"] == 2 and labels["a/0"] == 0
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "null"])
+def test_order_is_the_seeds_or_as_given(tree, tmp_path, seed):
+    shard(tree, tmp_path / "out", "--shuffle_seed", seed)
+    names = list(by_name(Manifest.open(tmp_path / "out")))
+    given = list(by_name(Manifest.open(tree)))
+    assert sorted(names) == sorted(given) and (names == given) == (seed == "null")
+
+
+def test_start_on_another_machine_reads_only_the_index(tree, tmp_path, monkeypatch):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    for path in (tmp_path / "out").glob("*.tar"):
+        os.utime(path, ns=(1, 1))
+    monkeypatch.setattr(shards_module, "_walk_shard", None)
+    packed = Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
+    assert packed.sizes.tolist() == [[24, 20]] * 11
+
+
+def test_index_is_not_used_for_a_shard_of_another_size(tree, tmp_path):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    path = tmp_path / "out/shard-000001.tar"
+    with tarfile.open(path, "a") as tar:
+        for name, content in (("x.jpg", (tree / "a/0.JPEG").read_bytes()), ("x.cls", b"0")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+        packed = Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
+    assert len(packed) == 12 and by_name(packed)["x"][0] == (tree / "a/0.JPEG").read_bytes()
+
+
+def test_keys_are_unique(tmp_path):
+    for number, name in enumerate(["x.jpg", "x.png", "x.1.jpg", "x_1.jpg", "x-2.jpg"]):
+        draw(tmp_path / "flat" / name, number)
+    (tmp_path / "list.txt").write_text("".join(f"flat/{p.name}\n" for p in sorted((tmp_path / "flat").iterdir())) * 2)
+    shard(tmp_path / "list.txt", tmp_path / "out")
+    packed, given = Manifest.open(tmp_path / "out"), Manifest.open(tmp_path / "list.txt")
+    assert len({packed.path(i) for i in range(10)}) == 10 and packed.labels is None
+    assert sorted(packed.read(i) for i in range(10)) == sorted(given.read(i) for i in range(10))
+    assert not (tmp_path / "out/classes.txt").exists()
+
+
+def test_shards_can_be_packed_anew(tree, tmp_path):
+    shard(tree, tmp_path / "one", "--images_per_shard", "4")
+    assert shard(tmp_path / "one", tmp_path / "two", "--images_per_shard", "7") == 0
+    assert by_name(Manifest.open(tmp_path / "two")) == by_name(Manifest.open(tree))
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", range(0, 12, 3))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped])
+def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path, monkeypatch, capsys, after, error):
+    words = ["--images_per_shard", "3", "--short_side", "16"]
+    shard(tree, tmp_path / "whole", *words)
+    original, calls = packing._short, []
+
+    def interrupted(content):
+        calls.append(content)
+        if len(calls) > after:
+            raise error
+        return original(content)
+
+    monkeypatch.setattr(packing, "_short", interrupted)
+    if error is Stopped:
+        with pytest.raises(Stopped):
+            shard(tree, tmp_path / "out", *words)
+    else:
+        assert shard(tree, tmp_path / "out", *words) == 130
+    assert len(list((tmp_path / "out").glob("*.tar"))) == after // 3
+    if after:
+        assert cli.main(["data", "shard", str(tmp_path / "out"), str(tmp_path / "copy")]) == 2
+        assert "its shards are unfinished" in capsys.readouterr().err
+
+    calls.clear()
+    monkeypatch.setattr(packing, "_short", lambda content: calls.append(content) or original(content))
+    assert shard(tree, tmp_path / "out", *words) == 0
+    assert len(calls) == 11 - after // 3 * 3
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_finished_packing_is_not_repeated(tree, tmp_path, monkeypatch, capsys):
+    shard(tree, tmp_path / "out")
+    before = digests(tmp_path / "out")
+    monkeypatch.setattr(packing, "_write_shard", None)
+    assert shard(tree, tmp_path / "out") == 0
+    assert "11 images in 1 shard" in capsys.readouterr().out and digests(tmp_path / "out") == before
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments) -> str:
+    assert shard(*arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_other_images_or_options_are_refused(tree, tmp_path, capsys):
+    shard(tree, tmp_path / "out")
+    assert "has shards of images_per_shard = 10000, and not 5" in refused(
+        capsys, tree, tmp_path / "out", "--images_per_shard", "5"
+    )
+    assert "has shards of short_side = null, and not 32" in refused(
+        capsys, tree, tmp_path / "out", "--short_side", "32"
+    )
+    os.utime(tree / "a/0.JPEG", ns=(1, 1))
+    assert f"has shards of other images from {tree}" in refused(capsys, tree, tmp_path / "out")
+
+
+def test_folder_with_something_else_is_refused(tree, tmp_path, capsys):
+    assert "is not empty" in refused(capsys, tree, tree)
+    (tmp_path / "file").write_text("")
+    assert "is a file; give a new folder" in refused(capsys, tree, tmp_path / "file")
+    assert "absent does not exist" in refused(capsys, tmp_path / "absent", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_disk_that_is_too_small_is_refused_before_any_work(tree, tmp_path, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: usage(9000, 0, 9000))
+    assert "0.0 GB are free; make room" in refused(capsys, tree, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_full_disk_stops_with_the_name_of_the_shard(tree, tmp_path, capsys, monkeypatch):
+    def full(content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packing, "_padded", full)
+    assert shard(tree, tmp_path / "out") == 3
+    assert f"{tmp_path}/out/shard-000000.tar cannot be written: No space left" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shards.json"]
+
+
+@pytest.fixture
+def damaged(tree: Path) -> Path:
+    """A truncated image, one that is none, and one that is gone, beside eleven good ones."""
+    content = (tree / "a/0.JPEG").read_bytes()
+    (tree / "a/cut.jpg").write_bytes(content[: len(content) // 2])
+    (tree / "b/text.jpg").write_text("text")
+    (tree / "c/gone.jpg").symlink_to(tree / "nowhere.jpg")
+    return tree
+
+
+def test_images_that_cannot_be_decoded_are_left_out_by_name(damaged, tmp_path, capsys):
+    assert shard(damaged, tmp_path / "out", "--images_per_shard", "2") == 0
+    out = capsys.readouterr().out
+    assert "11 images in" in out and "3 images left out" in out
+    lines = sorted((tmp_path / "out/left-out.txt").read_text().splitlines())
+    assert [line.split("\t")[0] for line in lines] == [
+        str(damaged / name) for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg")
+    ]
+    assert "truncated" in lines[0] and "its header is not one of" in lines[1] and "no such file" in lines[2]
+    assert all(f"{damaged / name}: " in out for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg"))
+    assert len(Manifest.open(tmp_path / "out")) == 11
+
+
+def test_shard_of_which_nothing_is_left(tree, tmp_path):
+    for number in range(3):
+        (tree / f"a/{number}-bad.jpg").write_text("text")
+    assert shard(tree, tmp_path / "out", "--images_per_shard", "1") == 0
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 11 and len(Manifest.open(tmp_path / "out")) == 11
+    assert shard(tree, tmp_path / "out", "--images_per_shard", "1", "--verify", "true") == 0
+
+
+def test_short_side_makes_larger_images_smaller_and_copies_the_others(tmp_path, capsys):
+    draw(tmp_path / "flat/large.jpg", 0, (90, 60))
+    draw(tmp_path / "flat/tall.png", 1, (50, 131))
+    draw(tmp_path / "flat/narrow.jpg", 2, (90, 20))
+    assert shard(tmp_path / "flat", tmp_path / "out", "--short_side", "20", "--shuffle_seed", "null") == 0
+    packed = Manifest.open(tmp_path / "out")
+    assert [Path(packed.path(i)).name for i in range(3)] == ["large.jpg", "narrow.jpg", "tall.jpg"]
+    assert packed.sizes.tolist() == [[30, 20], [90, 20], [20, 52]]
+    assert packed.read(1) == (tmp_path / "flat/narrow.jpg").read_bytes()
+    with Image.open(tmp_path / "flat/large.jpg") as image, Image.open(io.BytesIO(packed.read(0))) as smaller:
+        wanted = np.asarray(image.convert("RGB").resize((30, 20), Image.Resampling.LANCZOS), np.float32)
+        assert smaller.format == "JPEG" and np.abs(wanted - np.asarray(smaller, np.float32)).mean() < 5
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 images were made smaller, to a short side of 20 pixels, with Lanczos and JPEG quality 90" in out
+    assert "from which published numbers were made" in out
+
+
+def test_quality_decides_the_bytes(tmp_path):
+    draw(tmp_path / "flat/large.jpg", 0, (90, 60))
+    for quality in ("30", "95"):
+        shard(tmp_path / "flat", tmp_path / quality, "--short_side", "40", "--quality", quality)
+    low, high = (Manifest.open(tmp_path / quality).total_bytes for quality in ("30", "95"))
+    assert 1.2 * low < high
+
+
+@pytest.mark.parametrize("kind", ["L", "P", "RGBA", "CMYK", "I;16"])
+def test_modes_of_colour_survive_short_side(tmp_path, kind):
+    path = tmp_path / "flat" / ("x.jpg" if kind == "CMYK" else "x.png")
+    path.parent.mkdir()
+    gray = Image.fromarray(np.full((40, 40), 100, np.uint8))
+    image = Image.fromarray(np.full((40, 40), 30_000, np.uint16)) if kind == "I;16" else gray.convert(kind)
+    image.save(path)
+    assert shard(path.parent, tmp_path / "out", "--short_side", "20") == 0
+    packed = Manifest.open(tmp_path / "out")
+    if kind == "I;16":  # JPEG has no 16 bits: copied
+        assert packed.read(0) == path.read_bytes()
+    else:
+        with Image.open(io.BytesIO(packed.read(0))) as smaller:
+            assert smaller.size == (20, 20) and abs(np.asarray(smaller.convert("L"), np.int16) - 100).max() < 6
+
+
+def verify(source: Path, folder: Path) -> int:
+    return shard(source, folder, "--verify", "true")
+
+
+def test_intact_shards_are_verified_without_their_source(tree, tmp_path, capsys):
+    assert shard(tree, tmp_path / "out", "--verify", "true") == 0
+    tree.rename(tmp_path / "elsewhere")
+    assert verify(tree, tmp_path / "out") == 0
+    assert "all shards are as they were written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("position", ["image", "label", "header", "padding", "end", "index", "classes"])
+def test_one_flipped_byte_is_found(tree, tmp_path, capsys, position):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    packed = Manifest.open(tmp_path / "out")
+    path, named = tmp_path / "out/shard-000000.tar", "shard-000000.tar: differs from what was written, outside"
+    start, length = int(packed.index.at[1]), int(packed.index.length[1])
+    place = {
+        "image": start + length // 2,
+        "header": start - 500,
+        "padding": start + length,
+        "label": start + -(-length // 512) * 512 + 512,
+        "end": path.stat().st_size - 1,
+        "index": 300,
+        "classes": 0,
+    }[position]
+    if position == "image":
+        named = packed.path(1)
+    elif position in ("index", "classes"):
+        path = tmp_path / "out" / {"index": "index.npz", "classes": "classes.txt"}[position]
+        named = path.name
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    assert verify(tree, tmp_path / "out") == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("stopped: ") and named in lines[0] and len(lines) == 2
+
+
+def test_missing_short_and_foreign_shards_are_found(tree, tmp_path, capsys):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    first, second, third = sorted((tmp_path / "out").glob("*.tar"))
+    first.write_bytes(first.read_bytes()[:-512])
+    second.rename(tmp_path / "out/other.tar")
+    assert verify(tree, tmp_path / "out") == 3
+    error = capsys.readouterr().err
+    assert "other.tar: was not written with the others" in error
+    assert f"{first}: has " in error and f"{second}: no such file" in error and third.name not in error
+
+
+def test_progress_reaches_the_end(tree, tmp_path):
+    manifest, told = Manifest.open(tree), []
+    for _ in range(2):
+        told.clear()
+        packing.pack(manifest, "tree", tmp_path / "out", packing.Packing(4), 2, told.append)
+        assert sum(told) == 11
+    told.clear()
+    assert packing.verify(tmp_path / "out", 2, told.append) == []
+    assert sum(told) == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.t*"))

@@ -1,0 +1,124 @@
+"""A run of two ranks outlives images that go bad under it, lists them, and stops when they are too many."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from bad_files import BAD
+from drawn_images import draw_tree
+from test_interruption import EPOCHS, RECIPE, STEPS_PER_EPOCH, Run, losses, require_equal, steps_logged
+from trainer_state import batches, changed, make_trainer, small_config, state
+
+from unigrad_fast.checkpoint_files import Reader, latest
+from unigrad_fast.training import checkpoint
+
+KINDS = {**BAD, "removed": os.remove, "stalled": lambda path: (os.remove(path), os.mkfifo(path))}
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A folder of its own, for its images are spoiled."""
+    draw_tree(tmp_path / "train", per_class=48)
+    (tmp_path / "recipe.yaml").write_text(RECIPE % EPOCHS)
+    return tmp_path
+
+
+def images_of(data: Path) -> list[Path]:
+    return sorted((data / "train").glob("*/*.jpg"))
+
+
+def listed(output: Path) -> dict[str, str]:
+    lines = [json.loads(line) for line in (output / "bad_images.jsonl").read_text().splitlines()]
+    assert len({(line["step"], line["image"]) for line in lines}) == len(lines)
+    return {line["path"]: line["reason"] for line in lines}
+
+
+@pytest.mark.timeout(600)
+def test_every_kind_of_bad_file_planted_in_a_running_job_is_replaced_and_listed(data, tmp_path):
+    output = tmp_path / "run"
+    run = Run(data, output, 2, "--data.max_bad_fraction", "0.2", "--data.read_timeout", "0.5")
+    assert run.wait_for(lambda: steps_logged(output) > 0)
+    planted = dict(zip(KINDS, images_of(data)[::7], strict=False))
+    assert planted.keys() == KINDS.keys()
+    for kind, path in planted.items():
+        KINDS[kind](path)
+    statuses, said = run.end()
+    assert statuses == [0, 0], said
+    assert len(losses(output)) == EPOCHS * STEPS_PER_EPOCH
+    reasons = listed(output)
+    assert reasons.keys() == {str(path) for path in planted.values()}
+    assert "within 0.5 s" in reasons[str(planted["stalled"])]
+    assert json.loads((output / "summary.json").read_text())["bad_images"] == len(KINDS)
+    for path, reason in reasons.items():
+        assert f"{path}: {reason}" in (output / "log.txt").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_a_job_with_too_many_bad_files_stops_on_all_ranks_with_the_list(data, tmp_path):
+    output = tmp_path / "run"
+    run = Run(data, output, 2, "--data.max_bad_fraction", "0.03")
+    assert run.wait_for(lambda: steps_logged(output) > 0)
+    spoiled = images_of(data)[::8]
+    for path in spoiled:
+        BAD["truncated"](path)
+    statuses, said = run.end()
+    assert statuses == [3, 3], said
+    assert "more than data.max_bad_fraction = 0.03 allows" in said
+    assert listed(output).keys() <= {str(path) for path in spoiled}
+    assert latest(output) is not None, "what was learnt is saved"
+
+
+def test_a_folder_with_too_many_bad_files_is_refused_before_any_work(data, tmp_path):
+    for path in images_of(data)[::8]:
+        BAD["garbage"](path)
+    statuses, said = Run(data, tmp_path / "run").end()
+    assert statuses == [2], said
+    assert "12 of 96 images" in said and str(images_of(data)[0]) in said
+    assert not (tmp_path / "run").exists()
+
+
+def steps_with_a_stalled_file(settings, path: str) -> dict:
+    """Differences between a run in which a file stalls once, and its repetition when it is well again."""
+    whole = make_trainer(settings)
+    checkpoint.save(whole, {})
+    content = Path(path).read_bytes()
+    os.remove(path)
+    os.mkfifo(path)
+    for step in range(3):
+        whole.step(step, batches(whole, step))
+    told = whole.bad_images.exchange()
+    assert len(told) == 1 and path in told[0]
+    os.remove(path)
+    Path(path).write_bytes(content)
+    repeated = make_trainer(settings)
+    checkpoint.restore(repeated, Reader(latest(settings.output)))
+    for step in range(3):
+        repeated.step(step, batches(repeated, step))
+    assert repeated.bad_images.exchange() == []
+    return changed(state(whole), state(repeated))
+
+
+def test_a_step_that_is_repeated_replaces_what_it_replaced_before(data, workers, tmp_path):
+    further = {"data__read_timeout": 0.5, "data__max_bad_fraction": 0.1}
+    settings = small_config(str(data / "train"), **further).model_copy(update={"output": tmp_path / "run"})
+    (settings.output).mkdir()
+    assert workers(1).run(steps_with_a_stalled_file, settings, str(images_of(data)[20])) == [{}]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_with_a_bad_file_ends_alike_on_one_process_stopped_and_continued(data, tmp_path):
+    BAD["truncated"](images_of(data)[10])
+    BAD["garbage"](images_of(data)[30])
+    arguments = ("--data.max_bad_fraction", "0.1", "--checkpoint.every", "0.3")
+    whole, stopped = Run(data, tmp_path / "whole", 1, *arguments), Run(data, tmp_path / "stopped", 1, *arguments)
+    assert stopped.wait_for(lambda: steps_logged(tmp_path / "stopped") > 4)
+    stopped.signal(9)
+    assert stopped.end()[0] == [-9]
+    assert whole.end()[0] == [0]
+    statuses, said = Run(data, tmp_path / "stopped", 1, *arguments).end()
+    assert statuses == [0], said
+    require_equal(tmp_path / "whole", tmp_path / "stopped")
+    assert listed(tmp_path / "whole") == listed(tmp_path / "stopped")
