@@ -404,12 +404,11 @@ def main() -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported
     elif not torch.cuda.is_available():
         parser.error("no GPU; with --cpu what the interpreter can do is tried")
-    if options.images and not options.images.exists():
-        parser.error(f"--images {options.images} does not exist; leave it out to draw some")
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
     from unigrad_fast.benchmarks import bench_objective
     from unigrad_fast.benchmarks.record import RESULTS
+    from unigrad_fast.pipelines.errors import DataError
 
     findings, rows = [], []
     if options.only != "data":
@@ -427,7 +426,10 @@ def main() -> int:
             end=end,
         )
     if options.only != "kernels":
-        findings += run_data(scene, options.images, None if options.cpu else RESULTS / "device_data.jsonl")
+        try:
+            findings += run_data(scene, options.images, None if options.cpu else RESULTS / "device_data.jsonl")
+        except DataError as error:
+            parser.error(str(error))
     print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")
     for finding in findings:
         print(line(finding))

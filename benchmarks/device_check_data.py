@@ -60,8 +60,9 @@ class Bound:
 
 
 EXACT, ANY = Bound(0.01, 0.01, 0.01), 255.0
+RESIZE = Bound(0.3, 2.01, 20.01)  # each is within half as many levels of torchvision's
 # The graph rounds to levels after each operation, the CPU's path once at the end.
-RESIZE, ROUNDED, VIEW = Bound(0.3, 1.01, 10.01), Bound(0.51, 1.01, 2.01), Bound(0.8, 3.01, ANY)
+ROUNDED, VIEW = Bound(0.51, 1.01, 2.01), Bound(0.8, 4.01, ANY)
 DECODED, DECODED_VIEW = Bound(3.0, ANY, ANY), Bound(4.0, ANY, ANY)  # colours are upsampled in another way
 TORCH = Bound(0.05, 1.01, 8.01)  # other sums and products, and TF32 in the blur; the jitter multiplies differences
 
@@ -406,15 +407,17 @@ def timed(ground: Ground, what: str, name: str, load: float = LOADS[2], epoch: i
         batches = loader.iterate(first)
         for _ in range(loader.prefetch + 2 if ground.on_gpu else 1):
             shape = next(batches).views[0].shape
-        for _ in range(BLOCKS if ground.on_gpu else 1):
+        if not ground.on_gpu:
+            return what, f"runs at {shape[-1]} pixels", True
+        for _ in range(BLOCKS):
             synchronize(ground)
             begin, count = time.perf_counter(), 0
-            while not count or (ground.on_gpu and time.perf_counter() - begin < BLOCK_SECONDS):
+            while time.perf_counter() - begin < BLOCK_SECONDS:
                 next(batches)
                 count += 1
             synchronize(ground)
             speeds.append(count * ground.batch_size / (time.perf_counter() - begin))
-        memory = used_memory(ground)
+        memory = used_memory()
     common = {"recipe": name, "hw_decoder_load": load, "side": shape[-1], "threads": loader.threads}
     ground.rows.append({"what": what, "unit": "images/s", **spread(speeds), **memory, **common})
     used = ", ".join(f"{name.removesuffix('_mib')} {mib:,.0f} MiB" for name, mib in memory.items())
@@ -426,13 +429,13 @@ def synchronize(ground: Ground) -> None:
         torch.cuda.synchronize()
 
 
-def used_memory(ground: Ground) -> dict[str, float]:
+def used_memory() -> dict[str, float]:
     """MiB: of the GPU, by all (DALI keeps what it once took), and the most of this process on the host."""
-    host = {"host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-    if not ground.on_gpu:
-        return host
     free, total = torch.cuda.mem_get_info()
-    return {"gpu_mib": (total - free) / 2**20, **host}
+    return {
+        "gpu_mib": (total - free) / 2**20,
+        "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
 
 
 def draw(number: int, size: tuple[int, int]) -> bytes:

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import cache
 from typing import TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 _running: "weakref.WeakSet[_Worker]" = weakref.WeakSet()
-
-
 Work = Callable[[Callable[[], bool]], Generator[Item, None, None]]  # is told whether it is to stop
 
 
@@ -41,6 +40,7 @@ class _Worker:
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="views", daemon=True)
+        _stop_all_at_exit()
         _running.add(self)
         self._thread.start()
 
@@ -52,7 +52,9 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        if threading.current_thread() is self._thread:  # where garbage was collected
+        if threading.current_thread() is self._thread:  # garbage was collected there; nobody else makes room
+            while not self._items.empty():
+                self._items.get()
             return
         while self._thread.is_alive():
             try:  # it may wait for room
@@ -64,7 +66,8 @@ class _Worker:
         try:
             with closing(work(self._stopped.is_set)) as items:
                 for item in items:
-                    self._items.put(item)
+                    if not self._stopped.is_set():
+                        self._items.put(item)
                     if self._stopped.is_set():
                         return
         except BaseException as error:
@@ -73,11 +76,12 @@ class _Worker:
             self._items.put(_END)
 
 
-@atexit.register
-def _stop_all() -> None:
+@cache
+def _stop_all_at_exit() -> None:
     """A thread that is inside a library when the interpreter is taken down would crash it."""
-    for worker in list(_running):
-        worker.stop()
+    import nvidia.dali.pipeline  # noqa: F401  # what it does at exit comes after what is registered later
+
+    atexit.register(lambda: [worker.stop() for worker in list(_running)])
 
 
 _setting = threading.Lock()
@@ -89,6 +93,7 @@ def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
     ready = threading.Barrier(count)
 
     def begin() -> None:
+        torch.get_num_threads()  # the first call in a thread sets what is set for all
         torch.set_num_threads(1)
         ready.wait()
 

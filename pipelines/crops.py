@@ -6,6 +6,7 @@ colours and blurs are matrix products. Shapes: n images, S the side of a view, 3
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -50,8 +51,7 @@ def recolour(view: View, crops: Tensor, parameters: Parameters, out: Tensor) -> 
     matrix = np.where(parameters.jitter[:, None, None], parameters.colour_matrix(), np.eye(3))
     offset = np.where(parameters.jitter, parameters.luma_share() * (mean @ LUMA), 0)[:, None]
     _map_colours(pixels, matrix / _SCALE[:, None], (offset - _SHIFT) / _SCALE, out)
-    low, high = (np.tile((limit - _SHIFT) / _SCALE, side * side).astype(np.float32) for limit in (0, 255))
-    out.view(count, -1).clamp_(torch.from_numpy(low), torch.from_numpy(high))
+    out.view(count, -1).clamp_(*_limits(side))
 
     for apply, change in (
         (parameters.gray, _to_gray),
@@ -60,10 +60,17 @@ def recolour(view: View, crops: Tensor, parameters: Parameters, out: Tensor) -> 
     ):
         if apply.any():
             chosen = torch.from_numpy(np.flatnonzero(apply))
-            out[chosen] = change(out[chosen])
+            out.index_copy_(0, chosen, change(out.index_select(0, chosen)))
 
 
 _SHIFT, _SCALE = 255 * np.array(MEAN), 255 * np.array(DEVIATION)
+
+
+@lru_cache(maxsize=4)
+def _limits(side: int) -> tuple[Tensor, Tensor]:
+    """The least and the largest value of each place of a normalised image, fp32 [3 S²]."""
+    least, most = ((limit - _SHIFT) / _SCALE for limit in (0, 255))
+    return tuple(torch.from_numpy(np.tile(limit.astype(np.float32), side * side)) for limit in (least, most))
 
 
 def _map_colours(images: Tensor, matrix: np.ndarray, offset: np.ndarray, out: Tensor) -> None:

@@ -89,7 +89,7 @@ def build(
         return (*outputs, _shape(fn, data))
 
     count = 1 + sum(len(inputs(view, colours)) for view in views)
-    return _pipeline(graph, count, batch_size, source, threads, device_id, prefetch)
+    return _pipeline(graph, count, batch_size, source, threads, device_id, prefetch, conditionals=colours)
 
 
 def build_evaluation(
@@ -142,7 +142,9 @@ def _pipeline(
     threads: int,
     device_id: int | None,
     prefetch: int,
+    conditionals: bool = False,
 ) -> "Pipeline":
+    """A pipeline of a graph with `count` inputs; with conditionals, DALI rewrites its source in a temporary file."""
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(
@@ -151,7 +153,7 @@ def _pipeline(
         device_id=device_id,
         prefetch_queue_depth=prefetch,
         exec_dynamic=True,
-        enable_conditionals=True,
+        enable_conditionals=conditionals,
     )
     def define():
         arrays = fn.external_source(source=source, num_outputs=count, batch=True, batch_info=True)

@@ -14,15 +14,15 @@ import sys
 sys.modules.update(dict.fromkeys({absent!r}))
 from unigrad_fast.benchmarks import device_check
 {change}
-sys.argv = ["device_check", "--cpu", "--only", {only!r}]
+sys.argv = ["device_check", "--cpu", "--only", {only!r}, *{options!r}]
 sys.exit(device_check.main())
 """
 
 
-def dry_run(change: str = "", only: str = "kernels") -> subprocess.CompletedProcess:
+def dry_run(change: str = "", only: str = "kernels", *options: str) -> subprocess.CompletedProcess:
     """The check in the interpreter, where only torch, Triton, NumPy, Pillow and DALI are installed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "UNIGRAD_K"))}
-    code = CODE.format(absent=ABSENT, change=change, only=only)
+    code = CODE.format(absent=ABSENT, change=change, only=only, options=options)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -70,13 +70,13 @@ def test_without_dali_one_line_says_so_and_torchs_operations_are_checked():
 
 
 DATA = "from unigrad_fast.benchmarks import device_check_data as data; from unigrad_fast.pipelines import "
-OTHER_COLOURS = DATA + "graph; graph._SOLARIZED = graph._SOLARIZED[::-1]; data.CHECKS = (data.operations,)"
+NOTHING_SOLARIZED = DATA + "graph; graph._SOLARIZED = list(range(256)); data.CHECKS = (data.operations,)"
 EVERY_FILE_IS_GOOD = (
     DATA + "damage; damage.defects = lambda images, *more: [None] * len(images); data.CHECKS = (data.bad_files,)"
 )
 
 
-@pytest.mark.parametrize(("change", "word"), [(OTHER_COLOURS, "solarize"), (EVERY_FILE_IS_GOOD, "files refused")])
+@pytest.mark.parametrize(("change", "word"), [(NOTHING_SOLARIZED, "solarize"), (EVERY_FILE_IS_GOOD, "files refused")])
 def test_wrong_views_and_files_that_are_not_refused_fail(change, word):
     done = dry_run(change, "data")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -92,3 +92,10 @@ def test_what_is_wrong_fails_and_is_shown(change, word):
     done = dry_run(change)
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(line.startswith("FAIL") and word in line for line in done.stdout.splitlines())
+
+
+def test_images_that_cannot_be_used_are_the_users_mistake(tmp_path):
+    done = dry_run("", "data", "--images", str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path} holds no files" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -265,15 +265,15 @@ class DataPreview(Node):
     """Height and width of the global views in pixels; null is the preset's."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
     """Number of local views; null is the preset's."""
-    photometric: Literal["dali"] = "dali"
-    """What computes the colours."""
+    photometric: Literal["dali", "torch"] = "dali"
+    """Colour operations, as `--data.photometric` of a run."""
 
 
 def data_preview(options: DataPreview) -> None:
     require_dali()
     from unigrad_fast import preview
 
-    preview.preview(**{key: value for key, value in options if key != "photometric"})
+    preview.preview(**dict(options))
 
 
 class Doctor(Node):

@@ -92,6 +92,7 @@ def preview(
     cutmix: bool = False,
     image_size: int | None = None,
     local_crops: int | None = None,
+    photometric: str = "dali",
 ) -> None:
     """Write the picture, a row per image: the first ones of an epoch's first batch.
 
@@ -103,6 +104,7 @@ def preview(
         seed, epoch: which of the training's views.
         cutmix: mix the global views, too.
         image_size, local_crops: as in `pipelines.recipe`.
+        photometric: as in `Loader`.
 
     Raises:
         UserError: the output cannot be written, or CutMix has no partner.
@@ -121,7 +123,7 @@ def preview(
     for warning in caught:
         print(f"warning: {warning.message}")
     readable = len(manifest) - len(manifest.unreadable())
-    rows = collect(manifest, views, min(images, readable), seed, epoch, cutmix)
+    rows = collect(manifest, views, min(images, readable), seed, epoch, cutmix, photometric)
     title = [recipe, _summary(views), *(["CutMix"] if cutmix else []), f"seed {seed}", f"epoch {epoch}"]
     file = io.BytesIO()
     draw(rows, views, title).save(file, "PNG", optimize=True)
@@ -133,16 +135,24 @@ def preview(
 
 
 def collect(
-    manifest: Manifest, views: tuple[View, ...], images: int, seed: int, epoch: int, cutmix: bool = False
+    manifest: Manifest,
+    views: tuple[View, ...],
+    images: int,
+    seed: int,
+    epoch: int,
+    cutmix: bool = False,
+    photometric: str = "dali",
 ) -> list[Row]:
     """The first images of an epoch with their views, from the loader."""
     if cutmix and images < 2:
         raise UserError(f"cutmix = true: mixes an image with another, and there is {count(images, 'image')}; give two")
-    loader = Loader(manifest, views, images, seed, cutmix=CutMix(group=images) if cutmix else None)
+    mixing = CutMix(group=images) if cutmix else None
+    loader = Loader(manifest, views, images, seed, cutmix=mixing, photometric=photometric)
     step = epoch * loader.steps_per_epoch
     (batch,) = loader.iterate(step, step + 1)
     index = batch.index.numpy()
-    drawn = [sample(view, number, seed, epoch, index, manifest.sizes[index]) for number, view in enumerate(views)]
+    asked = loader.indices(step)[1]  # other images may have taken the place of some, with their randomness
+    drawn = [sample(view, number, seed, epoch, asked, manifest.sizes[index]) for number, view in enumerate(views)]
     pixels = [_pixels(view) for view in batch.views]
     rows = []
     for place, image in enumerate(index.tolist()):

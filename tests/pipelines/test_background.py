@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.pipelines import Loader
 from unigrad_fast.pipelines.background import in_background, one_thread_each
 
 
@@ -150,13 +151,14 @@ def test_generator_collected_in_its_own_thread_is_closed_without_a_complaint(mon
 
     def work(stopped):
         yield 1
+        yield 2  # nobody takes it
         go.wait()
         held.clear()
         log.append(stopped())
-        yield 2
+        yield 3
         log.append("more")
 
-    held.append(in_background(work, 2))
+    held.append(in_background(work, 1))
     next(held[0])
     (thread,) = working()
     go.set()
@@ -303,11 +305,8 @@ print("end")
 
 
 @pytest.mark.parametrize("how", ["open", "several", "exit", "waiting"])
-def test_interpreter_ends_with_an_open_iteration(how, pictures, tmp_path):
-    for number in range(10):
-        os.makedirs(tmp_path / "tree/a", exist_ok=True)
-        source = pictures / f"{number % 4}.jpg"
-        (tmp_path / f"tree/a/{number}.jpg").write_bytes(source.read_bytes())
+def test_interpreter_ends_with_an_open_iteration(how, tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "tree")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "tree"), how],
         capture_output=True,

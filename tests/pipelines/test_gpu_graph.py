@@ -32,7 +32,7 @@ def build(views, **options):
 
 
 def name_of(operator):
-    return type(operator._op).__name__ if operator._op.schema is None else operator._op.schema.Name()
+    return operator._op.schema.Name()
 
 
 def named(built, name):
@@ -98,7 +98,7 @@ def test_shapes_are_read_on_the_cpu():
 @pytest.mark.parametrize("load", [0.0, 0.25, graph.HW_DECODER_LOAD])
 def test_share_of_the_jpeg_unit_reaches_the_decoder(load):
     name = b"hw_decoder_load\x12\x05float\x1d"  # a field of DALI's message: the name, the type, four bytes
-    before, found, after = build(recipe("simsiam"), hw_decoder_load=load).definition.partition(name)
+    _, found, after = build(recipe("simsiam"), hw_decoder_load=load).definition.partition(name)
     assert found
     assert struct.unpack("<f", after[:4]) == pytest.approx((load,))
 

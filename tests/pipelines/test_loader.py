@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, View
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines import CutMix, DataError, EvaluationLoader, Loader, Manifest, View
+from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, Growth
 
 
 def loader(manifest, batch_size=12, image_size=32, threads=1, **options):
@@ -47,17 +47,16 @@ def test_batch_holds_what_it_says(manifest):
     assert batch.replaced.dtype == torch.bool and not batch.replaced.any()
 
 
-def test_views_are_handed_over_without_a_copy(manifest, monkeypatch):
-    handed = []
-    original = torch.from_dlpack
-
-    def from_dlpack(tensor):
-        handed.append(tensor.data_ptr())
-        return original(tensor)
-
-    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
-    (batch,) = loader(manifest).iterate(0, 1)
-    assert [view.data_ptr() for view in batch.views] == handed
+@pytest.mark.parametrize("photometric", ["dali", "torch"])
+def test_views_are_channels_last_and_shared_with_no_other_batch(manifest, photometric):
+    batches = list(loader(manifest, local_crops=1, photometric=photometric).iterate(0, 4))
+    views = [view for batch in batches for view in batch.views]
+    assert all(view.is_contiguous(memory_format=torch.channels_last) for view in views)
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 12
+    kept = [view.clone() for view in views]
+    for view in views[:3]:
+        view.zero_()
+    assert all(torch.equal(view, copy) for view, copy in zip(views[3:], kept[3:], strict=True))
 
 
 def test_batches_stay_valid_while_later_ones_are_made_and_after_closing(manifest):
@@ -87,6 +86,75 @@ def test_global_batch_is_the_same_on_any_number_of_ranks(manifest, world_size):
     (alone,) = loader(manifest).iterate(9, 10)  # the second epoch
     ranks = [loader(manifest, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert_same(join([next(rank.iterate(9, 10)) for rank in ranks]), alone)
+
+
+def everything(manifest, photometric="dali", **options):
+    """All that changes a batch at once: 4 steps of 24 images per epoch, the views grow in two of them."""
+    return loader(
+        manifest,
+        recipe="dino",
+        batch_size=24,
+        local_crops=2,
+        local_views=dict(size=16),
+        cutmix=CutMix(group=2),
+        growth=Growth(16, 2, multiple=8),
+        photometric=photometric,
+        seed=3,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module", params=["dali", "torch"])
+def whole(request, tree, tmp_path_factory):
+    """A loader's keywords, and its steps 0 to 9 in one go."""
+    manifest = Manifest.from_folder(tree, tmp_path_factory.mktemp("cache"))
+    return dict(photometric=request.param), list(everything(manifest, request.param).iterate(0, 10))
+
+
+def assert_mixed_alike(left, right):
+    assert_same(left, right)
+    for name in ("partner", "ratio", "box"):
+        assert torch.equal(getattr(left.mix, name), getattr(right.mix, name))
+    for a, b in zip(left.mix.apply(left.views[:2]), right.mix.apply(right.views[:2]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("start", [1, 3, 4, 9])
+def test_with_everything_a_step_alone_is_the_step_of_the_whole_run(manifest, whole, start):
+    options, batches = whole
+    assert [view.shape[-1] for view in batches[0].views] == [16, 16, 8, 8]
+    assert [view.shape[-1] for view in batches[9].views] == [32, 32, 16, 16]
+    for batch in everything(manifest, **options).iterate(start, min(start + 2, 10)):
+        assert_mixed_alike(batch, batches[batch.step])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_with_everything_the_ranks_make_the_global_batch(manifest, whole, world_size):
+    options, batches = whole
+    ranks = [everything(manifest, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    for step in (3, 9):
+        parts = [next(rank.iterate(step, step + 1)) for rank in ranks]
+        assert_same(join(parts), batches[step])
+        for view in range(2):
+            mixed = torch.cat([part.mix.apply(part.views[:2])[view] for part in parts])
+            assert torch.equal(mixed, batches[step].mix.apply(batches[step].views[:2])[view])
+            assert not torch.equal(mixed, batches[step].views[view])
+
+
+@pytest.mark.parametrize("changed", [dict(threads=3), dict(prefetch=1), dict(prefetch=3, threads=2)])
+def test_with_everything_threads_and_prefetching_change_nothing(manifest, whole, changed):
+    options, batches = whole
+    for batch in everything(manifest, **options, **changed).iterate(3, 6):
+        assert_mixed_alike(batch, batches[batch.step])
+
+
+def test_torch_and_dali_recolour_the_same_crops_differently(manifest):
+    (left,), (right,) = (loader(manifest, photometric=name).iterate(0, 1) for name in ("dali", "torch"))
+    assert torch.equal(left.index, right.index) and not torch.equal(left.views[0], right.views[0])
+    plain = dict(jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+    (left,), (right,) = (loader(manifest, photometric=name, **plain).iterate(0, 1) for name in ("dali", "torch"))
+    for a, b in zip(left.views, right.views, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_micro_batches_of_an_optimizer_step_are_slices_of_its_batch(manifest):
@@ -158,60 +226,6 @@ def test_override_changes_every_view_of_a_preset(manifest):
     assert [view.scale for view in loader(manifest, scale=(0.5, 1.0)).views] == [(0.5, 1.0)] * 2
 
 
-def truncate(path):
-    with open(path, "rb+") as file:
-        file.truncate(os.path.getsize(path) // 2)
-
-
-def empty(path):
-    open(path, "w").close()
-
-
-def garble(path):
-    with open(path, "wb") as file:
-        file.write(b"no image " * 100)
-
-
-def shrink(path):
-    Image.new("RGB", (5, 5)).save(path)
-
-
-@pytest.fixture
-def copied(tree, tmp_path):
-    """A manifest of a tree that may be damaged."""
-    return Manifest.from_folder(shutil.copytree(tree, tmp_path / "tree"))
-
-
-@pytest.mark.parametrize(
-    "damage, why",
-    [
-        (truncate, "truncated"),
-        (empty, "is empty"),
-        (garble, "not an image"),
-        (os.remove, "no such file"),
-        (shrink, "5x5 now"),
-    ],
-)
-def test_file_that_cannot_be_used_is_named_with_the_reason(copied, damage, why):
-    batches = loader(copied)
-    bad = copied.path(int(batches.indices(3)[1][7]))
-    damage(bad)
-    stream = batches.iterate(0, 6)
-    assert [batch.step for batch in islice(stream, 3)] == [0, 1, 2]
-    with pytest.raises(DataError, match=why) as error:
-        next(stream)
-    assert bad in str(error.value)
-
-
-def test_file_damaged_before_the_listing_is_refused_before_any_work(copied):
-    garble(copied.path(17))
-    damaged = Manifest.from_folder(copied.root)
-    for make in (loader, lambda manifest: EvaluationLoader(manifest, 32, threads=1)):
-        with pytest.raises(DataError, match=r"1 of 103 images .* cannot be read") as error:
-            make(damaged)
-        assert copied.path(17) in str(error.value)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -227,6 +241,10 @@ def test_file_damaged_before_the_listing_is_refused_before_any_work(copied):
         (dict(rank=2, world_size=2), "rank 2 of 2"),
         (dict(threads=0), "0 threads"),
         (dict(prefetch=0), "prefetch 0"),
+        (dict(timeout=0), "timeout of 0 s .* use 60"),
+        (dict(photometric="numpy"), "photometric 'numpy' is unknown; use 'dali' or 'torch'"),
+        (dict(hw_decoder_load=1.5), r"load of 1\.5 is no share"),
+        (dict(growth=Growth(8, 4)), "cannot grow from 8 to 32 pixels; start at 16 to 32"),
         (dict(device="meta"), "device meta"),
         (dict(recipe="none"), "recipe 'none' is unknown"),
         (dict(scale=(2.0, 3.0)), "more than the whole image"),
@@ -289,13 +307,6 @@ def test_evaluation_crops_as_torchvision(pictures, size, crop_fraction):
         assert apart.mean() < 0.3 and (apart <= 1.01).float().mean() >= 0.99 and apart.max() <= 10.01
 
 
-def test_evaluation_names_a_file_that_cannot_be_decoded(copied):
-    truncate(copied.path(50))
-    with pytest.raises(DataError, match="truncated") as error:
-        list(EvaluationLoader(copied, 32, batch_size=20, threads=1))
-    assert copied.path(50) in str(error.value)
-
-
 def test_evaluation_refuses_an_impossible_crop(manifest):
     with pytest.raises(DataError, match=r"crop fraction 1\.5"):
         EvaluationLoader(manifest, 32, crop_fraction=1.5)
@@ -350,3 +361,29 @@ def test_a_rank_decodes_on_its_share_of_the_cores_less_one(manifest, monkeypatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(allowed)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert Loader(manifest, batch_size=4, image_size=16).threads == threads
+
+
+@pytest.mark.parametrize("world_size, accumulation_steps", [(4, 1), (2, 2), (5, 1)])
+def test_each_image_comes_at_most_once_per_epoch_and_all_but_the_tail_exactly_once(
+    manifest, world_size, accumulation_steps
+):
+    ranks = [
+        loader(manifest, batch_size=20, world_size=world_size, rank=rank, accumulation_steps=accumulation_steps)
+        for rank in range(world_size)
+    ]
+    per_epoch = ranks[0].steps_per_epoch
+    left_out = []
+    for epoch in range(3):
+        found = [rank.indices(step) for rank in ranks for step in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
+        assert {number for number, _ in found} == {epoch}
+        taken = np.concatenate([images for _, images in found])
+        assert len(taken) == len(set(taken.tolist())) == 100
+        left_out.append(frozenset(range(103)) - set(taken.tolist()))
+    assert len(set(left_out)) == 3
+
+
+def test_batches_of_an_epoch_hold_the_images_that_were_announced(manifest):
+    ranks = [loader(manifest, batch_size=20, image_size=16, world_size=4, rank=rank) for rank in range(4)]
+    taken = [image for rank in ranks for batch in rank.iterate(5, 10) for image in batch.index.tolist()]
+    assert taken == [image for rank in ranks for step in range(5, 10) for image in rank.indices(step)[1].tolist()]
+    assert len(set(taken)) == 100

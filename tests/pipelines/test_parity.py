@@ -1,4 +1,4 @@
-"""The graph, and what takes its place on a CPU, against torchvision with the very same parameters, in levels of 0..255."""
+"""The graph, and what takes its place on a CPU, against torchvision with the same parameters, in levels of 0..255."""
 
 import math
 from dataclasses import fields, replace
