@@ -46,20 +46,22 @@ class Damaged:
         return as_png(data) if image in self._for_cpu else data
 
     def find(self, supplies: Iterable["Supply"], device_id: int | None) -> bool:
-        """Looks for images that break a pipeline, and remembers them; whether there was any."""
+        """Looks for images that break a pipeline, and remembers them; whether it learnt of any."""
         images = {}
         for supply in supplies:
             images |= zip(supply.index.tolist(), supply.data, strict=True)
         images.pop(-1, None)
         bad = self._defects(images, device_id)
-        found = bool(bad)
+        learnt = set(bad)
         if device_id is not None:
             still_bad = self._defects({image: images[image] for image in bad}, None)
+            # What failed though the CPU had decoded it fails for another reason, which no replacement removes.
+            learnt = (bad.keys() - self._for_cpu) | still_bad.keys()
             self._for_cpu |= bad.keys() - still_bad.keys()
             bad = still_bad
         for image, why in bad.items():
             self.add(image, why)
-        return found
+        return bool(learnt)
 
     def find_resized(self, supply: "Supply", shapes: np.ndarray) -> bool:
         """Remembers images whose size (int64 [N, 3]: height, width, colours) is not the manifest's; whether any."""

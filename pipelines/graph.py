@@ -80,7 +80,7 @@ def build(
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
         data = arrays.pop(0)
-        image = _decode(fn, types, data, device_id, hw_decoder_load)
+        image = _decode(fn, types, data, device_id, hw_decoder_load, exact=not colours)
         outputs = []
         for view in views:
             parameters = {name: arrays.pop(0) for name in inputs(view, colours)}
@@ -162,12 +162,19 @@ def _pipeline(
     return define()
 
 
-def _decode(fn: Any, types: Any, data: Any, device_id: int | None, load: float = HW_DECODER_LOAD) -> Any:
+def _decode(
+    fn: Any, types: Any, data: Any, device_id: int | None, load: float = HW_DECODER_LOAD, exact: bool = False
+) -> Any:
     # Orientation tags are ignored, as torchvision does; the manifest's sizes are of the stored image, too.
     if device_id is None:
         return fn.decoders.image(data, device="cpu", output_type=types.RGB, adjust_orientation=False)
     return fn.decoders.image(
-        data, device="mixed", output_type=types.RGB, adjust_orientation=False, hw_decoder_load=load
+        data,
+        device="mixed",
+        output_type=types.RGB,
+        adjust_orientation=False,
+        hw_decoder_load=load,
+        jpeg_fancy_upsampling=exact,  # of the colours, as the CPU and torchvision do it; it costs time
     )
 
 

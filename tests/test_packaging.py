@@ -69,6 +69,8 @@ def test_installed_package_finds_kernels_pipelines_benchmarks_and_recipes(site, 
         "cifar_subset",
         "imagenet_100ep",
         "imagenet_100ep_cutmix",
+        "imagenet_100ep_cutmix_multicrop",
+        "imagenet_100ep_multicrop",
         "quickstart",
     ]
 

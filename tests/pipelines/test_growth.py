@@ -1,5 +1,7 @@
 """Views that grow over the epochs."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -22,11 +24,10 @@ def test_views_grow_evenly_by_multiples_and_are_then_themselves():
 
 def test_local_views_keep_their_proportion():
     views = recipe("multicrop", 224)
-    for epoch, (both, *local) in enumerate(sizes(Growth(112, 7), views, range(7))):
-        assert both[0] if isinstance(both, list) else both == 112 + 16 * epoch
-        share = (112 + 16 * epoch) / 224
-        assert set(local[1:]) == {16 * round(96 * share / 16)}
-        assert abs(local[1] - 96 * share) <= 8
+    for epoch, (first, second, *local) in enumerate(sizes(Growth(112, 7), views, range(7))):
+        assert first == second == 112 + 16 * epoch
+        assert len(local) == 6 and len(set(local)) == 1
+        assert local[0] % 16 == 0 and abs(local[0] - 96 * first / 224) <= 8
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_no_view_is_ever_larger_than_when_full_or_shrinks(full, local, multiple)
     growth = Growth(max(multiple, full // 2), 10, multiple)
     growth.check(views)
     grown = sizes(growth, views, range(12))
-    for before, after in zip(grown, grown[1:], strict=False):
+    for before, after in pairwise(grown):
         assert all(a <= b for a, b in zip(before, after, strict=True))
     assert grown[-1] == [full, full, local] and min(min(row) for row in grown) > 0
     for row in grown[:10]:

@@ -1,5 +1,4 @@
 import gc
-import os
 import shutil
 from itertools import islice
 
