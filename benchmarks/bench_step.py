@@ -407,6 +407,7 @@ def main(
     case: str = "all",
     images: Path | None = None,
     batch_size: int | None = None,
+    image_size: int | None = None,
     repetitions: int = 3,
     steps: int = 2,
     warmup: int = 1,
@@ -416,7 +417,7 @@ def main(
     Args:
         case: a key of CASES, or "all".
         images: folder of images, else drawn ones.
-        batch_size: images per step in place of the case's.
+        batch_size, image_size: images per step, and their side in pixels, in place of the case's.
         repetitions: blocks of every variant.
         steps, warmup: measured steps of a block, and those before them.
 
@@ -434,7 +435,7 @@ def main(
         for name in CASES if case == "all" else [case]:
             chosen = CASES[name]
             batch = batch_size or chosen.batch_size
-            chosen = Case(chosen.backbone, chosen.image_size, batch)
+            chosen = Case(chosen.backbone, image_size or chosen.image_size, batch)
             needed = batch * max(LEAST_BATCHES, repetitions * (warmup + steps))
             count = max(LEAST_BATCHES * batch, min(needed, len(found)))
             linked = link_images(found, Path(folder, name), count)

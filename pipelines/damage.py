@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +44,10 @@ class Damaged:
 
     def prepared(self, image: int, data: np.ndarray) -> np.ndarray:
         """Bytes that the pipeline's decoder takes: what the GPU refused is decoded here and handed on as PNG."""
-        return as_png(data) if image in self._for_cpu else data
+        if image in self._for_cpu:
+            with suppress(RuntimeError):  # its file was damaged meanwhile, which shows when the pipeline decodes it
+                return as_png(data)
+        return data
 
     def find(self, supplies: Iterable["Supply"], device_id: int | None) -> bool:
         """Looks for images that break a pipeline, and remembers them; whether it learnt of any."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CHUNK = 8  # images that a thread crops and recolours at once
 TIMEOUT = 60.0  # seconds
+BREAKS = 64  # of a pipeline at one step, before it is given up
 
 
 @dataclass
@@ -400,11 +401,14 @@ class Stream:
 
     def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
         """Supplies and outputs, without the shapes, from a step on."""
-        step, last = start, self.source.last
+        step, last, broken = start, self.source.last, 0
         while last is None or step < last:
             for supply, outputs in self._until_it_breaks(step):
                 yield supply, outputs
-                step += 1
+                step, broken = step + 1, 0
+            broken += 1
+            if broken > BREAKS:
+                raise DataError(f"step {step} has had other bad images {BREAKS} times; are their files being changed?")
 
     def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
         waiting: deque[Supply] = deque()  # in the pipeline

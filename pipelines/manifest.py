@@ -280,15 +280,6 @@ class Manifest:
             return f"{self.path(index)}: {reason(error)}"
         return f"{self.path(index)}: it has changed since it was listed"
 
-    def require_readable(self) -> None:
-        """Raises `DataError` if the header of any file could not be read."""
-        bad = self.unreadable()
-        if len(bad):
-            raise DataError(
-                f"{len(bad)} of {len(self)} images in {self.root} cannot be read; repair or remove "
-                f"{self.complaint(int(bad[0]))}"
-            )
-
     def _read_shard(self, index: int, most: int | None = None) -> bytes:
         length = int(self.index.length[index])
         return self.shards.read(

@@ -313,7 +313,7 @@ def test_folders_are_checked_first(tmp_path, capsys):
     assert "exists already" in refused(capsys, file, tmp_path / "file")
     assert "cannot be made" in refused(capsys, file, tmp_path / "file/below/it")
     error = refused(capsys, file, tmp_path / "run", "--data.train", str(tmp_path / "images"))
-    assert f"data.train = {tmp_path}/images: no such folder" in error
+    assert f"data.train = {tmp_path}/images: no such file or folder" in error
 
 
 def test_a_failure_leaves_no_half_run(state, tmp_path, monkeypatch):

@@ -104,9 +104,9 @@ def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> 
 
 def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
     problems = [
-        f"{key} = {folder}: no such folder"
+        f"{key} = {folder}: no such file or folder"
         for key, folder in folders.items()
-        if folder is not None and not os.path.isdir(folder)
+        if folder is not None and not os.path.exists(folder)
     ]
     if os.path.lexists(run):
         problems.append(f"run = {run}: exists already; give a new folder")

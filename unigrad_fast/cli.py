@@ -146,9 +146,9 @@ def export(options: Export) -> None:
 
 class ImportData(Node):
     train: AbsolutePath | None = None
-    """Folder with the training images that the run is evaluated with."""
+    """Training images that the run is evaluated with: a folder, list or shards."""
     val: AbsolutePath | None = None
-    """Folder with the validation images that the run is evaluated with."""
+    """Validation images that the run is evaluated with: a folder, list or shards."""
 
 
 class Import(Node):
@@ -300,6 +300,8 @@ class BenchStep(Node):
     """Folder of images, photographs for figures that mean something; null draws some."""
     batch_size: int | None = Field(default=None, ge=2)
     """Images per step; null is the case's."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width of the views in pixels; null is the case's."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds in which each variant has its turn."""
     steps: int = Field(default=2, ge=1)

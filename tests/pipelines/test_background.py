@@ -281,15 +281,14 @@ def test_memory_does_not_grow(manifest):
 
 SCRIPT = """
 import os, sys
-from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.pipelines import EvaluationLoader, Loader, Manifest
 manifest = Manifest.from_folder(sys.argv[1])
 how = sys.argv[2]
-loader = Loader(manifest, batch_size=6, image_size=16, threads=2, timeout=1e6)
+loader = Loader(manifest, batch_size=6, image_size=16, threads=2, timeout=1e6, prefetch=1)
 if how == "waiting":
-    for step in range(5, 8):
-        path = manifest.path(int(loader.indices(step)[1][0]))
-        os.unlink(path)
-        os.mkfifo(path)
+    path = manifest.path(int(loader.indices(1)[1][0]))
+    os.unlink(path)
+    os.mkfifo(path)
 stream = loader.iterate()
 cycle = [stream]
 cycle.append(cycle)
@@ -298,13 +297,17 @@ if how == "several":
     more = [Loader(manifest, batch_size=6, image_size=16, seed=seed).iterate() for seed in range(3)]
     for other in more:
         next(other)
+if how == "evaluation":
+    more = iter(EvaluationLoader(manifest, 16, batch_size=6))
+    cycle.append(more)
+    next(more)
 if how == "exit":
     sys.exit(7)
 print("end")
 """
 
 
-@pytest.mark.parametrize("how", ["open", "several", "exit", "waiting"])
+@pytest.mark.parametrize("how", ["open", "several", "evaluation", "exit", "waiting"])
 def test_interpreter_ends_with_an_open_iteration(how, tree, tmp_path):
     shutil.copytree(tree, tmp_path / "tree")
     done = subprocess.run(

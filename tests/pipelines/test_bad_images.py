@@ -256,8 +256,8 @@ def test_threads_and_prefetching_do_not_change_what_replaces(copied, damaged, op
 def test_file_that_does_not_answer_is_replaced_and_again_when_it_is_known(copied, good, make_fifo, tree):
     asked = int(good[1].index[4])
     make_fifo(copied.path(asked))
-    batches = run(copied, 0, 3, timeout=0.3)
-    assert_replaced(batches, good[:3], {(1, 4): 1}, copied.labels, "could not be read within 0.3 s")
+    batches = run(copied, 0, 3, timeout=0.5)
+    assert_replaced(batches, good[:3], {(1, 4): 1}, copied.labels, "could not be read within 0.5 s")
 
     known = {(failure.step, failure.image): failure.reason for batch in batches for failure in batch.failures}
     assert list(known) == [(1, asked)]
@@ -275,8 +275,8 @@ def test_substitute_that_does_not_answer_is_replaced_and_known(copied, good, mak
     instead = substitute(0, 0, asked, 1, len(copied))
     for image in (asked, instead):
         make_fifo(copied.path(image))
-    (batch,) = run(copied, 1, 2, timeout=0.1)
-    assert_replaced([batch], [good[1]], {(1, 4): 2}, copied.labels, "could not be read within 0.1 s")
+    (batch,) = run(copied, 1, 2, timeout=0.5)
+    assert_replaced([batch], [good[1]], {(1, 4): 2}, copied.labels, "could not be read within 0.5 s")
     known = {(failure.step, failure.image): failure.reason for failure in batch.failures}
     assert_same(run(Manifest.from_folder(tree), 1, 2, known=known)[0], batch)
 
@@ -286,7 +286,7 @@ def test_more_files_that_do_not_answer_than_there_are_threads(copied, good, make
     assert len(stalled) > reading.THREADS
     for image in stalled:
         make_fifo(copied.path(image))
-    batches = run(copied, 0, 4, timeout=0.1)
+    batches = run(copied, 0, 4, timeout=0.5)
     assert all(batch.replaced.all() for batch in batches[:2])
     assert_same(batches[3], good[3])
 
@@ -310,8 +310,7 @@ def test_storage_that_answers_nothing_ends_with_a_message(tmp_path, make_fifo, p
 
 def test_closing_does_not_wait_for_a_file_that_does_not_answer(copied, make_fifo):
     batches = loading(copied, timeout=1e6)
-    for step in range(4, 7):
-        make_fifo(copied.path(int(batches.indices(step)[1][0])))
+    make_fifo(copied.path(int(batches.indices(1)[1][0])))
     stream = batches.iterate()
     assert next(stream).step == 0
     batches.close()
@@ -355,6 +354,29 @@ def test_repaired_image_is_used_again(copied, good, tree):
     (repaired,) = batches.iterate(1, 2)
     assert_same(repaired, good[1])
     assert not repaired.replaced.any() and not repaired.failures
+
+
+def test_damaged_finds_the_bad_among_steps_that_are_on_their_way(copied):
+    found = Damaged(copied)
+    bad_files.BAD["truncated"](bad_files.Path(copied.path(7)))
+    Image.new("RGB", (5, 7)).save(copied.path(8))
+    supplies = []
+    for step, images in enumerate(([2, 3], [-1, 7], [8, 4])):
+        data = [np.frombuffer(copied.read(image), np.uint8) if image >= 0 else reading.BLANK for image in images]
+        supplies.append(reading.Supply(step, 0, np.array(images), np.array(images), data))
+    assert not found.find(supplies[:1], None)
+    assert found.find(supplies, None)
+    assert "decoded" in found.reason(7) and "5x7 now" in found.reason(8)
+    assert [image for image in range(len(copied)) if found.reason(image)] == [7, 8]
+
+
+def test_file_that_changes_all_the_time_ends_with_a_message(copied, monkeypatch):
+    bad_files.BAD["truncated"](bad_files.Path(copied.path(int(loading(copied).indices(0)[1][0]))))
+    states = iter(range(10**6))
+    monkeypatch.setattr(Manifest, "state", lambda self, image: (0, next(states)))
+    monkeypatch.setattr(loader, "BREAKS", 5)
+    with pytest.raises(DataError, match=r"step 0 .* 5 times; are their files being changed\?"):
+        run(copied)
 
 
 def test_damaged_remembers_until_size_or_time_changes(copied):
@@ -473,6 +495,8 @@ def test_image_that_only_the_gpu_refuses_is_used(copied, good, refusing, monkeyp
     assert found.reason(asked) is None and found.reason(bad)
 
     data = np.frombuffer(content, np.uint8)
+    cut = data[: len(data) // 2]
+    assert found.prepared(asked, cut) is cut
     handed_on = found.prepared(asked, data)
     assert handed_on.tobytes().startswith(b"\x89PNG") and found.prepared(asked + 1, data) is data
     with Image.open(bad_files.io.BytesIO(handed_on)) as image:
@@ -519,11 +543,11 @@ def test_evaluation_leaves_out_what_does_not_answer_or_has_changed(copied, make_
     Image.new("RGB", (5, 5)).save(copied.path(102))
     for image in range(20, 30):
         os.unlink(copied.path(image))
-    batches = EvaluationLoader(copied, 32, batch_size=10, threads=1, timeout=0.2)
+    batches = EvaluationLoader(copied, 32, batch_size=10, threads=1, timeout=0.5)
     for _ in range(2):
         seen = [index.tolist() for _, index in batches]
         out = {7, 102, *range(20, 30)}
         assert [image for batch in seen for image in batch] == [i for i in range(103) if i not in out]
         assert len(batches.failures) == 12
     reasons = {failure.image: failure.reason for failure in batches.failures}
-    assert "within 0.2 s" in reasons[7] and "5x5 now" in reasons[102] and "no such file" in reasons[25]
+    assert "within 0.5 s" in reasons[7] and "5x5 now" in reasons[102] and "no such file" in reasons[25]

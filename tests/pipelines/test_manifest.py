@@ -188,8 +188,6 @@ def test_unreadable_header_keeps_its_place(tmp_path):
     assert manifest.sizes.tolist() == [[8, 6], [0, 0], [0, 0]]
     assert manifest.unreadable().tolist() == [1, 2]
     assert manifest.complaint(2) == f"{tmp_path / 'c.jpg'}: no such file or directory"
-    with pytest.raises(DataError, match=r"2 of 3 images .* cannot be read; .*b\.jpg"):
-        manifest.require_readable()
 
 
 def test_second_listing_reads_no_header(tree, headers_read):

@@ -140,16 +140,30 @@ def test_late_answer_changes_nothing(reader):
     answer = threading.Event()
     files = Files(image6=answer.wait)
     before = set(threading.enumerate())
-    source = reader(files, timeout=0.05)
+    source = reader(files, timeout=0.5)
     supply = source.take(1)
     instead = substitute(3, 2, 6, 1, COUNT)
     assert supply.index.tolist() == [4, 5, instead, 7]
     (failure,) = supply.failures
-    assert failure.image == 6 and failure.reason == "it could not be read within 0.05 s"
+    assert failure.image == 6 and failure.reason == "it could not be read within 0.5 s"
     answer.set()
     source.close()
     ended(before)
     assert supply.index.tolist() == [4, 5, instead, 7] and len(supply.failures) == 1
+
+
+def test_result_of_a_turn_that_was_given_up_does_not_count(reader):
+    step = reading._Reading(0, 0, np.arange(2))
+    source = reader(Files())
+    late, other = (reading._Turn(source, step, place) for place in (0, 1))
+    instead = reading._Turn(source, step, 0, 1)
+    step.set(late, "late")
+    assert step.results == [None, None]
+    step.set(other, "other")
+    step.set(instead, "instead")
+    step.set(late, "later")
+    assert step.results == ["instead", "other"]
+    assert step.wait(60.0, source._threads, source.stopped) == []
 
 
 def test_late_failure_is_not_told_and_starts_no_search(reader):
@@ -161,7 +175,7 @@ def test_late_failure_is_not_told_and_starts_no_search(reader):
 
     files = Files(image6=act)
     before = set(threading.enumerate())
-    source = reader(files, timeout=0.05, ahead=0)
+    source = reader(files, timeout=0.5, ahead=0)
     supply = source.take(1)
     asked = sorted(files.asked)
     answer.set()
@@ -174,7 +188,7 @@ def test_all_threads_that_wait_are_replaced(reader):
     answer = threading.Event()
     stalled = range(2 * reading.THREADS)
     files = Files(**{f"image{image}": answer.wait for image in stalled})
-    supply = reader(files, size=20, timeout=0.05).take(0)
+    supply = reader(files, size=20, timeout=0.5).take(0)
     assert supply.replaced[: len(stalled)].all() and not supply.replaced[len(stalled) :].any()
     assert not set(supply.index.tolist()) & set(stalled)
     answer.set()

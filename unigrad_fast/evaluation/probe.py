@@ -30,7 +30,7 @@ class KNNProbe:
             return "no validation images (data.val)"
         if not (train.has_labels and val.has_labels):
             unlabelled = "training" if not train.has_labels else "validation"
-            return f"the {unlabelled} images have no labels (their folder has no CLASS sub-folders)"
+            return f"the {unlabelled} images have no labels (class folders, labels in a list, or .cls in shards)"
         if list(train.classes) != list(val.classes):
             differing = sorted(set(train.classes) ^ set(val.classes))
             return f"training and validation images have different classes ({', '.join(differing[:5])})"

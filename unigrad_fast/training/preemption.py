@@ -2,8 +2,9 @@
 
 SIGTERM and SIGUSR1 ask all ranks to save and leave. One rank that was told is enough: the ranks tell each other at the
 end of each step, in a collective of two numbers on the host whose result is read one step later, so that none waits
-for it; the second number says that a rank has news of another kind. A second signal ends the process at once; schedulers and launchers that pass a signal on both reach a process
-within moments, so that what follows the first within two seconds is taken for the same.
+for it; the second number says that a rank has news of another kind. A second signal ends the process at once;
+schedulers and launchers that pass a signal on both reach a process within moments, so that what follows the first
+within two seconds is taken for the same.
 """
 
 from __future__ import annotations
