@@ -6,7 +6,6 @@ memory, which is what convolutions like best.
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,13 +26,13 @@ from .parameters import Parameters, sample
 from .reading import Failure, Source, Supply
 from .recipes import Growth, View
 from .recipes import recipe as make_recipe
+from .stream import Stream
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
 
 CHUNK = 8  # images that a thread crops and recolours at once
 TIMEOUT = 60.0  # seconds
-BREAKS = 64  # of a pipeline at one step, before it is given up
 
 
 @dataclass
@@ -378,66 +377,6 @@ class EvaluationLoader:
         resized = np.maximum(self.short_side * sizes.astype(np.int64) // short, self.image_size)[:, ::-1]
         start = np.rint((resized - self.image_size) / 2)
         return resized.astype(np.float32), start.astype(np.int32)
-
-
-class Stream:
-    """A pipeline's outputs, step by step; when an image breaks it, it goes on without the image.
-
-    Args:
-        source: gives the supply of each step.
-        build: makes a pipeline of a function that feeds it; its last output is the images' shapes.
-        feed: makes a pipeline's input of a supply.
-        device_id: the GPU; None for the CPU.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        build: Callable[[Callable[[Any], list]], "Pipeline"],
-        feed: Callable[[Supply], list],
-        device_id: int | None,
-    ) -> None:
-        self.source, self.build, self.feed, self.device_id = source, build, feed, device_id
-
-    def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
-        """Supplies and outputs, without the shapes, from a step on."""
-        step, last, broken = start, self.source.last, 0
-        while last is None or step < last:
-            for supply, outputs in self._until_it_breaks(step):
-                yield supply, outputs
-                step, broken = step + 1, 0
-            broken += 1
-            if broken > BREAKS:
-                raise DataError(f"step {step} has had other bad images {BREAKS} times; are their files being changed?")
-
-    def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
-        waiting: deque[Supply] = deque()  # in the pipeline
-        damaged = self.source.damaged
-
-        def source(info: Any) -> list:
-            supply = self.source.take(start + info.iteration)
-            if supply is None:
-                raise StopIteration
-            supply.data = [damaged.prepared(image, data) for image, data in zip(supply.index, supply.data, strict=True)]
-            waiting.append(supply)
-            return self.feed(supply)
-
-        pipeline = self.build(source)
-        stream = None if self.device_id is None else torch.cuda.current_stream(self.device_id)
-        while True:
-            try:
-                *outputs, shapes = pipeline.run(stream)
-                found = damaged.find_resized(waiting[0], np.asarray(shapes.as_tensor()))
-            except StopIteration:
-                return
-            except RuntimeError:
-                # With prefetching the failure may belong to a batch ahead of the one asked for.
-                found = damaged.find(waiting, self.device_id)
-                if not found:
-                    raise
-            if found:
-                return
-            yield waiting.popleft(), tuple(outputs)
 
 
 def _device_id(device: str | torch.device) -> int | None:

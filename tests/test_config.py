@@ -20,6 +20,7 @@ from unigrad_fast.config import (
     to_yaml,
 )
 from unigrad_fast.errors import UserError
+from unigrad_fast.pipelines import recipe
 from unigrad_fast.validation import Node, keys
 
 
@@ -66,6 +67,64 @@ def test_imagenet_recipe_is_the_papers_table():
     )
     assert (config.target.momentum, config.target.final_momentum) == (0.996, 1)
     assert (config.objective.balance, config.objective.decay, config.data.batch_size) == (100, 0.99, 1024)
+
+
+@pytest.mark.parametrize(
+    "name, mixed, views", [("cutmix", 1.0, 2), ("multicrop", 0.0, 8), ("cutmix_multicrop", 1.0, 8)]
+)
+def test_imagenet_recipes_with_augmentations_differ_in_nothing_else(name, mixed, views):
+    config, plain = resolve(f"imagenet_100ep_{name}"), resolve("imagenet_100ep")
+    assert (config.data.cutmix.probability, len(config.data.views())) == (mixed, views)
+    if views == 8:
+        assert [(view.size, view.scale) for view in config.data.views()] == [(224, (0.4, 1))] * 2 + [
+            (96, (0.05, 0.4))
+        ] * 6
+    assert config.model_copy(update={"recipe": plain.recipe, "data": plain.data}) == plain
+
+
+def test_views_can_be_changed_one_by_one_from_the_command_line():
+    views = resolve(
+        overrides=(
+            *("--data.recipe", "byol", "--data.local_crops", "3", "--data.local_views.size", "64"),
+            *("--data.global_views.scale", "0.3,1", "--data.global_views.jitter", "[0.1, 0.2, 0.3, 0]"),
+            *("--data.second_view.blur_probability", "0.7", "--data.local_views.interpolation", "bicubic"),
+        )
+    ).data.views()
+    assert [view.size for view in views] == [224, 224, 64, 64, 64]
+    assert {view.scale for view in views[:2]} == {(0.3, 1.0)} and {view.scale for view in views[2:]} == {(0.05, 0.4)}
+    assert [view.blur_probability for view in views] == [1.0, 0.7, 0.5, 0.5, 0.5]
+    assert [view.solarize_probability for view in views] == [0, 0.2, 0, 0, 0]
+    assert views[0].jitter == (0.1, 0.2, 0.3, 0.0) and views[2].interpolation == "bicubic"
+
+
+def test_an_unchanged_view_group_is_the_preset():
+    assert resolve(overrides=("--data.recipe", "swav")).data.views() == recipe("swav")
+
+
+def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
+    assert resolve().data.growth() is None
+    growth = resolve(overrides=("--data.progressive.start_size", "128")).data.growth()
+    views = resolve().data.views()
+    assert [growth.views(views, epoch)[0].size for epoch in (0, 30, 60, 99)] == [128, 176, 224, 224]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--data.global_views.scale", "0.3"), ["data.global_views.scale", "2 numbers with commas between them"]),
+        (("--data.global_views.scale", "0.9,0.3"), ["scale (0.9, 0.3)", "use 0 < low <= high"]),
+        (("--data.second_view.flip_probability", "2"), ["data.second_view.flip_probability = 2", "from 0 to 1"]),
+        (("--data.progressive.start_size", "300"), ["from 300 to 224"]),
+        (
+            ("--data.recipe", "multicrop", "--data.image_size", "48"),
+            ["data.local_views.size = 96", "larger than the global views", "use about 21"],
+        ),
+        (("--data.local_view.size", "64"), ["did you mean data.local_views.size?"]),
+    ],
+)
+def test_impossible_views_are_refused_with_a_remedy(arguments, words):
+    (line,) = refusal(*arguments)
+    assert all(word in line for word in words)
 
 
 @pytest.mark.parametrize("name", recipe_names())

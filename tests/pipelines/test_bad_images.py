@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, loader, reading, shards
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, reading, shards, stream
 from unigrad_fast.pipelines.damage import Damaged
 from unigrad_fast.pipelines.reading import TRIES, substitute
 
@@ -374,7 +374,7 @@ def test_file_that_changes_all_the_time_ends_with_a_message(copied, monkeypatch)
     bad_files.BAD["truncated"](bad_files.Path(copied.path(int(loading(copied).indices(0)[1][0]))))
     states = iter(range(10**6))
     monkeypatch.setattr(Manifest, "state", lambda self, image: (0, next(states)))
-    monkeypatch.setattr(loader, "BREAKS", 5)
+    monkeypatch.setattr(stream, "BREAKS", 5)
     with pytest.raises(DataError, match=r"step 0 .* 5 times; are their files being changed\?"):
         run(copied)
 
@@ -473,14 +473,14 @@ def test_image_that_only_the_gpu_refuses_is_used(copied, good, refusing, monkeyp
     def decode(device_id):
         batches = loading(copied)
         with closing(batches._source(5)) as source:
-            stream = loader.Stream(
+            made = stream.Stream(
                 source,
                 lambda feed: graph.build_decoder(feed, batch_size=BATCH, prefetch=2, device_id=device_id),
                 lambda supply: [supply.data],
                 device_id,
             )
             return batches.damaged, [
-                (supply, [np.array(image) for image in images]) for supply, (images,) in stream.steps(0)
+                (supply, [np.array(image) for image in images]) for supply, (images,) in made.steps(0)
             ]
 
     _, on_cpu = decode(None)

@@ -1,0 +1,76 @@
+"""What a DALI pipeline makes of each step's images, whatever some of them are."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .errors import DataError
+from .reading import Source, Supply
+
+if TYPE_CHECKING:
+    from nvidia.dali.pipeline import Pipeline
+
+BREAKS = 64  # of a pipeline at one step, before it is given up
+
+
+class Stream:
+    """A pipeline's outputs, step by step; when an image breaks it, it goes on without the image.
+
+    Args:
+        source: gives the supply of each step.
+        build: makes a pipeline of a function that feeds it; its last output is the images' shapes.
+        feed: makes a pipeline's input of a supply.
+        device_id: the GPU; None for the CPU.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        build: Callable[[Callable[[Any], list]], "Pipeline"],
+        feed: Callable[[Supply], list],
+        device_id: int | None,
+    ) -> None:
+        self.source, self.build, self.feed, self.device_id = source, build, feed, device_id
+
+    def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
+        """Supplies and outputs, without the shapes, from a step on."""
+        step, last, broken = start, self.source.last, 0
+        while last is None or step < last:
+            for supply, outputs in self._until_it_breaks(step):
+                yield supply, outputs
+                step, broken = step + 1, 0
+            broken += 1
+            if broken > BREAKS:
+                raise DataError(f"step {step} has had other bad images {BREAKS} times; are their files being changed?")
+
+    def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
+        waiting: deque[Supply] = deque()  # in the pipeline
+        damaged = self.source.damaged
+
+        def source(info: Any) -> list:
+            supply = self.source.take(start + info.iteration)
+            if supply is None:
+                raise StopIteration
+            supply.data = [damaged.prepared(image, data) for image, data in zip(supply.index, supply.data, strict=True)]
+            waiting.append(supply)
+            return self.feed(supply)
+
+        pipeline = self.build(source)
+        stream = None if self.device_id is None else torch.cuda.current_stream(self.device_id)
+        while True:
+            try:
+                *outputs, shapes = pipeline.run(stream)
+                found = damaged.find_resized(waiting[0], np.asarray(shapes.as_tensor()))
+            except StopIteration:
+                return
+            except RuntimeError:
+                # With prefetching the failure may belong to a batch ahead of the one asked for.
+                found = damaged.find(waiting, self.device_id)
+                if not found:
+                    raise
+            if found:
+                return
+            yield waiting.popleft(), tuple(outputs)
