@@ -7,13 +7,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from bad_files import BAD
 from drawn_images import draw_tree
 from test_interruption import EPOCHS, RECIPE, STEPS_PER_EPOCH, Run, losses, require_equal, steps_logged
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.checkpoint_files import Reader, latest
+from unigrad_fast.distributed import World
+from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.training import checkpoint
+from unigrad_fast.training.bad_images import MOST_TOLD, BadImages
 
 KINDS = {**BAD, "removed": os.remove, "stalled": lambda path: (os.remove(path), os.mkfifo(path))}
 
@@ -97,7 +101,7 @@ def steps_with_a_stalled_file(settings, path: str) -> dict:
     checkpoint.restore(repeated, Reader(latest(settings.output)))
     for step in range(3):
         repeated.step(step, batches(repeated, step))
-    assert repeated.bad_images.exchange() == []
+    assert repeated.bad_images.exchange() == told
     return changed(state(whole), state(repeated))
 
 
@@ -122,3 +126,39 @@ def test_a_run_with_a_bad_file_ends_alike_on_one_process_stopped_and_continued(d
     assert statuses == [0], said
     require_equal(tmp_path / "whole", tmp_path / "stopped")
     assert listed(tmp_path / "whole") == listed(tmp_path / "stopped")
+
+
+def book_keeping(images: str, folder: Path) -> tuple[list[int], int, list[int], int, bytes]:
+    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+    manifest = Manifest.open(images)
+
+    def found(step, *images):
+        return [Failure(step, image, manifest.path(image), "broken") for image in images]
+
+    first = BadImages(folder, manifest, 1.0, world)
+    first.note(found(0, 5, 7))
+    first.note(found(1, 9))
+    told = [len(first.exchange())]
+    first.note(found(3, 5))
+    told.append(len(first.exchange()))
+    with open(first.path, "ab") as file:
+        file.write(b'{"step": 4, "ima')
+    second = BadImages(folder, manifest, 0.02, world)  # three are more
+    counts = [len(second.images)]
+    second.note(found(3, 5))
+    told.append(len(second.exchange()))
+    counts.append(len(second.images))
+    second.note(found(4, *range(90)))
+    told.append(len(second.exchange()))
+    second.note(found(5, 91))
+    told.append(len(second.exchange()))
+    return told, second.total, counts, len(BadImages(folder, manifest, 1.0, world).known), first.path.read_bytes()
+
+
+def test_the_list_survives_a_kill_tells_each_image_once_and_counts_what_is_bad_now(images, workers, tmp_path):
+    told, total, counts, known, content = workers(1).run(book_keeping, str(images), tmp_path)[0]
+    assert told == [3, 0, 1, MOST_TOLD, 0]
+    assert counts == [0, 1], "what was mended since does not count"
+    assert total == 91
+    assert known == 4 + 90 + 1
+    assert content.count(b'\n{"step": 4, "ima\n') == 1 and content.endswith(b"}\n")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from unigrad_fast.distributed import World, gather
+from unigrad_fast.distributed import World, gather, on_all_ranks
 from unigrad_fast.errors import DataError, RunStopped
 from unigrad_fast.pipelines import Failure, Manifest
 
 FILE = "bad_images.jsonl"
-SHOWN = 5
+SHOWN = 5  # in the message of a run that stops
+MOST_TOLD = 50  # warnings of one image each
 
 
 class BadImages:
@@ -29,14 +31,21 @@ class BadImages:
         self.path = None if folder is None else folder / FILE
         self.manifest, self.most, self.world = manifest, most, world
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
+        self._told = 0
         self.known = {(failure.step, failure.image): failure.reason for failure in _read(self.path)}
-        self.images = {image for _, image in self.known} | set(manifest.unreadable().tolist())
+        # Those that are bad since this process began: what was mended since the run stopped does not count.
+        self.images = set(manifest.unreadable().tolist())
         if self.too_many:
-            raise DataError(self._list("cannot be read or were found bad by a scan", manifest.unreadable().tolist()))
+            raise DataError(self._list("cannot be read or were found bad by a scan"))
 
     @property
     def too_many(self) -> bool:
         return len(self.images) > self.most * len(self.manifest)
+
+    @property
+    def total(self) -> int:
+        """Images that were bad at any time of the run."""
+        return len(self.images | {image for _, image in self.known})
 
     def note(self, failures: list[Failure]) -> None:
         """This rank's, of one micro-batch."""
@@ -51,29 +60,40 @@ class BadImages:
         """Makes the list the same on all ranks, which call this together; what there is to tell.
 
         Raises:
-            RunStopped: on all ranks, when there are too many.
-            OSError: the list cannot be written.
+            OSError: on all ranks, when the list cannot be written.
         """
         found = {(failure.step, failure.image): failure for part in gather(self._new) for failure in part}
-        found = {key: found[key] for key in sorted(found.keys() - self.known.keys())}
         self._new = []
         told = []
-        for (_, image), failure in found.items():
+        for (_, image), failure in sorted(found.items(), key=lambda item: item[0]):
             if image not in self.images:
+                self.images.add(image)
                 told.append(f"{_printable(failure.path)}: {failure.reason}; another image takes its place")
-            self.images.add(image)
-        self.known |= {key: failure.reason for key, failure in found.items()}
-        if found and self.path is not None and self.world.rank == 0:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(vars(failure)) + "\n" for failure in found.values())
+        new = [found[key] for key in sorted(found.keys() - self.known.keys())]
+        self.known |= {(failure.step, failure.image): failure.reason for failure in new}
+        if new and self.path is not None:
+            on_all_ranks(lambda: self._write(new) if self.world.rank == 0 else None)
+        left = max(0, MOST_TOLD - self._told)
+        self._told += len(told)
+        if len(told) > left:
+            told = told[:left]
+            if left:
+                told.append(f"more than {MOST_TOLD} images could not be used; further ones are only listed")
         return told
 
     def require_few(self) -> None:
         """Raises RunStopped when there are too many."""
         if self.too_many:
-            raise RunStopped(self._list("cannot be used", sorted(self.images)) + f"; all are listed in {self.path}")
+            raise RunStopped(self._list("cannot be used") + f"; all are listed in {self.path}")
 
-    def _list(self, what: str, images: list[int]) -> str:
+    def _write(self, failures: list[Failure]) -> None:
+        with open(self.path, "ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                file.write(b"\n")  # the process was killed while it wrote
+            file.writelines(json.dumps(vars(failure)).encode() + b"\n" for failure in failures)
+
+    def _list(self, what: str) -> str:
+        images = sorted(self.images)
         reasons = {image: reason for (_, image), reason in self.known.items()}
         first = [
             _printable(

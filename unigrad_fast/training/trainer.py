@@ -123,7 +123,11 @@ def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
 
 def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
     """Exchange what was found to be bad, and stop a run in which that is too much; all ranks call this together."""
-    for message in trainer.bad_images.exchange():
+    try:
+        messages = trainer.bad_images.exchange()
+    except OSError as error:
+        raise RunStopped(f"{error.filename or trainer.bad_images.path} cannot be written: {error.strerror}") from None
+    for message in messages:
         telemetry.warn(message)
     try:
         trainer.bad_images.require_few()
@@ -376,6 +380,6 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     if probe is not None:
         commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
     telemetry.finish(
-        {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": len(trainer.bad_images.images)},
+        {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
         commands,
     )
