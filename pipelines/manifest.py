@@ -143,9 +143,10 @@ class Manifest:
     def from_shards(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads a tar file in the layout of WebDataset, or a folder of them, sorted by name.
 
-        Images keep their order within the shards. Labels are .cls or .json files of the same key; `classes.txt`
-        beside the shards may name the classes, a line each. The headers are walked once: afterwards the index is in
-        the cache, or lies beside shards that `unigrad-fast data shard` wrote.
+        Images keep their order within the shards. Labels are .cls or .json files of the same key, else the images'
+        folders where there are several; `classes.txt` beside the shards may name the classes, a line each. The headers
+        are walked once: afterwards the index is in the cache, or lies beside shards that `unigrad-fast data shard`
+        wrote.
 
         Args:
             path: the .tar file, or the folder.
@@ -163,6 +164,11 @@ class Manifest:
         known = index is not None
         if not known:
             beside = Path(shards.root, tar_shards.INDEX)
+            if os.path.isdir(source) and (gone := tar_shards.missing(beside, shards)):
+                raise DataError(
+                    f"{os.path.join(shards.root, gone[0])}: missing, {len(gone)} of the shards that {beside} lists; "
+                    "copy them again, or remove that file to do without them"
+                )
             content = tar_shards.load(beside, shards) or {}
             index = _index(content, shards)
             if index is None and os.path.isdir(source) and os.path.exists(beside):
@@ -444,7 +450,7 @@ def _unreadable(folder: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{folder} does not exist; give a folder of images, or one with a folder of images per class"
     if isinstance(error, NotADirectoryError):
-        return f"{folder} is a file, not a folder; give the folder that holds the images"
+        return f"{folder} is a file, not a folder; give the folder that holds the images, or open it with Manifest.open"
     return f"{folder} cannot be listed: {reason(error)}; check its permissions"
 
 

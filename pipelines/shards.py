@@ -164,6 +164,8 @@ class Found:
 def walk(shards: Shards) -> list[Found]:
     """Images of every shard, from the tar headers.
 
+    Where nothing is labelled and the images lie in several folders, these are the classes, as in a tar of a tree.
+
     Raises:
         DataError: a shard is compressed, cut off or damaged, has two images of one key or none at all, or only some
             images have labels.
@@ -175,7 +177,19 @@ def walk(shards: Shards) -> list[Found]:
         if bool(one.labels) != bool(found[0].labels):
             which, other = (path, paths[0]) if not one.labels else (paths[0], path)
             raise DataError(f"{which}: its images have no labels, those of {other} have; give all of them one, or none")
+    if not found[0].labels:
+        folders = [[name.rpartition(b"/")[0].rpartition(b"/")[2] for name in one.names] for one in found]
+        if len(distinct := {folder for names in folders for folder in names}) > 1 and b"" not in distinct:
+            for one, names in zip(found, folders, strict=True):
+                one.labels = names
     return found
+
+
+def missing(path: Path, shards: Shards) -> list[str]:
+    """Files that the index beside the shards lists and that are not there."""
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(path) as content:
+        return sorted(set(content["files"].tolist()) - set(shards.files))
+    return []
 
 
 def _walk_shard(path: str) -> Found:

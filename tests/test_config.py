@@ -120,6 +120,11 @@ def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
             ["data.local_views.size = 96", "larger than the global views", "use about 21"],
         ),
         (("--data.local_view.size", "64"), ["did you mean data.local_views.size?"]),
+        (("--data.local_views.size", "64"), ["data.local_views.size = 64", "simsiam has no local views"]),
+        (
+            ("--data.progressive.start_size", "128", "--schedule.epochs", "50"),
+            ["data.progressive.epochs = 60", "schedule.epochs = 50", "use about 30"],
+        ),
     ],
 )
 def test_impossible_views_are_refused_with_a_remedy(arguments, words):

@@ -139,7 +139,7 @@ def test_shares_of_a_mix_count_images_from_1():
 def test_the_command_writes_a_png_of_the_images_there_are(images, tmp_path, capsys):
     output = tmp_path / "sheet.png"
     arguments = ["data", "preview", str(images), "--images", "50", "--output", str(output), "--cutmix", "true"]
-    assert cli.main([*arguments, "--image_size", "32", "--local_crops", "1"]) == 0
+    assert cli.main([*arguments, "--image_size", "32", "--local_crops", "1", "--local_views.size", "16"]) == 0
     assert f"{COUNT} images as multicrop makes them, in {output}" in capsys.readouterr().out
     with Image.open(output) as sheet:
         sheet.load()
@@ -212,3 +212,11 @@ def test_mistakes_end_with_one_line(images, tmp_path, capsys):
 def test_cutmix_of_one_image_is_refused(manifest):
     with pytest.raises(UserError, match="there is 1 image"):
         collect(manifest, SMALL, 1, seed=0, epoch=0, cutmix=True)
+
+
+def test_views_can_be_changed_and_local_ones_are_no_larger_than_global_ones(images, tmp_path, capsys):
+    arguments = ["data", "preview", str(images), "--images", "1", "--output", str(tmp_path / "sheet.png")]
+    smaller = ["--image_size", "32", "--local_crops", "1"]
+    assert cli.main([*arguments, *smaller]) == 2
+    assert "local_views.size = 96: larger than the global views (32)" in capsys.readouterr().err
+    assert cli.main([*arguments, *smaller, "--local_views.size", "16", "--global_views.scale", "0.9,1"]) == 0

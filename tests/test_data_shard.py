@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.pipelines import Manifest, packing
+from unigrad_fast.pipelines import DataError, Manifest, packing
 from unigrad_fast.pipelines import shards as shards_module
 
 
@@ -51,7 +51,7 @@ def by_name(manifest: Manifest) -> dict[str, tuple[bytes, str]]:
 
 def test_shards_hold_the_same_bytes_and_classes(tree, tmp_path, capsys):
     assert shard(tree, tmp_path / "out", "--images_per_shard", "4") == 0
-    assert "11 images in 3 shards" in capsys.readouterr().out
+    assert "11 images of 3 classes in 3 shards" in capsys.readouterr().out
     packed = Manifest.open(tmp_path / "out")
     assert by_name(packed) == by_name(Manifest.open(tree))
     assert packed.classes == ["a", "b", "c"]
@@ -158,7 +158,7 @@ def test_finished_packing_is_not_repeated(tree, tmp_path, monkeypatch, capsys):
     before = digests(tmp_path / "out")
     monkeypatch.setattr(packing, "_write_shard", None)
     assert shard(tree, tmp_path / "out") == 0
-    assert "11 images in 1 shard" in capsys.readouterr().out and digests(tmp_path / "out") == before
+    assert "11 images of 3 classes in 1 shard" in capsys.readouterr().out and digests(tmp_path / "out") == before
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments) -> str:
@@ -216,7 +216,7 @@ def damaged(tree: Path) -> Path:
 def test_images_that_cannot_be_decoded_are_left_out_by_name(damaged, tmp_path, capsys):
     assert shard(damaged, tmp_path / "out", "--images_per_shard", "2") == 0
     out = capsys.readouterr().out
-    assert "11 images in" in out and "3 images left out" in out
+    assert "11 images of 3 classes in" in out and "3 images left out" in out
     lines = sorted((tmp_path / "out/left-out.txt").read_text().splitlines())
     assert [line.split("\t")[0] for line in lines] == [
         str(damaged / name) for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg")
@@ -334,3 +334,12 @@ def test_progress_reaches_the_end(tree, tmp_path):
     told.clear()
     assert packing.verify(tmp_path / "out", 2, told.append) == []
     assert sum(told) == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.t*"))
+
+
+def test_a_folder_of_which_a_shard_is_missing_is_refused(tree, tmp_path):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    (tmp_path / "out/shard-000001.tar").unlink()
+    with pytest.raises(DataError, match=r"shard-000001\.tar: missing, 1 of the shards"):
+        Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
+    (tmp_path / "out/index.npz").unlink()
+    assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 7

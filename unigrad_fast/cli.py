@@ -23,6 +23,8 @@ from pydantic import Field
 import unigrad_fast
 from unigrad_fast.config import (
     Config,
+    LocalViewChanges,
+    ViewChanges,
     fresh_output,
     holds_run,
     parse_arguments,
@@ -265,6 +267,12 @@ class DataPreview(Node):
     """Height and width of the global views in pixels; null is the preset's."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
     """Number of local views; null is the preset's."""
+    global_views: ViewChanges = ViewChanges()
+    """What differs from the preset in both global views."""
+    second_view: ViewChanges = ViewChanges()
+    """What differs besides in the second of them."""
+    local_views: LocalViewChanges = LocalViewChanges()
+    """What differs in the local views."""
     photometric: Literal["dali", "torch"] = "dali"
     """Colour operations, as `--data.photometric` of a run."""
 
@@ -273,7 +281,8 @@ def data_preview(options: DataPreview) -> None:
     require_dali()
     from unigrad_fast import preview
 
-    preview.preview(**dict(options))
+    changed = {key: getattr(options, key).given() for key in ("global_views", "second_view", "local_views")}
+    preview.preview(**{**dict(options), **changed})
 
 
 class Doctor(Node):

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from unigrad_fast.errors import DataError, UserError
-from unigrad_fast.pipelines.recipes import Growth, View, recipe
+from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe
 from unigrad_fast.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
 
 DEFAULT_RECIPE = "imagenet_100ep"
@@ -308,13 +308,24 @@ class Config(Node):
                 growth.check(views)
         except DataError as error:
             return [f"data: {error}"]
+        problems = []
         size = views[-1].size
         if size > data.image_size:
-            return [
+            problems.append(
                 f"data.local_views.size = {size}: larger than the global views (data.image_size = {data.image_size}); "
                 f"use about {max(16, round(data.image_size * 96 / 224))}"
-            ]
-        return []
+            )
+        if len(views) == GLOBALS and (given := data.local_views.given()):
+            key, value = next(iter(given.items()))
+            problems.append(
+                f"data.local_views.{key} = {shown(value)}: {data.recipe} has no local views; add data.local_crops"
+            )
+        if growth and data.progressive.epochs >= self.schedule.epochs:
+            problems.append(
+                f"data.progressive.epochs = {data.progressive.epochs}: the views would not reach data.image_size in "
+                f"schedule.epochs = {self.schedule.epochs}; use about {max(1, round(0.6 * self.schedule.epochs))}"
+            )
+        return problems
 
     def _batch_problems(self, world_size: int) -> list[str]:
         batch, steps = self.data.batch_size, self.engine.accumulation_steps

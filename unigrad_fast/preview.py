@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -93,6 +94,7 @@ def preview(
     image_size: int | None = None,
     local_crops: int | None = None,
     photometric: str = "dali",
+    **changes: Mapping[str, Any],
 ) -> None:
     """Write the picture, a row per image: the first ones of an epoch's first batch.
 
@@ -103,7 +105,7 @@ def preview(
         images: how many rows; fewer if there are fewer images.
         seed, epoch: which of the training's views.
         cutmix: mix the global views, too.
-        image_size, local_crops: as in `pipelines.recipe`.
+        image_size, local_crops, changes: as in `pipelines.recipe`.
         photometric: as in `Loader`.
 
     Raises:
@@ -116,7 +118,11 @@ def preview(
         raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
-    views = make_recipe(recipe, image_size, local_crops=local_crops)
+    views = make_recipe(recipe, image_size, local_crops=local_crops, **changes)
+    if (size := views[-1].size) > views[0].size:
+        raise UserError(
+            f"local_views.size = {size}: larger than the global views ({views[0].size}); give a smaller one"
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         manifest = Manifest.open(path)

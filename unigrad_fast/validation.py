@@ -174,4 +174,5 @@ def shown(value: Any) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}" + ("" if number == 1 else ending)

@@ -441,3 +441,16 @@ def test_copy_of_shards_is_the_same_to_other_machines(packed, tmp_path):
 
     copy = shutil.copytree(packed, tmp_path / "copy", copy_function=shutil.copyfile)
     assert digest(Manifest.open(copy)) == digest(Manifest.open(packed))
+
+
+def test_a_tar_of_a_tree_has_the_trees_classes(tree, tmp_path):
+    subprocess.run(["tar", "-cf", tmp_path / "tree.tar", "-C", tree.parent, tree.name], check=True)
+    packed, files = Manifest.open(tmp_path / "tree.tar"), Manifest.open(tree)
+    assert packed.classes == files.classes
+    by_name = {os.path.basename(files.path(i)): files.labels[i] for i in range(len(files))}
+    assert [by_name[os.path.basename(packed.path(i))] for i in range(len(packed))] == packed.labels.tolist()
+
+
+def test_images_of_a_tar_in_one_folder_are_not_labelled(tree, tmp_path):
+    subprocess.run(["tar", "-cf", tmp_path / "one.tar", "-C", tree, "class0"], check=True)
+    assert not Manifest.open(tmp_path / "one.tar").has_labels

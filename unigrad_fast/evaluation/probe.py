@@ -32,8 +32,13 @@ class KNNProbe:
             unlabelled = "training" if not train.has_labels else "validation"
             return f"the {unlabelled} images have no labels (class folders, labels in a list, or .cls in shards)"
         if list(train.classes) != list(val.classes):
-            differing = sorted(set(train.classes) ^ set(val.classes))
-            return f"training and validation images have different classes ({', '.join(differing[:5])})"
+            differing = [
+                f"{kind} {', '.join(sorted(set(one.classes) - set(other.classes))[:3]) or 'has none of these'}"
+                for kind, one, other in (("training", train, val), ("validation", val, train))
+            ]
+            return f"training and validation images have different classes ({'; '.join(differing)})"
+        if len(train.classes) < 2:
+            return f"all images are of one class, {train.classes[0]}; the class folders may lie one level lower"
         return None
 
     def __call__(

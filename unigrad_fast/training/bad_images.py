@@ -92,20 +92,28 @@ class BadImages:
                 file.write(b"\n")  # the process was killed while it wrote
             file.writelines(json.dumps(vars(failure)).encode() + b"\n" for failure in failures)
 
+    def told_at_start(self) -> str | None:
+        """What there is to tell of images that are bad from the start; None when all can be used."""
+        if not self.images:
+            return None
+        return f"{self._some('cannot be used')}; others take their place"
+
     def _list(self, what: str) -> str:
-        images = sorted(self.images)
+        return (
+            f"{self._some(f'{what}, more than data.max_bad_fraction = {self.most:g} allows')}; "
+            "`unigrad-fast data scan` lists all of them"
+        )
+
+    def _some(self, what: str) -> str:
         reasons = {image: reason for (_, image), reason in self.known.items()}
         first = [
             _printable(
                 f"{self.manifest.path(image)}: {reasons[image]}" if image in reasons else self.manifest.complaint(image)
             )
-            for image in images[:SHOWN]
+            for image in sorted(self.images)[:SHOWN]
         ]
-        more = f", and {len(images) - SHOWN} more" if len(images) > SHOWN else ""
-        return (
-            f"{len(self.images)} of {len(self.manifest)} images {what}, more than data.max_bad_fraction = "
-            f"{self.most:g} allows: {'; '.join(first)}{more}; `unigrad-fast data scan` lists all of them"
-        )
+        more = f", and {len(self.images) - SHOWN:,} more" if len(self.images) > SHOWN else ""
+        return f"{len(self.images):,} of {len(self.manifest):,} images {what}: {'; '.join(first)}{more}"
 
 
 def _printable(name: str) -> str:

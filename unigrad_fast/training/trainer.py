@@ -35,6 +35,7 @@ from unigrad_fast.training.run_folder import occupied, require_same_run
 from unigrad_fast.training.schedules import learning_rate, target_momentum
 from unigrad_fast.training.target import make_target, update_target_
 from unigrad_fast.training.telemetry import Telemetry
+from unigrad_fast.validation import count
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 
@@ -346,26 +347,36 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
     """Say what is going to happen, in a few lines, and warn of what costs accuracy."""
     config, world = trainer.config, trainer.world
     projector = config.model.projector
+    classes = f" in {count(len(train.classes), 'class')}" if train.has_labels else ""
     parameters = sum(p.numel() for p in trainer.online.module.parameters()) / 1e6
     telemetry.say(
         f"{config.model.backbone}, projector {projector.depth} x {projector.width}, {parameters:.1f} M parameters; "
         f"{trainer.dtype or torch.float32} on {world.size} x {world.device.type}".replace("torch.", "")
     )
     telemetry.say(
-        f"{len(train):,} images, {config.schedule.epochs} epochs of {trainer.steps_per_epoch} steps, "
-        f"batch {config.data.batch_size}, {config.data.image_size} px, seed {config.seed}; run folder {config.output}"
+        f"{len(train):,} images{classes}, "
+        f"{count(config.schedule.epochs, 'epoch')} of {count(trainer.steps_per_epoch, 'step')}, "
+        f"batch {config.data.batch_size}, {described(config)}, seed {config.seed}; run folder {config.output}"
     )
     if 0 < trainer.steps_done < trainer.total_steps:
         telemetry.resumed()
-    if count := len(trainer.bad_images.images):
-        telemetry.warn(
-            f"{count} of {len(train):,} images cannot be used, and others take their place (`unigrad-fast data scan` "
-            f"lists them), among them {train.path(min(trainer.bad_images.images))}"
-        )
-    if obstacle is not None:
+    if said := trainer.bad_images.told_at_start():
+        telemetry.warn(said)
+    if obstacle is not None and config.data.val is None:
         telemetry.say(f"evaluation is off: {obstacle}")
+    elif obstacle is not None:
+        telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
     if world.size > 1 and not config.model.sync_batch_norm:
         telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
+
+
+def described(config: Config) -> str:
+    """The views of a run and what is done to them, in a few words."""
+    sizes = [view.size for view in config.data.views()]
+    views = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes)) + " px"
+    if config.data.growth():
+        views += f" from {config.data.progressive.start_size} px in {config.data.progressive.epochs} epochs"
+    return views + (", CutMix" if config.data.cutmix.probability else "")
 
 
 def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:
