@@ -176,14 +176,22 @@ def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished
             lambda data: ["--data.train", data / "flat", "--data.val", data / "val"],
             "the training images have no labels",
         ),
+        (
+            lambda data: ["--data.train", data, "--data.val", data / "val"],
+            "training and validation images have different classes (training flat, train, val; validation class0, class1)",
+        ),
         (lambda data: [], "no validation images"),
     ],
-    ids=["no labels", "no validation set"],
+    ids=["no labels", "other classes", "no validation set"],
 )
 def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_path, change, said):
     result = pretrain(data, tmp_path / "run", *change(data), "--schedule.epochs", "1", "--schedule.warmup_epochs", "0")
     assert result.returncode == 0, result.stderr
-    assert f"evaluation is off: {said}" in result.stdout
+    if said == "no validation images":
+        assert f"evaluation is off: {said}" in result.stdout
+    else:
+        (warning,) = events(tmp_path / "run", "warning")
+        assert warning["message"].startswith(f"evaluation is off although data.val is given: {said}")
     assert events(tmp_path / "run", "knn") == []
     assert "evaluate knn" not in result.stdout
     refused = command("evaluate", "knn", tmp_path / "run")
