@@ -27,16 +27,24 @@ class Damaged:
         self.manifest = manifest
         self._found: dict[int, tuple[tuple[int, int] | None, str]] = {}
         self._for_cpu: set[int] = set()
+        self._silent: dict[int, tuple[int, str]] = {}
 
     def add(self, image: int, why: str) -> None:
         """Remembers that an image cannot be decoded."""
         self._found[image] = self._state(image), why
 
-    def reason(self, image: int) -> str | None:
-        """Why an image is known to be bad; None where it is not, or its file has changed since."""
+    def leave_out(self, image: int, step: int, why: str) -> None:
+        """From the step on an image is not tried again: waiting for it in each epoch would cost hours."""
+        first, _ = self._silent.get(image, (step, why))
+        self._silent[image] = min(first, step), why
+
+    def reason(self, image: int, step: int = 0) -> str | None:
+        """Why an image is known to be bad at a step; None where it is not, or its file has changed since."""
         width = self.manifest.sizes[image, 0]
         if width <= 0:
-            return "its header cannot be read" if width == 0 else "a scan found it bad"
+            return "its header cannot be read" if width == 0 else "a scan found it unusable"
+        if image in self._silent and self._silent[image][0] <= step:
+            return self._silent[image][1]
         if image not in self._found:
             return None
         state, why = self._found[image]

@@ -103,18 +103,21 @@ def build_evaluation(
 ) -> "Pipeline":
     """Encoded images to resized central crops; outputs as in `build`.
 
-    `source` returns the encoded images, the size after resizing (float32 height, width) and the crop's start
-    (int32 y, x).
+    `source` returns the encoded images; of each, the region that is resized (float32 y, x of its start and of its
+    end, as shares of the image), the size it is resized to (float32 height, width), and where the crop starts in the
+    result (int32 y, x).
     """
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        data, size, start = arrays
+        data, begin, end, size, start = arrays
         image = _decode(fn, types, data, device_id)
-        image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
+        # The filter reads pixels around the region, as if the whole image were resized.
+        region = dict(roi_start=begin, roi_end=end, roi_relative=True)
+        image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True, **region)
         image = fn.slice(image, start=start, shape=[image_size, image_size], axes=[0, 1])
         return _normalize(fn, types, image, 0), _shape(fn, data)
 
-    return _pipeline(graph, 3, batch_size, source, threads, device_id, prefetch)
+    return _pipeline(graph, 5, batch_size, source, threads, device_id, prefetch)
 
 
 def build_decoder(

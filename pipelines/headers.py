@@ -1,6 +1,7 @@
 """Image files as their names and headers tell: what counts as one, and its width and height."""
 
 import io
+import os
 
 from PIL import Image, UnidentifiedImageError
 
@@ -12,7 +13,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 def read_size(path: bytes) -> tuple[int, int]:
     """Width and height of an image file from its header. Raises OSError where there is none."""
     # Opened here because Pillow itself takes no path in bytes, and a name need not be UTF-8.
-    with open(path, "rb") as file:
+    # Without waiting: a pipe that somebody left there would never answer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         return size_in(file)
 
 

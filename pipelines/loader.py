@@ -5,6 +5,7 @@ memory, which is what convolutions like best.
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from .errors import DataError
 from .manifest import Manifest
 from .order import batch_indices
 from .parameters import Parameters, sample
-from .reading import Failure, Source, Supply
+from .reading import SILENT, Failure, Source, Supply
 from .recipes import Growth, View
 from .recipes import recipe as make_recipe
 from .stream import Stream
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK = 8  # images that a thread crops and recolours at once
 TIMEOUT = 60.0  # seconds
+LONG = 4  # times the short side: what is longer is not resized as a whole
 
 
 @dataclass
@@ -143,7 +145,8 @@ class Loader:
         self.prefetch, self.timeout = prefetch, timeout
         self.known = dict(known or {})
         self.damaged = Damaged(manifest)
-        self._open: weakref.WeakSet[Generator] = weakref.WeakSet()
+        self.leave_out(self.known)
+        self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -158,12 +161,12 @@ class Loader:
         """
         if start_step < 0:
             raise DataError(f"start step {start_step} is negative; steps count from 0")
-        batches = self._batches(start_step, stop_step)
+        batches = _Iteration(self._batches(start_step, stop_step))
         self._open.add(batches)
         return batches
 
     def close(self) -> None:
-        """Ends every iteration of this loader and frees its pipelines."""
+        """Ends every iteration of this loader and frees its pipelines; waits for a batch that another thread is at."""
         for batches in list(self._open):
             batches.close()
 
@@ -178,6 +181,12 @@ class Loader:
             self.rank,
             self.world_size,
         )
+
+    def leave_out(self, failures: Mapping[tuple[int, int], str]) -> None:
+        """From a step on, does not wait again for an image that did not answer then, on whichever rank that was."""
+        for (step, image), why in failures.items():
+            if why.startswith(SILENT):
+                self.damaged.leave_out(image, step, why)
 
     def views_in(self, epoch: int) -> tuple[View, ...]:
         """The views of an epoch, smaller than `views` while they grow."""
@@ -293,6 +302,24 @@ class Loader:
         )
 
 
+class _Iteration(Iterator[Batch]):
+    """A generator of batches that one thread may close while another one waits for a batch."""
+
+    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+        self._batches, self._ended, self._lock = batches, False, threading.RLock()
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            if self._ended:
+                raise StopIteration
+            return next(self._batches)
+
+    def close(self) -> None:
+        self._ended = True
+        with self._lock:
+            self._batches.close()
+
+
 class EvaluationLoader:
     """Every image of a rank's share exactly once, resized and centrally cropped as torchvision would.
 
@@ -371,12 +398,18 @@ class EvaluationLoader:
     def _part(self, number: int) -> np.ndarray:
         return self.index[number * self.batch_size : (number + 1) * self.batch_size]
 
-    def _geometry(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Height and width after resizing, and where the crop starts: torchvision's roundings."""
+    def _geometry(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays that `graph.build_evaluation` reads, with torchvision's roundings.
+
+        Of long images only the crop is resized: all of a line of 5000 pixels would have 1.3 million by 256.
+        """
         short = sizes.min(axis=1, keepdims=True)
         resized = np.maximum(self.short_side * sizes.astype(np.int64) // short, self.image_size)[:, ::-1]
         start = np.rint((resized - self.image_size) / 2)
-        return resized.astype(np.float32), start.astype(np.int32)
+        long = sizes.max(axis=1, keepdims=True) > LONG * short
+        begin, end = np.where(long, start / resized, 0), np.where(long, (start + self.image_size) / resized, 1)
+        size, start = np.where(long, self.image_size, resized), np.where(long, 0, start)
+        return begin.astype(np.float32), end.astype(np.float32), size.astype(np.float32), start.astype(np.int32)
 
 
 def _device_id(device: str | torch.device) -> int | None:

@@ -4,6 +4,7 @@ Names are relative to the root and lie end to end in one array of bytes; a milli
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -12,7 +13,6 @@ import stat
 import tempfile
 import time
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +31,7 @@ _THREADS = 8  # hides the latency of network storage
 _CHUNK = 2048  # files per task of a thread
 _HEAD = 1 << 16  # bytes of an image in a shard that are read for its header, before all are
 _LARGEST_LABEL = 999_999
+_SHOWN = 20  # characters of a label in a message
 _TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -207,6 +208,8 @@ class Manifest:
         fingerprint = _digest(joined, lengths, states, *named)
         store = _cache_file(source, cache)
         content = _recall(store, fingerprint)
+        if not _fits(content, len(names)):
+            content = {}
         manifest = cls(
             root=root,
             names=np.frombuffer(joined, np.uint8),
@@ -266,7 +269,9 @@ class Manifest:
     def mark_unusable(self, positions: Iterable[int]) -> None:
         """Sets sizes to -1, -1, and remembers that in the cache until the fingerprint changes."""
         self._mark(positions)
-        self._mark(_recall(self._store, self.fingerprint).get("unusable", ()))  # what another process marked since
+        content = _recall(self._store, self.fingerprint)
+        if _fits(content, len(self)):
+            self._mark(content.get("unusable", ()))  # what another process marked since
         self._remember()
 
     def header_sizes(self) -> np.ndarray:
@@ -417,7 +422,7 @@ def _scan(base: bytes, folder: bytes) -> tuple[list[bytes], list[bytes], Counter
                 name = entry.name
                 if name.startswith(b"."):
                     continue
-                if entry.is_dir():
+                if _is_folder(entry):
                     folders.append(name)
                 elif name.lower().endswith(ENDINGS):
                     images.append(prefix + name)
@@ -427,6 +432,16 @@ def _scan(base: bytes, folder: bytes) -> tuple[list[bytes], list[bytes], Counter
         raise DataError(_unreadable(os.fsdecode(path), error)) from error
     images.sort()
     return folders, images, others
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    """Whether an entry is a folder or a link to one. Raises OSError where that is unknown and it may be one."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP and not entry.name.lower().endswith(ENDINGS):
+            raise
+        return False
 
 
 def _holds_images(root: str) -> bool:
@@ -517,11 +532,15 @@ def _number(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.ndarray
         names = sorted(kinds)
         position = {name: number for number, name in enumerate(names)}
         return np.array([position[kind] for kind in kinds], np.int64)[ids], [os.fsdecode(name) for name in names]
-    numbers = [int(kind) for kind in kinds]
-    for kind, number in enumerate(numbers):
-        if not 0 <= number <= _LARGEST_LABEL:
+    numbers = []
+    for text, kind in kinds.items():
+        digits = text.lstrip(b"0") or b"0"
+        # By length first, for int() refuses thousands of digits.
+        if len(digits) > len(str(_LARGEST_LABEL)) or not 0 <= int(digits) <= _LARGEST_LABEL:
             where = place(int(np.argmax(ids == kind)))
-            raise DataError(f"{where}: label {number} is out of range; integers are to lie in 0 to {_LARGEST_LABEL}")
+            label = text.decode() if len(text) <= _SHOWN else f"{text[:_SHOWN].decode()}..."
+            raise DataError(f"{where}: label {label} is out of range; integers are to lie in 0 to {_LARGEST_LABEL}")
+        numbers.append(int(digits))
     return np.array(numbers, np.int64)[ids], [str(number) for number in range(max(numbers) + 1)]
 
 
@@ -560,12 +579,13 @@ def _walk(source: str, shards: Shards) -> Index:
 
 
 def _index(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
-    """The index that was remembered, if it was and is possible."""
-    try:
+    """The index that was remembered, if it was and is possible, as is what else was."""
+    with contextlib.suppress(KeyError, SystemError):
         index = Index(**{key: content[key] for key in Index.__dataclass_fields__})
-    except KeyError:
-        return None
-    return index if index.fits(shards) else None
+        if index.fits(shards) and _fits(content, len(index.shard)):
+            index.classes.tolist()  # raises SystemError for what is no character
+            return index
+    return None
 
 
 # The cache.
@@ -588,18 +608,30 @@ def _cache_file(source: str, cache: str | os.PathLike | None) -> Path | None:
 
 def _recall(store: Path | None, fingerprint: str) -> dict[str, np.ndarray]:
     """Arrays in the cache; none where it has none for this fingerprint, or is damaged."""
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    with contextlib.suppress(*tar_shards.DAMAGED):
         if store is not None:
-            with np.load(store) as content:
-                if content["fingerprint"] == fingerprint:
-                    return {key: content[key] for key in content.files}
+            content = tar_shards.read_arrays(store)
+            if content["fingerprint"].tolist() == fingerprint:
+                return content
     return {}
+
+
+def _fits(content: dict[str, np.ndarray], count: int) -> bool:
+    """Whether sizes and marks, where these were remembered, are possible for so many images."""
+    sizes, unusable = _sizes(content, count), content.get("unusable", np.zeros(0, np.int64))
+    return (
+        sizes.dtype == np.int32
+        and sizes.shape == (count, 2)
+        and bool((sizes >= 0).all())
+        and unusable.dtype == np.int64
+        and unusable.ndim == 1
+        and tar_shards.within(unusable, count)
+    )
 
 
 def _sizes(content: dict[str, np.ndarray], count: int) -> np.ndarray:
     """Sizes that were remembered, else zeros."""
-    sizes = content.get("sizes")
-    return np.zeros((count, 2), np.int32) if sizes is None or sizes.shape != (count, 2) else sizes.astype(np.int32)
+    return content["sizes"] if "sizes" in content else np.zeros((count, 2), np.int32)
 
 
 def _write_cache(store: Path | None, **arrays: Any) -> None:

@@ -3,7 +3,8 @@
     FOLDER/shard-000000.tar, ...    KEY.jpg and, with labels, KEY.cls; KEY is the image's path without its ending
     FOLDER/classes.txt              names of the classes, a line each, in the order of the labels
     FOLDER/index.npz                where each image lies, its pixels, its digest: a start reads this alone
-    FOLDER/left-out.txt             images that cannot be decoded, and why
+    FOLDER/left-out.txt             images that cannot be decoded, and why, a line each; line breaks and the like in a
+                                    name are written as in Python
     FOLDER/shards.json              what the shards were made of, written first; last, the digest of the index
 
 A shard is written under another name, flushed to the disk and renamed, and what goes into it depends on its number
@@ -14,10 +15,10 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import tarfile
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from .errors import DataError
 from .headers import FORMATS, reason
 from .manifest import Manifest
 from .order import epoch_order
-from .shards import BLOCK, CLASSES, INDEX, UNFINISHED, tar_files
+from .shards import BLOCK, CLASSES, DAMAGED, INDEX, UNFINISHED, read_arrays, tar_files
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 _ENDINGS = {"JPEG": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"}
@@ -83,9 +84,13 @@ def pack(
         told: is called with a number of images after these are done.
 
     Raises:
-        DataError: the folder holds something else, the disk is too small, or no image can be decoded.
+        DataError: the folder holds something else, the disk is too small, a class has a line break in its name, or no
+            image can be decoded.
         OSError: the folder cannot be written.
     """
+    for name in manifest.classes:
+        if "\n" in name:
+            raise DataError(f"{source}: class {name!r} has a line break, and {CLASSES} a class per line; rename it")
     description = {
         "source": source,
         "fingerprint": manifest.fingerprint,
@@ -149,7 +154,7 @@ def verify(folder: Path, threads: int, told: Callable[[int], None]) -> list[str]
             raise ValueError
         with np.load(io.BytesIO(content)) as arrays:
             index = {key: arrays[key] for key in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         why = reason(error) if isinstance(error, OSError) else "differs from what was written"
         return [f"{folder / INDEX}: {why}"]
     files = index["files"].tolist()
@@ -188,7 +193,7 @@ def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_written(folder: Path, number: int) -> bool:
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    with suppress(*DAMAGED):
         part = _part(folder, number)
         return not len(part["rows"]) or os.path.getsize(folder / _name(number)) == part["bytes"]
     return False
@@ -291,7 +296,8 @@ def _write_shard(
     def pieces() -> Iterator[bytes]:
         for one in prepared:
             if one.defect:
-                left_out.append(f"{manifest.path(one.image)}\t{one.defect}".encode("utf-8", "surrogateescape"))
+                line = f"{_escaped(manifest.path(one.image))}\t{' '.join(one.defect.split())}"
+                left_out.append(line.encode("utf-8", "surrogateescape"))
             else:
                 name, label = keys[one.image] + one.ending, -1
                 head = _header(name, len(one.content))
@@ -424,8 +430,12 @@ def _name(number: int) -> str:
 
 
 def _part(folder: Path, number: int) -> dict[str, np.ndarray]:
-    with np.load(folder / UNFINISHED / f"{number:06}.npz") as content:
-        return {key: content[key] for key in content.files}
+    return read_arrays(folder / UNFINISHED / f"{number:06}.npz")
+
+
+def _escaped(name: str) -> str:
+    """A name that fits into a line, with control characters and backslashes as in Python."""
+    return re.sub(r"[\0-\x1f\x7f\\]", lambda match: repr(match[0])[1:-1], name)
 
 
 def _header(name: bytes, size: int) -> bytes:

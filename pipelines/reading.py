@@ -22,6 +22,8 @@ from .parameters import SUBSTITUTE, philox
 
 THREADS = 8  # hides the latency of network storage
 TRIES = 16  # substitutes for one image, before the data counts as lost
+SILENT = "it could not be read within"  # how the reason begins of a file that did not answer
+STALLS = 3  # images for one place that do not answer, before the storage counts as lost
 
 # A black pixel, as a PNG file: stands where no image does.
 BLANK = np.frombuffer(
@@ -132,6 +134,13 @@ class Source:
     def _finish(self, reading: "_Reading") -> Supply:
         while stalled := reading.wait(self.timeout, self._threads, self.stopped):
             for turn in stalled:
+                reading.stalls[turn.place] += 1
+                self.damaged.leave_out(turn.image, reading.step, turn.why)
+                if reading.stalls[turn.place] == STALLS:
+                    raise DataError(
+                        f"{self.manifest.path(int(reading.asked[turn.place]))}: {STALLS} images in a row could not be "
+                        f"read within {self.timeout:g} s, it or others in its place; is the storage reachable?"
+                    )
                 self._threads.call(_Turn(self, reading, turn.place, turn.attempt, turn.why))
         for result in reading.results:
             if isinstance(result, BaseException):
@@ -168,7 +177,7 @@ class _Turn:
                     return -1, BLANK
                 self.image = substitute(source.seed, reading.epoch, asked, self.attempt, len(source.manifest))
             self.began = time.monotonic()
-            why = source.known.get((reading.step, self.image)) or source.damaged.reason(self.image)
+            why = source.known.get((reading.step, self.image)) or source.damaged.reason(self.image, reading.step)
             if why is None:
                 try:
                     if data := source.manifest.read(self.image):
@@ -208,6 +217,7 @@ class _Reading:
         self.step, self.epoch, self.asked = step, epoch, asked
         self.results: list = [None] * len(asked)
         self.turns: list[_Turn | None] = [None] * len(asked)  # whose result counts
+        self.stalls = [0] * len(asked)
         self.failures: list[Failure] = []
         self._left = len(asked)
         self.changed = threading.Condition()
@@ -235,7 +245,7 @@ class _Reading:
                     if result is None and turn.began is not None and turn.began < late
                 ]
                 for turn in stalled:
-                    turn.fail(f"it could not be read within {timeout:g} s")
+                    turn.fail(f"{SILENT} {timeout:g} s")
                     self.turns[turn.place] = None
                 if stalled:
                     return stalled

@@ -11,11 +11,13 @@ is said at the end is read from manifest.csv, so a scan that was interrupted end
 
 import contextlib
 import csv
+import ctypes
 import errno
 import fcntl
 import hashlib
 import io
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -135,8 +137,7 @@ def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> 
     sides = np.zeros((len(manifest), 2), np.int32)
     digests = np.zeros(len(manifest), np.uint64)
     with open(folder / "manifest.csv", **_FILE) as file, _whole(folder / "bad.csv") as draft:
-        write = csv.writer(draft, lineterminator="\n").writerow
-        write(("path", "reason"))
+        draft.write(_line(("path", "reason")))
         for index, row in enumerate(csv.DictReader(file)):
             found.bytes += int(row["bytes"] or 0)
             if row["bytes"] and int(row["bytes"]):
@@ -147,7 +148,7 @@ def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> 
                 unread += [] if row["bytes"] else [index]
                 found.reasons[_kind(reason)] += 1
                 found.first += [(row["path"], reason)] if len(bad) <= first else []
-                write((row["path"], reason))
+                draft.write(_line((row["path"], reason)))
                 continue
             found.formats[row["format"]] += 1
             found.colours[row["colour"]] += 1
@@ -176,10 +177,9 @@ def _write_duplicates(manifest: Manifest, digests: np.ndarray, path: Path) -> in
     original = first[inverse.reshape(-1)]
     later = np.flatnonzero((original != np.arange(len(digests))) & (digests != 0))
     with _whole(path) as draft:
-        write = csv.writer(draft, lineterminator="\n").writerow
-        write(("path", "same_as"))
+        draft.write(_line(("path", "same_as")))
         for index in later.tolist():
-            write((_name(manifest, index), _name(manifest, int(original[index]))))
+            draft.write(_line((_name(manifest, index), _name(manifest, int(original[index])))))
     return len(later)
 
 
@@ -200,7 +200,7 @@ def _rows(folder: Path) -> Iterator[io.FileIO]:
             raise DataError(f"{folder} holds a {taken[0]} that no scan wrote; give another folder")
         file = open(folder / "manifest.csv", "ab", buffering=0)  # noqa: SIM115  closed below
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         raise DataError(f"{folder} cannot be written: {reason(error)}; give another folder") from error
     with file:
@@ -221,6 +221,9 @@ def _whole(path: Path) -> Iterator[IO[str]]:
         with open(draft, "w", **_FILE) as file:
             yield file
         os.replace(draft, path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # a full disk names no file
+        raise
     finally:
         draft.unlink(missing_ok=True)
 
@@ -281,9 +284,14 @@ def _append(rows: io.FileIO, content: bytes) -> None:
 
 
 def _csv(rows: Iterable[Iterable[Any]]) -> bytes:
+    return "".join(map(_line, rows)).encode(_FILE["encoding"], _FILE["errors"])
+
+
+def _line(row: Iterable[Any]) -> str:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode(_FILE["encoding"], _FILE["errors"])
+    # Before Python 3.13 the writer quotes a carriage return only where it ends the lines.
+    csv.writer(text, lineterminator="\r\n").writerow(row)
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 # Workers: forked, because they then share the manifest's memory. A task is a run of images.
@@ -296,7 +304,8 @@ class _Worker:
     def __init__(self, manifest: Manifest, inherited: list[Connection]) -> None:
         context = multiprocessing.get_context("fork")
         self.task: _Task | None = None
-        self.image = context.RawValue("q", -1)  # which one it is at; -1: none
+        self.image = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # shared, which one it is at; -1: none
+        self.image.value = -1
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_work, args=(manifest, theirs, [*inherited, self.connection], self.image), daemon=True

@@ -7,8 +7,12 @@ slash: `a/7.jpg`, `a/7.cls` (an integer), `a/7.json` (with the key `label` or `c
 
 import errno
 import json
+import lzma
 import os
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +33,21 @@ BLOCK = 512
 _FILES, _LINKS = b"\x0007", b"12"  # types of tar members
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _OPEN = 256  # shards kept open; the usual limit is 1,024 files per process
+_PIECE = 1 << 20  # bytes that are read at once between archives
+# What numpy and zipfile raise for an .npz file that is absent, cut off, overwritten or something else.
+DAMAGED = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError),
+    *(NotImplementedError, RuntimeError, MemoryError, SystemError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, tokenize.TokenError),
+)
+_DTYPES = {
+    "names": np.uint8,
+    "offsets": np.int64,
+    "shard": np.int32,
+    "at": np.int64,
+    "length": np.int64,
+    "labels": np.int64,
+}
 _THREADS = 8  # hides the latency of network storage
 
 
@@ -113,19 +132,40 @@ class Index:
     classes: np.ndarray
 
     def fits(self, shards: Shards) -> bool:
-        """Whether all numbers are possible for these shards."""
+        """Whether all types and numbers are possible for these shards."""
+        if (
+            any(array.ndim != 1 for array in vars(self).values())
+            or any(getattr(self, key).dtype != dtype for key, dtype in _DTYPES.items())
+            or self.classes.dtype.kind != "U"
+        ):
+            return False
         count = len(self.shard)
         if not (
             count
-            and self.offsets.shape == (count + 1,)
-            and self.at.shape == self.length.shape == (count,)
-            and self.labels.shape in ((0,), (count,))
-            and len(self.names) == self.offsets[-1]
-            and 0 <= self.shard.min() <= self.shard.max() < len(shards.tars)
+            and len(self.offsets) == count + 1
+            and len(self.at) == len(self.length) == count
+            and len(self.labels) in (0, count)
+            and within(self.labels, len(self.classes))
+            and within(self.shard, len(shards.tars))
+            and self.offsets[0] == 0
+            and self.offsets[-1] == len(self.names)
+            and (self.offsets[:-1] <= self.offsets[1:]).all()
+            and (self.at >= 0).all()
+            and (self.length >= 0).all()
         ):
             return False
-        ends = self.at + self.length
-        return bool((self.at >= 0).all() and (ends <= shards.states[self.shard, 0]).all())
+        return bool((self.at <= shards.states[self.shard, 0] - self.length).all())  # a sum could overflow
+
+
+def within(positions: np.ndarray, count: int) -> bool:
+    """Whether all integers are positions among so many."""
+    return not positions.size or bool(positions.min() >= 0 and positions.max() < count)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file. Raises one of `DAMAGED` where it is absent or damaged."""
+    with np.load(path) as content:
+        return {key: np.asarray(content[key]) for key in content.files}  # numpy hands out foreign members as bytes
 
 
 def tar_files(folder: str) -> list[str]:
@@ -143,9 +183,8 @@ def load(path: Path, shards: Shards) -> dict[str, np.ndarray] | None:
 
     Modification times are not compared, for a copy on another machine may have others.
     """
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        with np.load(path) as content:
-            arrays = {key: content[key] for key in content.files}
+    with suppress(*DAMAGED):
+        arrays = read_arrays(path)
         if arrays["files"].tolist() == shards.files and np.array_equal(arrays["bytes"], shards.states[:, 0]):
             return arrays
     return None
@@ -187,8 +226,9 @@ def walk(shards: Shards) -> list[Found]:
 
 def missing(path: Path, shards: Shards) -> list[str]:
     """Files that the index beside the shards lists and that are not there."""
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(path) as content:
-        return sorted(set(content["files"].tolist()) - set(shards.files))
+    with suppress(*DAMAGED), np.load(path) as content:
+        if content["files"].dtype.kind == "U":
+            return sorted(set(content["files"].tolist()) - set(shards.files))
     return []
 
 
@@ -244,44 +284,55 @@ def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | Non
         return label
     try:
         tree = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{_member(path, name)}: not valid JSON ({error}); repair or remove it") from error
     value = next((tree[key] for key in ("label", "cls") if key in tree), None) if isinstance(tree, dict) else None
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, str)) or not str(value).strip():
-        raise DataError(f"{_member(path, name)}: its label is {value!r}; it is to be an integer or a name")
-    return str(value).strip().encode("utf-8", "surrogateescape")
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and (text := str(value).strip()):
+        with suppress(UnicodeEncodeError):  # JSON can write half a character
+            return text.encode("utf-8", "surrogateescape")
+    raise DataError(f"{_member(path, name)}: its label is {value!r}; it is to be an integer or a name")
 
 
 def _members(path: str) -> Iterator[tuple]:
-    """Name, start, length, whether it is a link, and a function that reads it, of every file in a tar."""
+    """Name, start, length, whether it is a link, and a function that reads it, of every file in a tar.
+
+    Archives that were joined with `cat` are read one after the other; what else follows an end mark is ignored.
+    """
     try:
         file = _File(path)
         total = os.fstat(file.number).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}; check its permissions") from error
     position, long_name, long_length = 0, None, None
+    ended = False  # whether an end mark lies before this position
     while True:
         try:
             header = os.pread(file.number, 2 * BLOCK, position)  # with the label that may follow it
+            if len(header) >= BLOCK and not any(header[:BLOCK]):  # the end mark
+                position, long_name, long_length, ended = _behind_zeros(file, position), None, None, True
+                header = os.pread(file.number, 2 * BLOCK, position)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {reason(error)}") from error
         header, behind = header[:BLOCK], header[BLOCK:]
         if position == 0 and header.startswith(_COMPRESSED):
             raise DataError(f"{path}: compressed; unpack it (gunzip, unxz, unzstd): images are read by offset")
         if len(header) < BLOCK:
+            if ended:
+                return
             raise DataError(f"{path}: cut off after {total} bytes; copy or pack it again")
-        if not any(header):  # the end mark
-            return
         try:
             intact = sum(header) - sum(header[148:156]) + 8 * 32 == int(header[148:156].strip(b" \0"), 8)
             length = _number(header[124:136])
         except ValueError:
             intact = False
+        if ended and not intact:
+            return
         if not intact:
             what = f"its header at byte {position} is damaged" if position else "not a tar file"
             raise DataError(f"{path}: {what}; copy or pack it again")
+        ended = False
         kind, at = header[156:157], position + BLOCK
         if kind not in b"xgLK" and long_length is not None:
             length = long_length
@@ -296,9 +347,13 @@ def _members(path: str) -> Iterator[tuple]:
         if kind == b"L":
             long_name = content().rstrip(b"\0")
         elif kind == b"x":
-            records = _pax(content())
+            try:
+                records = _pax(content())
+                long_length = _decimal(records[b"size"]) if b"size" in records else None
+            except ValueError as error:
+                what = f"{_member(path, _short_name(header))}: an extended header at byte {at} that is damaged"
+                raise DataError(f"{what}; copy or pack the shard again") from error
             long_name = records.get(b"path", long_name)
-            long_length = int(records[b"size"]) if b"size" in records else None
             if any(key.startswith(b"GNU.sparse") for key in records):
                 raise DataError(f"{path}: stored sparsely at byte {at}; pack it without `--sparse`")
         elif kind not in b"gK":
@@ -314,7 +369,25 @@ def _number(text: bytes) -> int:
     """A number of a tar header: octal digits, or GNU's binary form for sizes from 8 GiB."""
     if text[0] == 0x80:
         return int.from_bytes(text[1:], "big")
-    return int(text.strip(b" \0") or b"0", 8)
+    number = int(text.strip(b" \0") or b"0", 8)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+def _decimal(text: bytes) -> int:
+    if not text.isdigit():
+        raise ValueError
+    return int(text)
+
+
+def _behind_zeros(file: "_File", position: int) -> int:
+    """Where the first block from there begins that is not all zeros, or the end of the file."""
+    while piece := os.pread(file.number, _PIECE, position):
+        if rest := piece.lstrip(b"\0"):
+            return (position + len(piece) - len(rest)) // BLOCK * BLOCK
+        position += len(piece)
+    return position
 
 
 def _short_name(header: bytes) -> bytes:
@@ -323,12 +396,14 @@ def _short_name(header: bytes) -> bytes:
 
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
-    """Records `LENGTH KEY=VALUE\\n` of an extended header."""
+    """Records `LENGTH KEY=VALUE\\n` of an extended header. Raises ValueError where it is damaged."""
     records, start = {}, 0
     while start < len(content):
-        digits = content[start:].partition(b" ")[0]
-        end = start + int(digits)
-        key, _, value = content[start + len(digits) + 1 : end - 1].partition(b"=")
+        space = content.index(b" ", start)
+        end = start + _decimal(content[start:space])
+        key, equals, value = content[space + 1 : end - 1].partition(b"=")
+        if not equals or content[end - 1 : end] != b"\n" or (key == b"path" and b"\0" in value):
+            raise ValueError
         records[key] = value
         start = end
     return records

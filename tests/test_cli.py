@@ -1,5 +1,6 @@
 """The command line: exit statuses, messages without tracebacks, and what each command is called with."""
 
+import errno
 import importlib.util
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
@@ -129,6 +131,71 @@ def test_exit_status_and_message(error, status, message, images, capsys, monkeyp
     monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", fail)
     assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")]) == status
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "long"),
+            2,
+            "error: long: File name too long; give another path",
+        ),
+        (
+            NotADirectoryError(errno.ENOTDIR, "Not a directory", b"/a"),
+            2,
+            "error: /a: Not a directory; give another path",
+        ),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", Path("/a")),
+            2,
+            "error: /a: Is a directory; give another path",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/a"),
+            2,
+            "error: /a: No such file or directory; give another path",
+        ),
+        (OSError(errno.EFBIG, "File too large", "/a"), 3, "stopped: /a cannot be written: File too large"),
+        (OSError(errno.EFBIG, "File too large"), 3, "stopped: a file cannot be written: File too large"),
+        (OSError(errno.EIO, "Input/output error", "/a"), 3, "stopped: /a: Input/output error"),
+    ],
+)
+def test_failures_of_files_are_one_line(error, status, message, capsys, monkeypatch):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(cli, "run", fail)
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == message + "\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOENT, "No such file or directory"),  # nothing that the user could mend
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EBADF, "Bad file descriptor", "/a"),
+        OSError("a message alone"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    ],
+)
+def test_other_failures_of_the_system_are_not_swallowed(error, monkeypatch):
+    def fail(words):
+        raise error
+
+    monkeypatch.setattr(cli, "run", fail)
+    with pytest.raises(OSError) as raised:
+        cli.main(["doctor"])
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("output", ["{root}/" + "a" * 300, "/dev/null/x", "{root}/file/x"])
+def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, output):
+    Image.new("RGB", (16, 16)).save(images / "a.png")
+    (tmp_path / "file").touch()
+    (line,) = refused(capsys, "data", "shard", str(images), output.format(root=tmp_path))
+    assert line.startswith(f"error: {output.format(root=tmp_path)}") and line.endswith("; give another path")
 
 
 def test_bug_is_not_swallowed(images, monkeypatch):

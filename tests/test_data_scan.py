@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import multiprocessing
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -147,12 +151,40 @@ def test_a_full_disk_ends_with_status_3_and_the_file(images, tmp_path, capsys, m
     assert "2 of them were scanned before" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["scan", "shard"])
+def test_a_limit_of_file_sizes_ends_with_status_3_and_the_file(images, tmp_path, command):
+    output = ["--output", str(tmp_path / "out")] if command == "scan" else [str(tmp_path / "out")]
+    result = subprocess.run(
+        [sys.executable, "-m", "unigrad_fast", "data", command, str(images), *output],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "UNIGRAD_CACHE": str(tmp_path / "cache")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),
+    )
+    file = {"scan": "manifest.csv", "shard": "shard-000000.tar"}[command]
+    assert result.stderr == f"stopped: {tmp_path}/out/{file} cannot be written: File too large\n"
+    assert result.returncode == 3
+
+
+def test_a_limit_that_the_last_file_meets_names_it(images, tmp_path, capsys, monkeypatch):
+    def too_large(*_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    assert scan(images, "--output", tmp_path / "found") == 0
+    monkeypatch.setattr(scanning, "_line", too_large)
+    capsys.readouterr()
+    assert scan(images, "--output", tmp_path / "found") == 3
+    assert capsys.readouterr().err == f"stopped: {tmp_path}/found/bad.csv cannot be written: File too large\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{root}/none"], "{root}/none does not exist"),
         (["{root}/photos", "--threads", "0"], "threads = 0"),
         (["{root}/photos", "--output", "{root}/photos/00.jpg"], "{root}/photos/00.jpg cannot be written: file exists"),
+        (["{root}/photos", "--output", "{root}/photos/00.jpg/x"], "x cannot be written: not a directory"),
+        (["{root}/photos", "--output", "{root}/" + "a" * 300], "cannot be written: file name too long"),
         ([], "path"),
     ],
 )

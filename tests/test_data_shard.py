@@ -101,6 +101,92 @@ def test_index_is_not_used_for_a_shard_of_another_size(tree, tmp_path):
     assert len(packed) == 12 and by_name(packed)["x"][0] == (tree / "a/0.JPEG").read_bytes()
 
 
+def changed(index: dict, lie: str) -> dict[str, np.ndarray]:
+    """What an index says wrongly."""
+    one = np.arange(len(index["at"])) == 1
+    return {
+        "labels too large": lambda: {"labels": index["labels"] + 10**6},
+        "labels too small": lambda: {"labels": index["labels"] - 5},
+        "no classes": lambda: {"classes": index["classes"][:0]},
+        "labels in floats": lambda: {"labels": index["labels"] + 0.5},
+        "classes in numbers": lambda: {"classes": np.arange(3)},
+        "classes of no characters": lambda: {"classes": np.full(3, 0x220000, np.uint32).view("<U1")},
+        "places in text": lambda: {"at": index["at"].astype(np.str_)},
+        "one place": lambda: {"at": index["at"][0]},
+        "unusable": lambda: {"unusable": np.array([10**6])},
+        "sizes in text": lambda: {"sizes": index["sizes"].astype(np.str_)},
+        "negative sizes": lambda: {"sizes": -index["sizes"]},
+        "offsets": lambda: {"offsets": np.where(one.nonzero()[0] == np.arange(12), 10**6, index["offsets"])},
+        "first offset": lambda: {"offsets": index["offsets"] - 5, "names": index["names"][:-5]},
+        "negative length": lambda: {"length": np.where(one, -1, index["length"])},
+        "negative place": lambda: {"at": np.where(one, -1, index["at"])},
+        "overflow": lambda: {"at": np.where(one, 2**62, index["at"]), "length": np.where(one, 2**62, index["length"])},
+        "shard in floats": lambda: {"shard": index["shard"].astype(np.float64)},
+        "shard too large": lambda: {"shard": index["shard"] + np.int32(9)},
+    }[lie]()
+
+
+LIES = (
+    *("labels too large", "labels too small", "no classes", "labels in floats", "classes in numbers"),
+    *("classes of no characters", "places in text", "one place", "unusable", "sizes in text", "negative sizes"),
+    *("offsets", "first offset", "negative length", "negative place", "overflow", "shard in floats"),
+    "shard too large",
+)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_index_that_cannot_be_true_is_not_used(tree, tmp_path, lie):
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    path, cache = tmp_path / "out/index.npz", tmp_path / "new cache"
+    with np.load(path) as content:
+        arrays = dict(content)
+    np.savez(path, **{**arrays, **changed(arrays, lie)})
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+        packed = Manifest.open(tmp_path / "out", cache=cache)
+    assert by_name(packed) == by_name(Manifest.open(tree)) and not len(packed.unreadable())
+
+    (store,) = cache.iterdir()
+    with np.load(store) as content:
+        arrays = dict(content)
+    np.savez(store, **{**arrays, **changed(arrays, lie)})
+    path.unlink()
+    again = Manifest.open(tmp_path / "out", cache=cache)
+    assert by_name(again) == by_name(packed) and not len(again.unreadable())
+
+
+@pytest.mark.parametrize(("place", "value"), [(6, 99), (8, 1), (10, 97), (10, 8)])
+def test_index_with_a_damaged_zip_header_is_not_used(tree, tmp_path, place, value):
+    """Version, encryption and compression in the directory of the file."""
+    shard(tree, tmp_path / "out", "--images_per_shard", "4")
+    content, start = bytearray((tmp_path / "out/index.npz").read_bytes()), 0
+    while (start := content.find(b"PK\1\2", start)) >= 0:
+        content[start + place] = value
+        start += 4
+    (tmp_path / "out/index.npz").write_bytes(content)
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+        assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 11
+
+
+@pytest.mark.parametrize("files", [np.arange(3), np.array(7), np.array([b"x.tar"])])
+def test_index_whose_files_are_no_names_is_not_used(tree, tmp_path, files):
+    shard(tree, tmp_path / "out")
+    np.savez(tmp_path / "out/index.npz", files=files)
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+        assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 11
+
+
+def test_shard_whose_description_has_a_damaged_zip_header_is_written_anew(tmp_path):
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / "shard-000000.tar").write_bytes(bytes(5))
+    path = tmp_path / ".unfinished/000000.npz"
+    np.savez(path, rows=np.zeros((1, 8), np.int64), bytes=5)
+    assert packing._is_written(tmp_path, 0)
+    content = bytearray(path.read_bytes())
+    content[content.find(b"PK\1\2") + 8] = 1  # encrypted
+    path.write_bytes(content)
+    assert not packing._is_written(tmp_path, 0)
+
+
 def test_keys_are_unique(tmp_path):
     for number, name in enumerate(["x.jpg", "x.png", "x.1.jpg", "x_1.jpg", "x-2.jpg"]):
         draw(tmp_path / "flat" / name, number)
@@ -224,6 +310,21 @@ def test_images_that_cannot_be_decoded_are_left_out_by_name(damaged, tmp_path, c
     assert "truncated" in lines[0] and "its header is not one of" in lines[1] and "no such file" in lines[2]
     assert all(f"{damaged / name}: " in out for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg"))
     assert len(Manifest.open(tmp_path / "out")) == 11
+
+
+def test_image_with_line_breaks_in_its_name_is_left_out_once(tree, tmp_path, capsys):
+    (tree / "a/x\ny\r\\z.jpg").write_text("text")
+    assert shard(tree, tmp_path / "out") == 0
+    assert "1 image left out" in (out := capsys.readouterr().out)
+    (line,) = (tmp_path / "out/left-out.txt").read_text().splitlines()
+    name = rf"{tree}/a/x\ny\r\\z.jpg"
+    assert line.startswith(f"{name}\t") and f"  {name}: its header" in out
+
+
+def test_class_with_a_line_break_in_its_name_is_refused_before_any_work(tree, tmp_path, capsys):
+    (tree / "a").rename(tree / "a\nb")
+    assert r"class 'a\nb' has a line break" in refused(capsys, tree, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_shard_of_which_nothing_is_left(tree, tmp_path):

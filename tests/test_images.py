@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from PIL import Image
 from unigrad_fast.config import resolve
 from unigrad_fast.distributed import World
 from unigrad_fast.errors import DataError
-from unigrad_fast.images import read_manifests
+from unigrad_fast.images import are_the_same, identity, read_manifests
+from unigrad_fast.pipelines import Manifest
 
 
 def read(folders: list[str], val: str | None = None) -> str:
@@ -63,3 +65,28 @@ def test_warnings_are_handed_on_instead_of_printed(workers, tmp_path):
     images = folder(tmp_path / "one", ["a/1.jpg", "stray.jpg"])
     (said,) = workers(1).run(read, [images])
     assert "1 images lie directly in" in said
+
+
+def test_images_are_known_again_though_a_few_changed_but_not_as_smaller_copies(tmp_path):
+    for number in range(30):
+        Image.new("RGB", (20 + number, 16)).save(tmp_path / f"{number:02}.png")
+    remembered = identity(Manifest.open(tmp_path, cache=tmp_path / ".cache"))
+    assert are_the_same(json.loads(json.dumps(remembered)), Manifest.open(tmp_path))
+
+    (tmp_path / "07.png").write_bytes(b"")
+    Image.new("RGB", (5, 5)).save(tmp_path / "09.png")
+    damaged = Manifest.open(tmp_path)
+    assert len(damaged.unreadable()) == 1 and are_the_same(remembered, damaged)
+    assert are_the_same(identity(damaged), Manifest.open(tmp_path)), "and the other way round, when it is repaired"
+
+    for path in tmp_path.glob("*.png"):
+        Image.new("RGB", (10, 8)).save(path)
+    assert not are_the_same(remembered, Manifest.open(tmp_path))
+
+
+def test_images_of_other_names_are_others(tmp_path):
+    for name in "ab":
+        Image.new("RGB", (20, 16)).save(tmp_path / f"{name}.png")
+    remembered = identity(Manifest.open(tmp_path))
+    (tmp_path / "b.png").rename(tmp_path / "c.png")
+    assert not are_the_same(remembered, Manifest.open(tmp_path))

@@ -555,7 +555,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
+        if error.filename and error.errno in wrong_paths:
+            print(f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path", file=sys.stderr)
+            return 2
+        if error.filename and error.errno == errno.EIO:
+            print(f"stopped: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            return 3
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         print(f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
         return 3

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from typing import Any
+
+import numpy as np
 
 from unigrad_fast.config import Config
 from unigrad_fast.distributed import World, gather, on_all_ranks
 from unigrad_fast.errors import DataError, UserError
 from unigrad_fast.pipelines import Manifest
+
+SAMPLED = 256  # images whose sizes a run remembers
 
 
 def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
@@ -45,8 +50,28 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
 
 def digest(manifest: Manifest) -> str:
     """Of names and sizes in pixels, which equal copies on several machines share, whatever a scan found unusable."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(manifest.names.tobytes())
-    digest.update(manifest.offsets.tobytes())
-    digest.update(manifest.header_sizes().tobytes())
-    return digest.hexdigest()
+    return _digest(manifest, manifest.header_sizes())
+
+
+def identity(manifest: Manifest) -> dict[str, Any]:
+    """What a run remembers of its images, to know them again: a digest of the names, and the sizes of some."""
+    some = np.unique(np.linspace(0, len(manifest) - 1, SAMPLED).astype(int))
+    return {"names": _digest(manifest), "sizes": manifest.header_sizes()[some].tolist()}
+
+
+def are_the_same(remembered: dict[str, Any], manifest: Manifest) -> bool:
+    """Whether these are the images of a run: the same names, and but for a few the same sizes in pixels.
+
+    A file that was damaged or repaired in the meantime does not make other images of them, a smaller copy does.
+    """
+    now = identity(manifest)
+    pairs = [pair for pair in zip(remembered["sizes"], now["sizes"], strict=False) if min(*pair[0], *pair[1]) > 0]
+    changed = sum(before != after for before, after in pairs)
+    return remembered["names"] == now["names"] and changed <= max(1, len(pairs) // 10)
+
+
+def _digest(manifest: Manifest, *arrays: np.ndarray) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for array in (manifest.names, manifest.offsets, *arrays):
+        found.update(array.tobytes())
+    return found.hexdigest()

@@ -36,7 +36,7 @@ def test_crops_take_8_to_100_percent_of_the_area_and_half_are_flipped():
     share = drawn.width * drawn.height / 500**2
     assert 0.079 < share.min() < 0.1 and 0.9 < share.max() <= 1
     assert abs(drawn.flip.mean() - 0.5) < 0.03
-    assert inputs(view) == ("start", "shape", "flip")
+    assert inputs(view) == ("start", "shape", "size", "flip")
 
 
 def test_colours_stay_as_they_are_and_labels_fit(halves):

@@ -1,5 +1,7 @@
 import gc
+import os
 import shutil
+import threading
 from itertools import islice
 
 import numpy as np
@@ -215,6 +217,51 @@ def test_closing_ends_iteration(manifest):
     assert list(stream) == []
 
 
+def test_closing_ends_the_iteration_of_another_thread(manifest):
+    batches = loader(manifest, image_size=16)
+    began, ended = threading.Event(), []
+
+    def consume():
+        try:
+            for _ in batches.iterate():
+                began.set()
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    assert began.wait(60)
+    batches.close()
+    thread.join(60)
+    assert ended == [None]
+
+
+def test_closing_waits_for_the_batch_that_another_thread_is_at(manifest, monkeypatch):
+    batches = loader(manifest, image_size=16)
+    inside, go_on, ended = threading.Event(), threading.Event(), []
+
+    def slow(self, supply, views):
+        inside.set()
+        go_on.wait(60)
+        return supply
+
+    monkeypatch.setattr(Loader, "_batch", slow)
+    stream = batches.iterate()
+    consumer = threading.Thread(target=lambda: ended.append(len(list(stream))), daemon=True)
+    consumer.start()
+    assert inside.wait(60)
+    closer = threading.Thread(target=batches.close, daemon=True)
+    closer.start()
+    while not stream._ended:  # until it has asked
+        pass
+    go_on.set()
+    closer.join(60)
+    consumer.join(60)
+    assert ended == [1]
+
+
 def test_views_may_be_given_instead_of_a_name(manifest):
     views = (View(size=32, blur_probability=0.0), View(size=16), View(size=16, solarize_probability=1.0))
     (batch,) = Loader(manifest, views, batch_size=4, threads=1).iterate(0, 1)
@@ -289,7 +336,10 @@ def test_evaluation_can_be_repeated(manifest):
 
 @pytest.mark.parametrize("size, crop_fraction", [(224, 0.875), (151, 1.0)])
 def test_evaluation_crops_as_torchvision(pictures, size, crop_fraction):
-    manifest = Manifest.from_folder(pictures)
+    assert_cropped_as_torchvision(Manifest.from_folder(pictures), size, crop_fraction)
+
+
+def assert_cropped_as_torchvision(manifest, size, crop_fraction):
     transform = v2.Compose(
         [
             v2.Resize(round(size / crop_fraction)),
@@ -304,6 +354,22 @@ def test_evaluation_crops_as_torchvision(pictures, size, crop_fraction):
             theirs = transform(image.convert("RGB"))
         apart = (ours - theirs).abs()
         assert apart.mean() < 0.3 and (apart <= 1.01).float().mean() >= 0.99 and apart.max() <= 10.01
+
+
+@pytest.mark.parametrize("size, crop_fraction", [(64, 0.875), (151, 1.0)])
+def test_evaluation_crops_long_images_as_torchvision(tmp_path, size, crop_fraction):
+    random = np.random.default_rng(0)
+    for number, (width, height) in enumerate([(100, 800), (1601, 200), (40, 401), (3000, 41), (1, 600), (90, 30)]):
+        noise = random.integers(0, 256, (-(-height // 4), -(-width // 4), 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).save(tmp_path / f"{number}.png")
+    assert_cropped_as_torchvision(Manifest.from_folder(tmp_path), size, crop_fraction)
+
+
+def test_evaluation_resizes_no_more_of_long_images_than_of_others(manifest):
+    batches = EvaluationLoader(manifest, 224)
+    begin, end, size, _ = batches._geometry(np.array([[1, 65000], [65000, 1], [5000, 100], [400, 100], [300, 400]]))
+    assert size.tolist() == [[224, 224]] * 3 + [[256, 1024], [341, 256]]
+    assert begin[3:].tolist() == [[0, 0]] * 2 and end[3:].tolist() == [[1, 1]] * 2
 
 
 def test_evaluation_refuses_an_impossible_crop(manifest):
@@ -386,3 +452,11 @@ def test_batches_of_an_epoch_hold_the_images_that_were_announced(manifest):
     taken = [image for rank in ranks for batch in rank.iterate(5, 10) for image in batch.index.tolist()]
     assert taken == [image for rank in ranks for step in range(5, 10) for image in rank.indices(step)[1].tolist()]
     assert len(set(taken)) == 100
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_images_does_not_hold_up_the_listing(tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "tree")
+    os.mkfifo(tmp_path / "tree/class0/pipe.jpg")
+    manifest = Manifest.open(tmp_path / "tree")
+    assert [manifest.path(i) for i in manifest.unreadable()] == [str(tmp_path / "tree/class0/pipe.jpg")]

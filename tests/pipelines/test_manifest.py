@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,18 @@ def save(path, size=(8, 6), **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (200, 30, 60)).save(path, **options)
     return path
+
+
+DAMAGES = [("version", 6, 99), ("encrypted", 8, 1), ("method", 10, 97), ("deflated", 10, 8)]
+
+
+def with_entry(content, place, value):
+    """A zip file with another byte in the entry of each file in its directory."""
+    content, start = bytearray(content), 0
+    while (start := content.find(b"PK\1\2", start)) >= 0:
+        content[start + place] = value
+        start += 4
+    return bytes(content)
 
 
 @pytest.fixture
@@ -190,6 +203,30 @@ def test_unreadable_header_keeps_its_place(tmp_path):
     assert manifest.complaint(2) == f"{tmp_path / 'c.jpg'}: no such file or directory"
 
 
+@pytest.mark.parametrize("folder", ["", "cat"])
+def test_link_to_itself_is_an_image_that_cannot_be_read(tmp_path, folder):
+    save(tmp_path / folder / "a.jpg")
+    (tmp_path / folder / "x.jpg").symlink_to("x.jpg")
+    (tmp_path / folder / "loop").symlink_to("loop")
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.sizes.tolist() == [[8, 6], [0, 0]]
+    assert manifest.complaint(1) == f"{tmp_path / folder / 'x.jpg'}: too many levels of symbolic links"
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
+def test_link_whose_target_is_not_known(code):
+    class Entry:
+        def __init__(self, name):
+            self.name = name
+
+        def is_dir(self):
+            raise OSError(code, os.strerror(code))
+
+    assert not manifest_module._is_folder(Entry(b"x.JPG"))
+    with pytest.raises(OSError):  # it may be a class
+        manifest_module._is_folder(Entry(b"cat"))
+
+
 def test_second_listing_reads_no_header(tree, headers_read):
     first = Manifest.from_folder(tree)
     assert len(headers_read) == len(first)
@@ -255,6 +292,42 @@ def test_damaged_cache_is_made_anew(tmp_path):
     (store,) = (tmp_path / "store").iterdir()
     store.write_bytes(store.read_bytes()[:100])
     assert Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store").sizes.tolist() == [[8, 6]]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), DAMAGES)
+def test_cache_with_a_damaged_zip_header_is_made_anew(tmp_path, name, place, value):
+    save(tmp_path / "data" / "a.jpg")
+    Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store")
+    (store,) = (tmp_path / "store").iterdir()
+    store.write_bytes(with_entry(store.read_bytes(), place, value))
+    assert Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store").sizes.tolist() == [[8, 6]]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"sizes": np.array([["wide", "high"]])},
+        {"sizes": np.array([[8.5, 6.0]])},
+        {"sizes": np.array([[-8, 6]], np.int32)},
+        {"sizes": np.zeros((2, 2), np.int32)},
+        {"unusable": np.array([10**6])},
+        {"unusable": np.array([-2])},
+        {"unusable": np.array(["0"])},
+        {"unusable": np.array(0)},
+    ],
+)
+def test_cache_with_impossible_numbers_is_not_used(tmp_path, lie):
+    save(tmp_path / "data" / "a.jpg")
+    Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store")
+    (store,) = (tmp_path / "store").iterdir()
+    with np.load(store) as content:
+        arrays = dict(content)
+    np.savez(store, **{**arrays, **lie})
+    manifest = Manifest.from_folder(tmp_path / "data", cache=tmp_path / "store")
+    assert manifest.sizes.tolist() == [[8, 6]]
+    np.savez(store, **{**arrays, **lie})
+    manifest.mark_unusable([0])
+    assert manifest.header_sizes().tolist() == [[8, 6]]
 
 
 def test_cache_that_cannot_be_written_is_no_error(tmp_path):

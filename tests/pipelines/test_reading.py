@@ -1,11 +1,14 @@
 """Reading ahead by threads: order, what fails, what does not answer, and the end of it."""
 
+import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
+import torch
 
-from unigrad_fast.pipelines import DataError, reading
+from unigrad_fast.pipelines import DataError, Loader, Manifest, reading
 from unigrad_fast.pipelines.damage import Damaged
 from unigrad_fast.pipelines.reading import BLANK, Source, substitute
 
@@ -194,10 +197,10 @@ def test_all_threads_that_wait_are_replaced(reader):
     answer.set()
 
 
-def test_when_nothing_answers_the_last_reason_is_told(reader):
+def test_when_nothing_answers_it_ends_after_three_tries(reader):
     answer = threading.Event()
     source = reader(Files(**{f"image{image}": answer.wait for image in range(COUNT)}), size=1, timeout=0.02, ahead=0)
-    with pytest.raises(DataError, match=r"/files/0: neither it nor 16 .* could not be read within 0\.02 s"):
+    with pytest.raises(DataError, match=r"/files/0: 3 images in a row could not be read within 0\.02 s"):
         source.take(0)
     answer.set()
 
@@ -234,3 +237,30 @@ def test_closing_drops_what_was_to_be_read(reader):
     answer.set()
     ended(before)
     assert len(files.asked) == reading.THREADS
+
+
+def test_an_image_that_did_not_answer_is_not_waited_for_again(tree, tmp_path):
+    manifest = Manifest.open(shutil.copytree(tree, tmp_path / "tree"))
+    loader = Loader(manifest, batch_size=12, image_size=32, threads=1, timeout=0.5)
+    image = int(loader.indices(2)[1][3])
+    os.remove(manifest.path(image))
+    os.mkfifo(manifest.path(image))
+    asked = []
+    read = manifest.read
+    object.__setattr__(manifest, "read", lambda i: asked.append(i) or read(i))
+    batches = list(loader.iterate(0, 3 * loader.steps_per_epoch))
+    replaced = [failure.step for batch in batches for failure in batch.failures]
+    assert len(replaced) >= 2 and asked.count(image) == 1
+    assert {failure.image for batch in batches for failure in batch.failures} == {image}
+
+    again = Loader(
+        manifest,
+        batch_size=12,
+        image_size=32,
+        threads=1,
+        known={(replaced[0], image): "it could not be read within 1 s"},
+    )
+    asked.clear()
+    for one, other in zip(batches, again.iterate(0, len(batches)), strict=True):
+        assert torch.equal(one.index, other.index)
+    assert image not in asked

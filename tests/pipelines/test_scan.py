@@ -2,6 +2,7 @@
 
 import csv
 import faulthandler
+import io
 import multiprocessing
 import os
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from bad_files import BAD, GOOD, encoded, picture
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines import scan as scanning
@@ -187,6 +190,35 @@ def test_names_that_are_no_text_survive(tmp_path):
     (tmp_path / "scan" / "manifest.csv").write_bytes(whole[: whole.index(b"line")])
     scan(tmp_path, tmp_path / "scan")
     assert (tmp_path / "scan" / "manifest.csv").read_bytes() == whole
+
+
+NAMES = st.text(st.sampled_from("\r\n\t\",;' a\xe9\x85\u2028\udcff\udc80"), max_size=8)
+
+
+@given(st.lists(st.tuples(NAMES, NAMES), max_size=4))
+def test_rows_of_all_names_are_read_as_they_were_written(written):
+    content = scanning._csv(written).decode("utf-8", "surrogateescape")
+    assert [tuple(row) for row in csv.reader(io.StringIO(content, newline=""))] == written
+    assert content.endswith("\n") or not written
+
+
+def test_a_carriage_return_in_names_survives_in_all_files(tmp_path):
+    root = tmp_path / "images"
+    for folder in ("c\rd", "e"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "x\ry.jpg").write_bytes(encoded())
+        (root / folder / "z\r.jpg").write_text("no image")
+    found = scan(root, tmp_path / "scan")
+    assert [(row["path"], row["label"]) for row in rows(tmp_path / "scan")] == [
+        (f"{folder}/{name}", folder) for folder in ("c\rd", "e") for name in ("x\ry.jpg", "z\r.jpg")
+    ]
+    assert [path for path, _ in found.first] == ["c\rd/z\r.jpg", "e/z\r.jpg"]
+    assert [row["path"] for row in rows(tmp_path / "scan", "bad.csv")] == ["c\rd/z\r.jpg", "e/z\r.jpg"]
+    same = {row["path"]: row["same_as"] for row in rows(tmp_path / "scan", "duplicates.csv")}
+    assert same == {"e/x\ry.jpg": "c\rd/x\ry.jpg", "e/z\r.jpg": "c\rd/z\r.jpg"}
+    progress = scanning.scan(Manifest.open(root), tmp_path / "scan", 1)
+    assert next(progress).done == 4
+    progress.close()
 
 
 def test_changed_files_start_the_scan_anew(images, tmp_path):

@@ -275,6 +275,16 @@ def broken(tmp_path, what):
             tar.add(save(tmp_path / "a.jpg"))
     elif what == "text":
         path.write_text("text" * 200)
+    elif what.startswith("pax "):
+        info = tarfile.TarInfo("pax.jpg")
+        content = dict(PAX)[what]
+        info.type, info.size = tarfile.XHDTYPE, len(content)
+        path.write_bytes(info.tobuf() + content + bytes(-len(content) % 512) + pack(path, [image]).read_bytes())
+    elif what == "negative length":
+        content = bytearray(pack(path, [image]).read_bytes())
+        content[124:136] = b"-0000001000\0"
+        content[148:156] = b"%06o\0 " % (sum(content[:148]) + 8 * 32 + sum(content[156:512]))
+        path.write_bytes(content)
     elif what == "link":
         with tarfile.open(path, "w") as tar:
             info = tarfile.TarInfo("b.jpg")
@@ -294,6 +304,21 @@ BROKEN = [
     ("large label", [("a.jpg", b"x"), ("a.cls", b"1000000")]),
     ("bad json", [("a.jpg", b"x"), ("a.json", b"{")]),
     ("odd label", [("a.jpg", b"x"), ("a.json", b'{"label": [1]}')]),
+    ("half a character", [("a.jpg", b"x"), ("a.json", rb'{"label": "\ud800"}')]),
+    ("deep json", [("a.jpg", b"x"), ("a.json", b"[" * 100_000)]),
+    ("long cls", [("a.jpg", b"x"), ("a.cls", b"7" * 5000)]),
+    ("long json", [("a.jpg", b"x"), ("a.json", b'{"label": %s}' % (b"7" * 5000))]),
+    ("long text", [("a.jpg", b"x"), ("a.json", b'{"label": "%s"}' % (b"7" * 5000))]),
+]
+PAX = [
+    ("pax of no length", b"0 path=x\n"),
+    ("pax garbage", b"garbage"),
+    ("pax zeros", bytes(20)),
+    ("pax too long", b"99 path=x\n"),
+    ("pax size", b"12 size=abc\n"),
+    ("pax negative size", b"14 size=-1024\n"),
+    ("pax long size", b"5011 size=" + b"7" * 5000 + b"\n"),
+    ("pax zero in a name", b"11 path=a\0b\n"),
 ]
 
 
@@ -314,10 +339,43 @@ BROKEN = [
         ("large label", r"x\.tar/a\.jpg: label 1000000 is out of range"),
         ("bad json", r"x\.tar/a\.json: not valid JSON"),
         ("odd label", r"x\.tar/a\.json: its label is \[1\]"),
+        ("half a character", r"x\.tar/a\.json: its label is '\\ud800'; it is to be an integer or a name"),
+        ("deep json", r"x\.tar/a\.json: not valid JSON .*; repair or remove it"),
+        ("long cls", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers are to lie in 0 to"),
+        ("long json", r"x\.tar/a\.json: not valid JSON .*; repair or remove it"),
+        ("long text", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers are to lie in 0 to"),
+        ("negative length", r"x\.tar: not a tar file"),
+        *((what, r"x\.tar/pax\.jpg: an extended header at byte 512 that is damaged; copy or pack") for what, _ in PAX),
     ],
 )
 def test_mistake_in_a_shard_is_named(tmp_path, what, match):
     refused(broken(tmp_path, what), match)
+
+
+def test_zeros_before_a_label_do_not_count(tmp_path):
+    save(tmp_path / "a.jpg")
+    (tmp_path / "x.txt").write_text(f"a.jpg\t{'0' * 5000}2\na.jpg\t000\na.jpg\t-0\n")
+    assert Manifest.open(tmp_path / "x.txt").labels.tolist() == [2, 0, 0]
+
+
+def test_archives_that_were_joined_are_all_read(tmp_path):
+    contents = [encoded((8, 6 + number)) for number in range(3)]
+    parts = [
+        pack(tmp_path / f"{number}.tmp", [(f"{number}.jpg", content)], tarfile.PAX_FORMAT).read_bytes()
+        for number, content in enumerate(contents)
+    ]
+    (tmp_path / "x.tar").write_bytes(parts[0] + bytes(2 << 20) + parts[1] + parts[2] + b"garbage" * 200)
+    manifest = Manifest.open(tmp_path / "x.tar")
+    assert [manifest.read(i) for i in range(len(manifest))] == contents
+    (tmp_path / "x.tar").write_bytes(parts[0] + parts[1][:600])
+    refused(tmp_path / "x.tar", r"x\.tar: cut off after")
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", b"garbage" * 200, bytes(100), bytes(600) + b"x"])
+def test_what_is_no_archive_behind_the_end_of_a_shard_is_ignored(tmp_path, garbage):
+    path = pack(tmp_path / "x.tar", [("a.jpg", encoded())])
+    path.write_bytes(path.read_bytes() + garbage)
+    assert len(Manifest.open(path)) == 1
 
 
 def test_labels_in_some_shards_only(tmp_path):
@@ -373,6 +431,7 @@ def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
         ("a.jpg\t1\t2\n", r"x\.txt, line 1: unreadable; a line is PATH, or PATH, one TAB and a label"),
         ("a.jpg\t\n", r"x\.txt, line 1: unreadable"),
         ("a.jpg\t1\nb.jpg\t-1\n", r"x\.txt, line 2: label -1 is out of range; integers are to lie in 0 to"),
+        ("a.jpg\t" + "7" * 5000, r"x\.txt, line 1: label 7{20}\.\.\. is out of range"),
         ("# nothing\n", r"x\.txt: names no image"),
         ("a\0b", r"x\.txt: not a text file"),
         ("sub\n", r"x\.txt, line 1: .*/sub does not exist or is not a file"),

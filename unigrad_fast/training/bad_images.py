@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from unigrad_fast.distributed import World, gather, on_all_ranks
@@ -32,7 +33,8 @@ class BadImages:
         self.manifest, self.most, self.world = manifest, most, world
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
         self._told = 0
-        self.known = {(failure.step, failure.image): failure.reason for failure in _read(self.path)}
+        self.latest: dict[tuple[int, int], str] = {}  # what the last exchange added
+        self.known = {(failure.step, failure.image): failure.reason for failure in _read(self.path, len(manifest))}
         # Those that are bad since this process began: what was mended since the run stopped does not count.
         self.images = set(manifest.unreadable().tolist())
         if self.too_many:
@@ -70,7 +72,8 @@ class BadImages:
                 self.images.add(image)
                 told.append(f"{_printable(failure.path)}: {failure.reason}; another image takes its place")
         new = [found[key] for key in sorted(found.keys() - self.known.keys())]
-        self.known |= {(failure.step, failure.image): failure.reason for failure in new}
+        self.latest = {(failure.step, failure.image): failure.reason for failure in new}
+        self.known |= self.latest
         if new and self.path is not None:
             on_all_ranks(lambda: self._write(new) if self.world.rank == 0 else None)
         left = max(0, MOST_TOLD - self._told)
@@ -121,18 +124,15 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _read(path: Path | None) -> list[Failure]:
-    """What an earlier part of the run found; a line that was not finished is left out."""
+def _read(path: Path | None, count: int) -> list[Failure]:
+    """What an earlier part of the run found among `count` images; lines that are none of ours are left out."""
     found: list[Failure] = []
-    if path is None:
-        return found
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    found.append(Failure(**json.loads(line)))
-                except (ValueError, TypeError):
-                    continue
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError):
+        content = b"" if path is None else path.read_bytes()
+        for line in content.splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                failure = Failure(int(row["step"]), int(row["image"]), str(row["path"]), str(row["reason"]))
+                if 0 <= failure.image < count:
+                    found.append(failure)
     return found

@@ -178,10 +178,11 @@ def _require_same(config: Config, reader: Reader) -> None:
 
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
     """Raises UserError when the training images are not those that the checkpoint was made with."""
-    if reader.about.get("images") not in (None, images.digest(train)):
+    remembered = reader.about.get("images")
+    if remembered is not None and not images.are_the_same(remembered, train):
         raise UserError(
             f"data.train = {config.data.train}: holds other images than those that the run in {config.output} began "
-            f"with (other names, sizes or number); give those, or {_remedy()}"
+            f"with (other names or number, or sizes in pixels); give those, or {_remedy()}"
         )
 
 

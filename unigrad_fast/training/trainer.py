@@ -15,7 +15,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.distributed import World, gather, on_all_ranks
 from unigrad_fast.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.evaluation.probe import KNNProbe
-from unigrad_fast.images import digest, read_manifests
+from unigrad_fast.images import identity, read_manifests
 from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.model import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
@@ -58,7 +58,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
         saved, warnings = checkpoint.find(config, world, fall_back)
         if saved is None:
             on_all_ranks(lambda: require_same_run(config))
-        train, val, said = read_manifests(config, world)
+        with preemption.nothing_to_save("the images were being listed; nothing was done"):
+            train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         trainer = Trainer(config, world, train, verbose)
@@ -93,6 +94,7 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         except DataError as error:
             # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
             if trainer.world.size == trainer.accumulation == 1:
+                tell_bad_images(trainer, telemetry)
                 save(trainer, telemetry)
             raise RunStopped(str(error)) from None
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
@@ -128,6 +130,7 @@ def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
         messages = trainer.bad_images.exchange()
     except OSError as error:
         raise RunStopped(f"{error.filename or trainer.bad_images.path} cannot be written: {error.strerror}") from None
+    trainer.loader.leave_out(trainer.bad_images.latest)
     for message in messages:
         telemetry.warn(message)
     try:
@@ -172,7 +175,7 @@ class Trainer:
         fragments: where the online branch's weights, gradients and momentum lie.
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
-        images: digest of the training images.
+        images: what the training images are known by.
     """
 
     def __init__(self, config: Config, world: World, train: Manifest, verbose: bool = False):
@@ -188,7 +191,7 @@ class Trainer:
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
         self.steps_done = 0
-        self.images = digest(train)
+        self.images = identity(train)
 
         encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
