@@ -62,6 +62,13 @@ def images(tmp_path) -> Path:
 
 
 @pytest.fixture
+def new_processes():
+    """Gives the processes that were started in this test and are still alive."""
+    before = set(multiprocessing.active_children())  # groups of ranks that other tests keep
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+@pytest.fixture
 def decoding(monkeypatch):
     """Calls a function with the image's bytes before each decoding, in the worker."""
 
@@ -166,11 +173,11 @@ def test_a_scan_killed_before_its_first_row_can_be_begun_again(images, tmp_path)
     assert len(scan(images, tmp_path / "scan").bad) == 3
 
 
-def test_what_is_scanned_is_not_decoded_again(images, tmp_path, decoding):
+def test_what_is_scanned_is_not_decoded_again(images, tmp_path, decoding, new_processes):
     steps = scanning.scan(Manifest.open(images), tmp_path / "scan", 1)
     done = next(step.done for step in steps if step.done >= 5)
     steps.close()
-    assert not multiprocessing.active_children()
+    assert not new_processes()
     seen = tmp_path / "seen"
     decoding(lambda data: seen.open("a").write("x") and None)
     progress = scanning.scan(Manifest.open(images), tmp_path / "scan", 1)
@@ -279,11 +286,11 @@ def test_a_worker_that_dies_once_costs_no_image(images, tmp_path, decoding):
     assert scan(images, tmp_path / "scan").bad.tolist() == [3, 10, 17]
 
 
-def test_a_fault_of_the_scan_itself_is_not_an_image_s(images, tmp_path, decoding):
+def test_a_fault_of_the_scan_itself_is_not_an_image_s(images, tmp_path, decoding, new_processes):
     decoding(lambda data: 1 // 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         scan(images, tmp_path / "scan")
-    assert not multiprocessing.active_children()
+    assert not new_processes()
 
 
 def test_lists_and_shards_are_scanned_as_folders_are(images, tmp_path):
