@@ -19,8 +19,8 @@ ENVIRONMENT = {
     "COLUMNS": "120",
 }
 # A forked process cannot use a GPU that the importing process has asked about.
-_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["preloaded"])
+CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+CONTEXT.set_forkserver_preload(["preloaded"])
 
 
 class CommandProcess:
@@ -37,7 +37,7 @@ class CommandProcess:
         self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         with mock.patch.dict(os.environ, ENVIRONMENT):
             variables = {**os.environ, **(environment or {})}
-            self._process = _context.Process(target=_run, args=(self.args, variables, self._said), daemon=True)
+            self._process = CONTEXT.Process(target=_run, args=(self.args, variables, self._said), daemon=True)
             self._process.start()
 
     def has_ended(self) -> bool:
