@@ -61,6 +61,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from unigrad_fast import synthetic
 from unigrad_fast.benchmarks.bench_step import DRAWN_PER_CLASS, DRAWN_SIZE, MOST_REST
+from unigrad_fast.benchmarks.processes import end_with_parent
 from unigrad_fast.benchmarks.record import append, spread
 from unigrad_fast.errors import DataError, UserError
 from unigrad_fast.pipelines import Loader, Manifest
@@ -272,7 +273,7 @@ class Worker:
 
     @classmethod
     def start(cls, what: str, setting: Setting) -> None:
-        threading.Thread(target=cls._end_with_parent, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
         cls.current = cls(what, setting)
 
     @classmethod
@@ -289,12 +290,6 @@ class Worker:
     @classmethod
     def stop(cls) -> None:
         cls.current.batches.close()
-
-    @staticmethod
-    def _end_with_parent() -> None:
-        """A pool's process would outlive a parent that is killed, and keep its memory."""
-        multiprocessing.parent_process().join()
-        os._exit(1)
 
     def _run(self, steps: int) -> float:
         """Seconds of some batches."""

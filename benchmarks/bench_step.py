@@ -46,6 +46,7 @@ from torchvision.datasets import ImageFolder
 
 from unigrad_fast import distributed, synthetic
 from unigrad_fast.benchmarks.authors import authors_loss
+from unigrad_fast.benchmarks.processes import end_with_parent
 from unigrad_fast.benchmarks.record import append, spread
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.distributed import World
@@ -233,7 +234,7 @@ class Worker:
 
     @classmethod
     def start(cls, who: str, config: Config) -> None:
-        threading.Thread(target=cls._end_with_parent, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
         cls.current = cls({"authors": Authors, "ours": Ours, "ceiling": Ceiling}[who], config)
 
     @classmethod
@@ -253,12 +254,6 @@ class Worker:
     @classmethod
     def stop(cls) -> None:
         cls.current.session.close()
-
-    @staticmethod
-    def _end_with_parent() -> None:
-        """A pool's process would outlive a parent that is killed, and keep its memory."""
-        multiprocessing.parent_process().join()
-        os._exit(1)
 
     def _run(self, steps: int) -> float:
         """Seconds of some steps, until the device is done with them."""

@@ -84,7 +84,7 @@ class Source:
         last: step after the last one; None for no end.
         ahead: steps that are read before they are asked for.
         timeout: seconds after which a file that does not answer counts as bad.
-        seed: of the choice of substitutes; None takes none, and `blank` stands in for the image.
+        seed: of the choice of substitutes; None takes none, and `BLANK` stands in for the image.
         known: steps and images that failed when this run made them before, and why.
         damaged: reasons of images that were found to be bad, by their number; is added to.
         stopped: whether nobody waits any more; asked while files do not answer.
@@ -116,10 +116,6 @@ class Source:
                 self._begun[number] = self._begin(number)
         reading = self._begun.pop(step, None)
         return None if reading is None else self._finish(reading)
-
-    def forget(self) -> None:
-        """Drops what was read ahead."""
-        self._begun.clear()
 
     def close(self) -> None:
         """Ends the threads, as soon as each is done with its file."""
