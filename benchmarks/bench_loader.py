@@ -59,15 +59,15 @@ from torchvision import transforms
 from torchvision.io import decode_image
 from torchvision.transforms import InterpolationMode, v2
 
-from unigrad_fast import synthetic
 from unigrad_fast.benchmarks.bench_step import DRAWN_PER_CLASS, DRAWN_SIZE, MOST_REST
 from unigrad_fast.benchmarks.processes import end_with_parent
 from unigrad_fast.benchmarks.record import append, spread
-from unigrad_fast.errors import DataError, UserError
+from unigrad_fast.images import drawing
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.pipelines import recipe as views_of
 from unigrad_fast.pipelines.manifest import EXTENSIONS
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, View
+from unigrad_fast.runtime.errors import DataError, UserError
 
 RECIPES = ("simsiam", "multicrop")  # measured unless one is named
 ENTRIES = 2048  # files, at least and at most
@@ -351,7 +351,7 @@ def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
     """
     folder.mkdir()
     if given is None:
-        found = Manifest.open(synthetic.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train", folder)
+        found = Manifest.open(drawing.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train", folder)
         paths, what = [Path(found.path(i)) for i in range(len(found))], f"drawn images of {DRAWN_SIZE} pixels"
     elif given.is_file() and tarfile.is_tarfile(given):
         paths, what = extract(given, folder), f"images of {given.name}"

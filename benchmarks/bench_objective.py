@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unigrad_fast import distributed
 from unigrad_fast.benchmarks.authors import authors_loss
 from unigrad_fast.benchmarks.memory import peak_bytes
 from unigrad_fast.benchmarks.record import append_to, spread
@@ -43,11 +42,12 @@ from unigrad_fast.benchmarks.roofline import (
     measure_peaks,
     seconds,
 )
-from unigrad_fast.errors import UserError
 from unigrad_fast.kernels.ops import use_triton
 from unigrad_fast.objectives import UniGrad
-from unigrad_fast.precision import has_fast_bf16
-from unigrad_fast.quiet import without_warnings
+from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.precision import has_fast_bf16
+from unigrad_fast.runtime.quiet import without_warnings
 
 WIDTHS, IMAGES = (1024, 2048, 4096, 8192, 16384), (128, 512)
 BALANCE, DECAY = 100.0, 0.99
@@ -457,7 +457,7 @@ def main(width: int | None = None, images: int | None = None, output: Path | Non
     """
     if output is not None and output.is_dir():
         raise UserError(f"output = {output}: is a folder; name a file")
-    if distributed.launch_environment(os.environ).size > 1:
+    if process_group.launch_environment(os.environ).size > 1:
         raise UserError("bench kernels measures one process; start it without torchrun, deepspeed or srun")
     shapes = itertools.product([width] if width else WIDTHS, [images] if images else IMAGES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from unigrad_fast import small_convolution
 from unigrad_fast.benchmarks.record import append
 from unigrad_fast.config import resolve
-from unigrad_fast.model import Encoder
-from unigrad_fast.small_convolution import SmallConv2d, use_small_convolutions
+from unigrad_fast.networks import small_convolution
+from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.networks.small_convolution import SmallConv2d, use_small_convolutions
 
 REPEATS, WARMUP = 11, 2
 SHAPES = ((64, 8), (128, 4), (256, 4), (256, 2), (512, 2), (512, 1))  # channels, pixels per side

@@ -44,17 +44,18 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from unigrad_fast import distributed, synthetic
 from unigrad_fast.benchmarks.authors import authors_loss
 from unigrad_fast.benchmarks.processes import end_with_parent
 from unigrad_fast.benchmarks.record import append, spread
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.distributed import World
-from unigrad_fast.errors import UserError
-from unigrad_fast.model import Encoder, build_encoder
+from unigrad_fast.images import drawing
+from unigrad_fast.networks.encoder import Encoder, build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
-from unigrad_fast.precision import autocast_dtype
+from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.precision import autocast_dtype
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.target import make_target
 
 DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # pixels, about those of a photograph of ImageNet
@@ -229,7 +230,7 @@ class Worker:
     def __init__(self, variant: type[Variant], config: Config):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.session = ExitStack()
-        self.world = self.session.enter_context(distributed.session())
+        self.world = self.session.enter_context(process_group.session())
         self.variant = variant(config, self.world)
 
     @classmethod
@@ -300,7 +301,7 @@ def find_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
     if given is not None:
         source, what = given, f"images of {given.name}"
     else:
-        source = synthetic.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train"
+        source = drawing.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train"
         what = f"drawn images of {DRAWN_SIZE} pixels"
     found = Manifest.open(source)
     return found, f"{len(found):,} {what}"
@@ -420,7 +421,7 @@ def main(
         UserError: the environment says that this is one process of several.
         DataError: the images cannot be used.
     """
-    if distributed.launch_environment(os.environ).size > 1:
+    if process_group.launch_environment(os.environ).size > 1:
         raise UserError("bench step measures one process; start it without torchrun, deepspeed or srun")
     console = Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

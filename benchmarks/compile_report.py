@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from unigrad_fast.errors import RunStopped
 from unigrad_fast.kernels import heuristics
+from unigrad_fast.runtime.errors import RunStopped
 
 # Triton is imported in the worker processes alone, where its interpreter is off.
 

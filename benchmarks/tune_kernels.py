@@ -20,9 +20,9 @@ import triton
 
 from unigrad_fast.benchmarks.bench_objective import IMAGES, WIDTHS
 from unigrad_fast.benchmarks.roofline import DTYPES, seconds
-from unigrad_fast.errors import UserError
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.kernels.heuristics import TRIANGLE, Tile
+from unigrad_fast.runtime.errors import UserError
 
 ROUNDS, STEPS = 5, 10
 ARITHMETICS = ("bf16", "tf32")  # fp16 takes bf16's tiles

@@ -55,6 +55,15 @@ class CommandProcess:
         return subprocess.CompletedProcess(self.args, self._process.exitcode, *said)
 
 
+def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess:
+    """The command's result; with a launcher, or none (`()`), from a new interpreter."""
+    if launcher is None:
+        return CommandProcess(*arguments).end()
+    start = [sys.executable, "-m", *launcher, "unigrad_fast"]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
+
+
 def _run(arguments: tuple[str, ...], variables: dict[str, str], files: list[Path]) -> None:
     for stream, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)

@@ -3,9 +3,9 @@
 import nvidia.dali.fn
 import nvidia.dali.pipeline  # noqa: F401
 
-import unigrad_fast.evaluation.command
-import unigrad_fast.evaluation.export
-import unigrad_fast.training.trainer  # noqa: F401
-from unigrad_fast.training.deepspeed_import import quiet_deepspeed
+import unigrad_fast.checkpoints.export
+import unigrad_fast.evaluation.runs
+import unigrad_fast.training.loop  # noqa: F401
+from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
 quiet_deepspeed()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
-from unigrad_fast.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +29,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
     """Collects the configurations that the trainer is called with, instead of training."""
     calls = []
     monkeypatch.setattr(
-        "unigrad_fast.training.trainer.pretrain", lambda config, verbose, fall_back: calls.append((config, verbose))
+        "unigrad_fast.training.loop.pretrain", lambda config, verbose, fall_back: calls.append((config, verbose))
     )
     return calls
 
@@ -128,7 +128,7 @@ def test_exit_status_and_message(error, status, message, images, capsys, monkeyp
     def fail(config, verbose, fall_back):
         raise error
 
-    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", fail)
+    monkeypatch.setattr("unigrad_fast.training.loop.pretrain", fail)
     assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")]) == status
     assert capsys.readouterr().err == message
 
@@ -199,7 +199,7 @@ def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, out
 
 
 def test_bug_is_not_swallowed(images, monkeypatch):
-    monkeypatch.setattr("unigrad_fast.training.trainer.pretrain", lambda config, **_: 1 / 0)
+    monkeypatch.setattr("unigrad_fast.training.loop.pretrain", lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")])
 
@@ -212,7 +212,7 @@ def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
 def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     calls = []
-    monkeypatch.setattr("unigrad_fast.evaluation.command.evaluate_knn", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *arguments: calls.append(arguments))
     assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
     assert cli.main(["evaluate", "knn", str(tmp_path)]) == 0
     assert calls == [(tmp_path, True), (tmp_path, False)]
@@ -220,7 +220,7 @@ def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
 
 def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("unigrad_fast.synthetic.draw", lambda folder, seed: calls.append((folder, seed)) or folder)
+    monkeypatch.setattr("unigrad_fast.images.drawing.draw", lambda folder, seed: calls.append((folder, seed)) or folder)
     assert cli.main(["data", "synth", str(tmp_path / "a"), "--seed", "3"]) == 0
     assert calls == [(tmp_path / "a", 3)]
 

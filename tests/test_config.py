@@ -19,9 +19,9 @@ from unigrad_fast.config import (
     resolve,
     to_yaml,
 )
-from unigrad_fast.errors import UserError
 from unigrad_fast.pipelines import recipe
-from unigrad_fast.validation import Node, keys
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import Node, keys
 
 
 def refusal(*arguments: str) -> list[str]:

@@ -111,7 +111,7 @@ print([name for name in {HEAVY} if name in sys.modules])
 def test_importing_everything_touches_neither_cuda_nor_deepspeed_nor_dali(tmp_path):
     code = """
 import sys, torch
-import unigrad_fast.objectives, unigrad_fast.kernels, unigrad_fast.pipelines, unigrad_fast.model
+import unigrad_fast.objectives, unigrad_fast.kernels, unigrad_fast.pipelines, unigrad_fast.networks.encoder
 from unigrad_fast.pipelines import Loader, Manifest
 print(torch.cuda.is_initialized(), "deepspeed" in sys.modules, "nvidia.dali" in sys.modules)
 """

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
-from unigrad_fast.errors import DataError, UserError
 from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe
-from unigrad_fast.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
+from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
 
 DEFAULT_RECIPE = "imagenet_100ep"
 

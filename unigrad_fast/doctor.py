@@ -30,15 +30,15 @@ from rich.table import Table
 from rich.text import Text
 
 from unigrad_fast.config import Config, Engine, resolve
-from unigrad_fast.errors import UserError
-from unigrad_fast.quiet import without_warnings
-from unigrad_fast.validation import allowed_values, count
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.quiet import without_warnings
+from unigrad_fast.runtime.validation import allowed_values, count
 
 if TYPE_CHECKING:
     import torch
 
-    from unigrad_fast.distributed import World
     from unigrad_fast.pipelines import Manifest
+    from unigrad_fast.runtime.process_group import World
 
 # Name, module, and what pip is told, which is what setup.py says.
 PACKAGES = (
@@ -101,15 +101,15 @@ def run(smoke: bool = True, verbose: bool = False) -> None:
         if unusable - OPTIONAL:
             refuse(found)
 
-        from unigrad_fast import distributed
+        from unigrad_fast.runtime import process_group
 
         with contextlib.ExitStack() as stack:
-            launch = distributed.launch_environment(os.environ)
+            launch = process_group.launch_environment(os.environ)
             if launch.size > 1:
                 refuse(found)  # before the others wait for this rank
                 console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}", highlight=False)
             try:
-                world = stack.enter_context(distributed.session())
+                world = stack.enter_context(process_group.session())
             except Exception as error:
                 if verbose:
                     traceback.print_exc()
@@ -211,7 +211,7 @@ def _import_error(module: str) -> Exception | None:
     """What a package's import raises; it is imported for good."""
     try:
         if module == "deepspeed":
-            from unigrad_fast.training.deepspeed_import import quiet_deepspeed
+            from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
             quiet_deepspeed()
         else:
@@ -389,8 +389,8 @@ def plan(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
     import torch
     from torch import nn
 
-    from unigrad_fast.precision import autocast_dtype
-    from unigrad_fast.sync_batch_norm import convert, is_alone
+    from unigrad_fast.networks.batch_norm import convert, is_alone
+    from unigrad_fast.runtime.precision import autocast_dtype
 
     world = scene.world
     dtype = str(autocast_dtype("auto", world.device) or torch.float32).removeprefix("torch.")
@@ -469,8 +469,8 @@ def loading(scene: Scene) -> Callable[[], object]:
 def model_forward(scene: Scene) -> Callable[[], object]:
     import torch
 
-    from unigrad_fast.model import build_encoder
-    from unigrad_fast.precision import autocast_dtype
+    from unigrad_fast.networks.encoder import build_encoder
+    from unigrad_fast.runtime.precision import autocast_dtype
 
     config, world, _ = scene
     encoder, dtype = build_encoder(config.model, config.seed, world.device), autocast_dtype("auto", world.device)
@@ -502,7 +502,7 @@ def objective(scene: Scene) -> Callable[[], object]:
 def batch_norm(scene: Scene) -> Callable[[], object]:
     from torch import nn
 
-    from unigrad_fast.sync_batch_norm import convert
+    from unigrad_fast.networks.batch_norm import convert
 
     layer = convert(nn.BatchNorm1d(512), scene.world.device.type).to(scene.world.device)
     x = _random(scene, 512).requires_grad_()

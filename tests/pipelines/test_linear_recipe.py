@@ -6,11 +6,11 @@ import torch
 from PIL import Image
 
 from unigrad_fast.config import resolve
-from unigrad_fast.errors import UserError
 from unigrad_fast.pipelines import Loader, Manifest, recipe
 from unigrad_fast.pipelines.graph import inputs
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.runtime.errors import UserError
 
 COLOURS = [(220, 60, 40), (40, 200, 90), (60, 80, 210), (200, 180, 50)]
 

@@ -496,7 +496,7 @@ def test_waiting_storage_is_read_in_threads(monkeypatch):
 
 
 def test_copy_of_shards_is_the_same_to_other_machines(packed, tmp_path):
-    from unigrad_fast.images import digest
+    from unigrad_fast.images.manifests import digest
 
     copy = shutil.copytree(packed, tmp_path / "copy", copy_function=shutil.copyfile)
     assert digest(Manifest.open(copy)) == digest(Manifest.open(packed))

@@ -5,8 +5,8 @@ import torch
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast import config
-from unigrad_fast.checkpoint_files import Reader, latest
-from unigrad_fast.errors import UserError
+from unigrad_fast.checkpoints.files import Reader, latest
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import checkpoint
 
 CUTMIX = {"data__cutmix": {"probability": 1.0, "group": 8}}

@@ -13,9 +13,9 @@ from drawn_images import draw_tree
 from test_interruption import RECIPE, STEPS_PER_EPOCH, Run, losses, steps_logged
 from trainer_state import batches, changed, make_trainer, small_config, state
 
-from unigrad_fast.checkpoint_files import Reader, latest
-from unigrad_fast.distributed import World
+from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.pipelines import Failure, Manifest
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.bad_images import MOST_TOLD, BadImages
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from trainer_state import batches, make_trainer, small_config, smooth
 
-from unigrad_fast import checkpoint_files, sync_batch_norm
-from unigrad_fast.checkpoint_files import Piece, Reader, complete_checkpoints, latest, write, write_weights
-from unigrad_fast.errors import UserError
+from unigrad_fast.checkpoints import files
+from unigrad_fast.checkpoints.files import Piece, Reader, complete_checkpoints, latest, write, write_weights
+from unigrad_fast.checkpoints.weights import load_branch, load_encoder
+from unigrad_fast.networks import batch_norm
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import checkpoint
-from unigrad_fast.weights import load_branch, load_encoder
 
 WAYS = [(stage, ranks) for stage in (0, 1, 2) for ranks in (1, 2, 3)]  # of running
 _trainers: dict = {}  # of a worker process, by stage: building one takes longer than a step
@@ -38,7 +39,7 @@ def trainer_at(images: str, output: Path, stage: int):
 def write_two(images: str, output: Path, stage: int, start: Path) -> None:
     """Two checkpoints, one step apart, after a step from `start`, which makes momentum and F differ from zero."""
     trainer = trainer_at(images, output, stage)
-    with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+    with mock.patch.object(batch_norm, "is_alone", return_value=False):
         checkpoint.restore(trainer, Reader(latest(start)))
         for step in (1, 2):
             trainer.step(step, batches(trainer, step))
@@ -54,7 +55,7 @@ def write_start(images: str, output: Path) -> None:
 def read_and_step(images: str, source: Path, stage: int) -> tuple[list[str], dict[str, float]]:
     """Tensors that differ in a bit after loading; one step later, the error of each part of the state."""
     trainer = trainer_at(images, source, stage)
-    with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+    with mock.patch.object(batch_norm, "is_alone", return_value=False):
         reader = Reader(source / "checkpoints/step-00000002")
         checkpoint.restore(trainer, reader)
         differing = [name for name, ours, expected in pairs(trainer, reader) if not torch.equal(ours, expected)]
@@ -339,7 +340,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
     (root / ".unfinished-step-00000003-abc").mkdir()
     (root / ".removed-step-00000001-def").mkdir()
     (root / ".latest.unfinished-17").touch()
-    checkpoint_files.remove_leftovers(tmp_path)
+    files.remove_leftovers(tmp_path)
     assert sorted(os.listdir(root)) == ["latest", "step-00000001", "step-00000002"]
 
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from trainer_state import batches, changed, make_trainer, small_config, state
 
-from unigrad_fast.checkpoint_files import latest
-from unigrad_fast.errors import RunStopped
+from unigrad_fast.checkpoints.files import latest
 from unigrad_fast.pipelines import Batch
+from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.training.gate import FlatBuffers
-from unigrad_fast.training.trainer import report
+from unigrad_fast.training.loop import report
 
 
 def nan_image(trainer, stream: Iterator[Batch]) -> tuple[Iterator[Batch], Callable[[], None]]:

@@ -19,7 +19,7 @@ import torch
 from command_process import ENVIRONMENT, CommandProcess
 from drawn_images import draw_tree
 
-from unigrad_fast.checkpoint_files import Reader, latest
+from unigrad_fast.checkpoints.files import Reader, latest
 
 KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 8, 3
 DEADLINE = 240.0  # seconds that any wait may take

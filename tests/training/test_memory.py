@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trainer_state import batches, make_trainer, small_config
 
+from unigrad_fast.training.loop import report
 from unigrad_fast.training.telemetry import Telemetry
-from unigrad_fast.training.trainer import report
 
 STEPS, SETTLED = 2000, 300
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_process import ENVIRONMENT, CommandProcess
+from command_process import command
 from drawn_images import draw_tree
 
-from unigrad_fast.checkpoint_files import Reader, latest
+from unigrad_fast.checkpoints.files import Reader, latest
 
 SMALL = """
 recipe: cifar_subset
@@ -38,15 +36,6 @@ def data(tmp_path_factory) -> Path:
         shutil.copy(file, root / "flat" / f"{number}.jpg")
     (root / "small.yaml").write_text(SMALL)
     return root
-
-
-def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess:
-    """The command's result; with a launcher, or none (`()`), from a new interpreter."""
-    if launcher is None:
-        return CommandProcess(*arguments).end()
-    start = [sys.executable, "-m", *launcher, "unigrad_fast"]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def pretrain(data: Path, output: Path, *arguments, launcher=None) -> subprocess.CompletedProcess:

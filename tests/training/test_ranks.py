@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from trainer_state import batches, make_trainer, small_config, smooth
 
-from unigrad_fast import sync_batch_norm
-from unigrad_fast.checkpoint_files import Reader
+from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config
-from unigrad_fast.distributed import World
-from unigrad_fast.model import build_encoder
+from unigrad_fast.networks import batch_norm
+from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import UniGrad
+from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.optimizers import build_optimizer
-from unigrad_fast.training.schedules import learning_rate, target_momentum
 from unigrad_fast.training.target import make_target, update_target_
 from unigrad_fast.training.trainer import Trainer, build_loader
 
@@ -110,7 +110,7 @@ def loss_and_gradient(trainer: Trainer, step: int) -> tuple[float, dict[str, Ten
 
 def record(config, steps: int, folder: str) -> None:
     """A run at stage 0, with a checkpoint before every step."""
-    with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+    with mock.patch.object(batch_norm, "is_alone", return_value=False):
         trainer = smooth(make_trainer(config))
         for step in range(steps):
             checkpoint.save(trainer, {})
@@ -122,7 +122,7 @@ def record(config, steps: int, folder: str) -> None:
 def compare(config, steps: int, folder: str) -> list[tuple[float, float, float]]:
     """Per step from the recorded state: difference of the loss, error of the gradient, and of its worst tensor."""
     errors = []
-    with mock.patch.object(sync_batch_norm, "is_alone", return_value=False):
+    with mock.patch.object(batch_norm, "is_alone", return_value=False):
         trainer = smooth(make_trainer(config))
         for step in range(steps):
             checkpoint.restore(trainer, Reader(config.output / f"checkpoints/step-{step:08}"))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.distributed import World
 from unigrad_fast.pipelines import Batch, Manifest
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.trainer import Trainer
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.distributed import gather, on_all_ranks
-from unigrad_fast.errors import RunStopped
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
+from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.process_group import gather, on_all_ranks
 
 # Rows that travel at once: 0.5 GiB of fp32 at 2048 features.
 ROWS_AT_ONCE = 65_536

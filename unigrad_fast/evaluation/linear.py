@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unigrad_fast.config import Config
-from unigrad_fast.distributed import World, on_all_ranks
-from unigrad_fast.errors import RunStopped
 from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of, non_finite
+from unigrad_fast.optimization.lars import LARS
+from unigrad_fast.optimization.schedules import learning_rate
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Loader, Manifest
-from unigrad_fast.training.optimizers import LARS
+from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
 L2 = 1e-3  # penalty of the quick protocol on standardised features
@@ -137,7 +138,9 @@ class LinearProbe:
                 index = batch.index.to(world.device)
                 odd = torch.where(features.isfinite().all(dim=1), odd, index).amin().minimum(odd)
             dist.all_reduce(gradient)
-            optimizer.param_groups[0]["lr"] = peak * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer.param_groups[0]["lr"] = learning_rate(
+                step, steps, peak=peak, warmup_steps=0, kind="official", min_fraction=0.0
+            )
             optimizer.step()
             gradient.zero_()
             epoch, rest = divmod(step + 1, steps_per_epoch)

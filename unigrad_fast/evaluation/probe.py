@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from unigrad_fast.config import Config
-from unigrad_fast.distributed import World
 from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.process_group import World
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from unigrad_fast.distributed import World, gather, on_all_ranks
-from unigrad_fast.errors import DataError, RunStopped
 from unigrad_fast.pipelines import Failure, Manifest
+from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 
 FILE = "bad_images.jsonl"
 SHOWN = 5  # in the message of a run that stops

@@ -14,20 +14,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from unigrad_fast import checkpoint_files, images
-from unigrad_fast.checkpoint_files import Piece, Reader
+from unigrad_fast.checkpoints import files
+from unigrad_fast.checkpoints.files import Piece, Reader
 from unigrad_fast.config import Config, contradictions
-from unigrad_fast.distributed import World, gather, on_all_ranks
-from unigrad_fast.errors import UserError
+from unigrad_fast.images import manifests
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.training.fragments import Fragment, whole
-
-if TYPE_CHECKING:
-    from unigrad_fast.training.trainer import Trainer
+from unigrad_fast.training.trainer import Trainer
 
 LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares
 
@@ -55,7 +54,7 @@ def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
     }
     world = trainer.world
     pieces = _shares(state(trainer), world)
-    folder = checkpoint_files.write(config.output, step, pieces, about, rank=world.rank)
+    folder = files.write(config.output, step, pieces, about, rank=world.rank)
     if world.rank == 0:
         prune(config.output, config.checkpoint.keep, config.checkpoint.keep_every * trainer.steps_per_epoch)
     return folder
@@ -151,7 +150,7 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
 def _dangling_pointer(run: Path) -> str | None:
     """What is wrong with the pointer to the newest checkpoint; None when nothing is."""
     try:
-        checkpoint_files.latest(run)
+        files.latest(run)
     except UserError as error:
         return str(error).partition("; ")[0]
     return None
@@ -160,8 +159,8 @@ def _dangling_pointer(run: Path) -> str | None:
 def _candidates(run: Path, fall_back: bool) -> list[Path]:
     """Checkpoints to go on from, the best first."""
     if fall_back:
-        return checkpoint_files.complete_checkpoints(run)[::-1]
-    newest = checkpoint_files.latest(run)
+        return files.complete_checkpoints(run)[::-1]
+    newest = files.latest(run)
     return [] if newest is None else [newest]
 
 
@@ -179,7 +178,7 @@ def _require_same(config: Config, reader: Reader) -> None:
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
     """Raises UserError when the training images are not those that the checkpoint was made with."""
     remembered = reader.about.get("images")
-    if remembered is not None and not images.are_the_same(remembered, train):
+    if remembered is not None and not manifests.are_the_same(remembered, train):
         raise UserError(
             f"data.train = {config.data.train}: holds other images than those that the run in {config.output} began "
             f"with (other names or number, or sizes in pixels); give those, or {_remedy()}"
@@ -191,12 +190,12 @@ def prune(run: Path, keep: int, keep_every: int) -> None:
 
     Later ones than `latest` names are left alone and not counted: damaged ones, behind which the run fell back.
     """
-    newest = checkpoint_files.latest(run)
-    behind = [folder for folder in checkpoint_files.complete_checkpoints(run) if folder <= newest]
+    newest = files.latest(run)
+    behind = [folder for folder in files.complete_checkpoints(run) if folder <= newest]
     for folder in behind[:-keep]:
         step = int(folder.name.removeprefix("step-"))
         if not keep_every or step % keep_every:
-            checkpoint_files.remove(folder)
+            files.remove(folder)
 
 
 def _remedy() -> str:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unigrad_fast import config
-from unigrad_fast.training.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 from unigrad_fast.training.optimizers import SGD
 
 

@@ -14,8 +14,8 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from unigrad_fast.distributed import gather
-from unigrad_fast.errors import UserError
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import gather
 from unigrad_fast.training.optimizers import SGD
 
 

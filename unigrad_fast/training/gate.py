@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.errors import RunStopped
+from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.training.host_copy import HostCopy
 
 

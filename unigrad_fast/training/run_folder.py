@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import yaml
 
-from unigrad_fast import checkpoint_files
+from unigrad_fast.checkpoints import files
 from unigrad_fast.config import Config, contradictions, to_yaml
-from unigrad_fast.distributed import World, on_all_ranks
-from unigrad_fast.errors import UserError
-from unigrad_fast.whole_file import write_whole
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World, on_all_ranks
+from unigrad_fast.runtime.whole_file import write_whole
 
 LOCK = ".lock"
 
@@ -61,6 +61,6 @@ def _occupy(config: Config) -> int:
                 f"output = {run}: another process trains in this folder; end it first, or give another folder"
             ) from None
         # A file system without locks: nothing to be done about it.
-    checkpoint_files.remove_leftovers(run)
+    files.remove_leftovers(run)
     write_whole(run / "config.yaml", to_yaml(config).encode())
     return lock

@@ -35,8 +35,8 @@ from rich.text import Text
 
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.phases import PHASES
-from unigrad_fast.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

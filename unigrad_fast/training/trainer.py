@@ -1,170 +1,34 @@
-"""Pretraining, top to bottom: build the parts, walk through the steps, evaluate, save, report."""
+"""The state of a run, and one step of it: every stage by name, in the order of the data."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from unigrad_fast import distributed
 from unigrad_fast.config import Config
-from unigrad_fast.distributed import World, gather, on_all_ranks
-from unigrad_fast.errors import DataError, Preempted, RunStopped, UserError
-from unigrad_fast.evaluation.probe import KNNProbe
-from unigrad_fast.images import identity, read_manifests
+from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.ops import use_triton
-from unigrad_fast.model import build_encoder
+from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
+from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
-from unigrad_fast.precision import autocast_dtype
-from unigrad_fast.training import checkpoint
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.precision import autocast_dtype
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.bad_images import BadImages
-from unigrad_fast.training.curves import draw
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.phases import PhaseClock
-from unigrad_fast.training.preemption import Preemption
-from unigrad_fast.training.run_folder import occupied, require_same_run
-from unigrad_fast.training.schedules import learning_rate, target_momentum
 from unigrad_fast.training.target import make_target, update_target_
-from unigrad_fast.training.telemetry import Telemetry
-from unigrad_fast.validation import count
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
-
-
-def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> None:
-    """Pretrain as the configuration says; everything is written to `config.output`, which must be set.
-
-    A run whose folder holds a checkpoint goes on from it, and ends with the numbers it would have had.
-
-    Args:
-        fall_back: where the newest checkpoint is damaged, go on from the newest intact one.
-
-    Raises:
-        UserError, DataError: input that cannot work, before anything is written.
-        RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
-            be written.
-        Preempted: SIGTERM or SIGUSR1 came, and the state is saved.
-    """
-    with distributed.session() as world, Preemption() as preemption:
-        saved, warnings = checkpoint.find(config, world, fall_back)
-        if saved is None:
-            on_all_ranks(lambda: require_same_run(config))
-        with preemption.nothing_to_save("the images were being listed; nothing was done"):
-            train, val, said = read_manifests(config, world)
-        if saved is not None:
-            on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
-        trainer = Trainer(config, world, train, verbose)
-        obstacle = KNNProbe.obstacle(train, val)
-        probe = KNNProbe(config, world, train, val) if obstacle is None else None
-        with occupied(config, world):
-            progress = None
-            if saved is not None:
-                checkpoint.restore(trainer, saved)
-                progress = saved.about["progress"]
-            lengths = trainer.total_steps, trainer.steps_per_epoch
-            with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, obstacle)
-                for warning in warnings + said:
-                    telemetry.warn(warning)
-                run(trainer, telemetry, probe, preemption)
-
-
-def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
-    """The loop over all steps that are left, with its evaluations, savings and reports."""
-    if trainer.steps_done == trainer.total_steps and (trainer.config.output / "summary.json").exists():
-        telemetry.say("this run is complete; there is nothing left to do")
-        return
-    batches = trainer.loader.iterate(
-        start_step=trainer.steps_done * trainer.accumulation,
-        stop_step=trainer.total_steps * trainer.accumulation,
-    )
-    evaluate(trainer, telemetry, probe, preemption)
-    while trainer.steps_done < trainer.total_steps:
-        try:
-            waited = trainer.step(trainer.steps_done, batches)
-        except DataError as error:
-            # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
-            if trainer.world.size == trainer.accumulation == 1:
-                tell_bad_images(trainer, telemetry)
-                save(trainer, telemetry)
-            raise RunStopped(str(error)) from None
-        report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
-        telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
-
-        preempted, bad = preemption.agreed(trainer.bad_images.waiting)
-        if preempted or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
-            report(trainer, telemetry, before=trainer.steps_done)
-            tell_bad_images(trainer, telemetry)
-            save(trainer, telemetry)
-        elif bad:
-            tell_bad_images(trainer, telemetry)
-        if preempted:
-            raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
-        evaluate(trainer, telemetry, probe, preemption)
-    conclude(trainer, telemetry, probe)
-
-
-def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
-    """Hand the metrics of the steps before `before` to the telemetry, and stop a run that only drops steps."""
-    try:
-        skipped = trainer.gate.check(before)
-    except RunStopped:
-        save(trainer, telemetry)
-        raise
-    for step, metrics in trainer.metrics(before):
-        telemetry.log_train(step + 1, {**metrics, "skipped_steps": skipped})
-
-
-def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
-    """Exchange what was found to be bad, and stop a run in which that is too much; all ranks call this together."""
-    try:
-        messages = trainer.bad_images.exchange()
-    except OSError as error:
-        raise RunStopped(f"{error.filename or trainer.bad_images.path} cannot be written: {error.strerror}") from None
-    trainer.loader.leave_out(trainer.bad_images.latest)
-    for message in messages:
-        telemetry.warn(message)
-    try:
-        trainer.bad_images.require_few()
-    except RunStopped:
-        save(trainer, telemetry)
-        raise
-
-
-def save(trainer: Trainer, telemetry: Telemetry) -> None:
-    """Write a checkpoint, or stop the run."""
-    try:
-        checkpoint.save(trainer, telemetry.progress_so_far())
-    except OSError as error:
-        raise RunStopped(
-            f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
-            f"written: {error.strerror}; earlier ones are as they were, and the same command goes on from the newest"
-        ) from None
-
-
-def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
-    """Judge the encoder where that is due and was not done, as it may have been before the run was resumed."""
-    step = trainer.steps_done
-    if probe is None or not trainer.is_evaluation_due() or gather(telemetry.evaluated(step))[0]:
-        return
-    saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
-    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
-        try:
-            result = probe(trainer.online.module.backbone, trainer.dtype)
-        except DataError as error:
-            raise RunStopped(str(error)) from None
-        telemetry.log_knn(step, result)
-        for line in result.left_out:
-            telemetry.warn(line, step)
 
 
 class Trainer:
@@ -343,57 +207,4 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         hw_decoder_load=config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
         known=known,
-    )
-
-
-def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle: str | None) -> None:
-    """Say what is going to happen, in a few lines, and warn of what costs accuracy."""
-    config, world = trainer.config, trainer.world
-    projector = config.model.projector
-    classes = f" in {count(len(train.classes), 'class')}" if train.has_labels else ""
-    parameters = sum(p.numel() for p in trainer.online.module.parameters()) / 1e6
-    telemetry.say(
-        f"{config.model.backbone}, projector {projector.depth} x {projector.width}, {parameters:.1f} M parameters; "
-        f"{trainer.dtype or torch.float32} on {world.size} x {world.device.type}".replace("torch.", "")
-    )
-    telemetry.say(
-        f"{len(train):,} images{classes}, "
-        f"{count(config.schedule.epochs, 'epoch')} of {count(trainer.steps_per_epoch, 'step')}, "
-        f"batch {config.data.batch_size}, {described(config)}, seed {config.seed}; run folder {config.output}"
-    )
-    if 0 < trainer.steps_done < trainer.total_steps:
-        telemetry.resumed()
-    if said := trainer.bad_images.told_at_start():
-        telemetry.warn(said)
-    if obstacle is not None and config.data.val is None:
-        telemetry.say(f"evaluation is off: {obstacle}")
-    elif obstacle is not None:
-        telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
-    if world.size > 1 and not config.model.sync_batch_norm:
-        telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
-
-
-def described(config: Config) -> str:
-    """The views of a run and what is done to them, in a few words."""
-    sizes = [view.size for view in config.data.views()]
-    views = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes)) + " px"
-    if config.data.growth():
-        views += f" from {config.data.progressive.start_size} px in {config.data.progressive.epochs} epochs"
-    return views + (", CutMix" if config.data.cutmix.probability else "")
-
-
-def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:
-    """Draw the curves, and show the final table with the commands to type next."""
-    if trainer.world.rank != 0:
-        return
-    run = trainer.config.output
-    if run.is_relative_to(Path.cwd()):
-        run = run.relative_to(Path.cwd())
-    draw(trainer.config.output)
-    commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
-    if probe is not None:
-        commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
-    telemetry.finish(
-        {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
-        commands,
     )

@@ -1,0 +1,250 @@
+"""Exported weights: they load strictly where they should, say what they are, and are written whole or not at all."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import unigrad_fast
+from unigrad_fast import cli
+from unigrad_fast.checkpoints import export
+from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.checkpoints.weights import load_encoder
+from unigrad_fast.config import Config, resolve, to_yaml
+from unigrad_fast.networks.encoder import build_backbone
+
+CLASSES = ["cat", "dog", "eel"]
+
+
+@pytest.fixture(autouse=True)
+def _emptied(tmp_path: Path) -> Iterator[None]:
+    """Weights fill a disk when the folders of many tests are kept."""
+    yield
+    shutil.rmtree(tmp_path)
+
+
+def make_run(folder: Path, backbone: str = "resnet18", stem: str = "imagenet", step: int = 30) -> Config:
+    """A run of random weights, other ones in each branch."""
+    model = {"backbone": backbone, "stem": stem, "projector": {"depth": 1, "width": 4}}
+    config = resolve("quickstart", {"model": model, "output": folder})
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    tensors = {}
+    for seed, branch in enumerate(("online", "target")):
+        torch.manual_seed(seed)
+        state = build_backbone(backbone, stem).state_dict()
+        for name, tensor in state.items():
+            if name.endswith(("running_mean", "running_var")):
+                tensor.uniform_(0.5, 1.5)
+            tensors[f"{branch}.backbone.{name}"] = tensor
+    write_weights(folder, tensors, step, step / 20, config.model_dump(mode="json"))
+    return config
+
+
+def make_probe(run: Path, width: int = 512, **about: str) -> dict[str, torch.Tensor]:
+    probe = {"weight": torch.randn(len(CLASSES), width), "bias": torch.randn(len(CLASSES))}
+    known = {"step": "30", "classes": json.dumps(CLASSES), "protocol": "linear probe", "accuracy": "71.5"}
+    save_file(probe, run / "linear.safetensors", known | about)
+    return probe
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def exported(capsys: pytest.CaptureFixture, *arguments) -> list[str]:
+    """The lines of Python that a successful export prints."""
+    assert cli.main(["export", *map(str, arguments)]) == 0
+    return [line.strip() for line in capsys.readouterr().out.partition("Load it with:\n")[2].splitlines()]
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments) -> str:
+    assert cli.main(["export", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    return error
+
+
+def executed(lines: list[str]) -> torch.nn.Module:
+    """The model that the printed lines make."""
+    assert len(lines) == 3
+    names: dict = {}
+    exec("\n".join(lines), names)
+    return names["model"].eval()
+
+
+@pytest.mark.parametrize(
+    ("backbone", "format"), [("resnet18", "torchvision"), ("resnet18", "safetensors"), ("resnet50", "torchvision")]
+)
+def test_printed_lines_load_the_online_backbone_into_torchvision(backbone, format, tmp_path, capsys):
+    config = make_run(tmp_path / "run", backbone)
+    lines = exported(capsys, tmp_path / "run", "--format", format)
+    model = executed(lines)
+    assert type(model) is torchvision.models.ResNet and "unigrad" not in "".join(lines[:2])
+    original = build_backbone(backbone, config.model.stem).eval()
+    load_encoder(tmp_path / "run", original)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model(images), original(images))
+
+
+@pytest.mark.parametrize("format", ["torchvision", "safetensors"])
+def test_the_linear_probe_becomes_the_classifier(format, run, capsys):
+    probe = make_probe(run)
+    model = executed(exported(capsys, run, "--format", format, "--with_linear", "true"))
+    backbone = build_backbone("resnet18").eval()
+    load_encoder(run, backbone)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(backbone(images), probe["weight"], probe["bias"])
+        assert torch.equal(model(images), expected)
+
+
+def test_a_pth_file_is_a_plain_state_dict_of_torchvision_alone(run, capsys):
+    exported(capsys, run, "--format", "torchvision")
+    state = torch.load(run / "export/resnet18-online-epoch1.5.pth", weights_only=True)
+    expected = torchvision.models.resnet18()
+    expected.fc = torch.nn.Identity()
+    assert type(state) is dict
+    assert list(state) == list(expected.state_dict())
+
+
+def test_the_target_branch_has_its_own_weights(run, capsys):
+    exported(capsys, run)
+    exported(capsys, run, "--branch", "target")
+    online = load_file(run / "export/resnet18-online-epoch1.5.safetensors")
+    target = load_file(run / "export/resnet18-target-epoch1.5.safetensors")
+    torch.manual_seed(1)
+    assert torch.equal(target["conv1.weight"], build_backbone("resnet18").conv1.weight)
+    assert not torch.equal(online["conv1.weight"], target["conv1.weight"])
+
+
+@pytest.mark.parametrize("with_linear", ["false", "true"])
+def test_a_small_stem_is_no_torchvision_model_but_loads_here(with_linear, tmp_path, capsys):
+    make_run(tmp_path / "run", stem="small")
+    make_probe(tmp_path / "run")
+    error = refused(capsys, tmp_path / "run", "--format", "torchvision")
+    assert "model.stem = small" in error and "--format safetensors" in error
+    assert not (tmp_path / "run/export").exists()
+    model = executed(exported(capsys, tmp_path / "run", "--with_linear", with_linear))
+    assert model(torch.randn(1, 3, 16, 16)).shape == (1, 3 if with_linear == "true" else 512)
+    added = "-linear" if with_linear == "true" else ""
+    with safe_open(tmp_path / f"run/export/resnet18-online-epoch1.5{added}.safetensors", "pt") as file:
+        assert file.metadata()["stem"] == "small"
+
+
+def test_the_description_says_what_the_file_is(run, capsys):
+    make_probe(run)
+    exported(capsys, run, "--with_linear", "true")
+    path = run / "export/resnet18-online-epoch1.5-linear.safetensors"
+    about = json.loads(path.with_name(f"{path.name}.json").read_text())
+    commit = about.pop("commit")
+    assert commit
+    assert about == {
+        "recipe": "quickstart",
+        "backbone": "resnet18",
+        "stem": "imagenet",
+        "branch": "online",
+        "epoch": 1.5,
+        "step": 30,
+        "image_size": 48,
+        "crop_fraction": 1.0,
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+        "version": unigrad_fast.__version__,
+        "linear": {"step": 30, "classes": CLASSES, "protocol": "linear probe", "accuracy": 71.5},
+        "file": path.name,
+        "format": "safetensors",
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    with safe_open(path, "pt") as file:
+        inside = file.metadata()
+    assert json.loads(inside["linear"]) == about["linear"]
+    assert (inside["recipe"], inside["step"], json.loads(inside["mean"])) == ("quickstart", "30", about["mean"])
+
+
+def test_the_commit_of_an_installed_package_is_unknown_even_inside_a_checkout(run, capsys, monkeypatch, tmp_path):
+    (tmp_path / "site/unigrad_fast").mkdir(parents=True)
+    commit = "git init -q && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m another"
+    subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
+    monkeypatch.setattr(unigrad_fast, "__file__", str(tmp_path / "site/unigrad_fast/__init__.py"))
+    exported(capsys, run)
+    assert json.loads((run / "export/resnet18-online-epoch1.5.safetensors.json").read_text())["commit"] == "unknown"
+
+
+def test_a_probe_that_is_missing_or_does_not_belong_to_the_weights_is_refused(run, capsys):
+    arguments = (run, "--with_linear", "true")
+    assert f"unigrad-fast evaluate linear {run}" in refused(capsys, *arguments)
+    make_probe(run, step="20")
+    error = refused(capsys, *arguments)
+    assert "step 20" in error and "step 30" in error and f"unigrad-fast evaluate linear {run}" in error
+    make_probe(run, width=2048)
+    assert "size mismatch for fc.weight" in refused(capsys, *arguments)
+    make_probe(run)
+    assert "trained on the online branch" in refused(capsys, *arguments, "--branch", "target")
+    (run / "linear.safetensors").write_bytes(b"damaged")
+    assert "damaged" in refused(capsys, *arguments)
+    assert not list((run / "export").iterdir())
+
+
+@pytest.mark.parametrize("name", ["encoder.pth", "encoder.pt", "encoder.safetensors"])
+def test_the_ending_of_the_output_chooses_the_format(name, run, capsys, tmp_path):
+    exported(capsys, run, "--output", tmp_path / name)
+    about = json.loads((tmp_path / f"{name}.json").read_text())
+    assert about["format"] == ("safetensors" if name.endswith("safetensors") else "torchvision")
+    assert not (run / "export").exists()
+
+
+def test_an_ending_of_the_other_format_is_refused(run, capsys, tmp_path):
+    error = refused(capsys, run, "--output", tmp_path / "encoder.pth", "--format", "safetensors")
+    assert "--format torchvision" in error
+
+
+def test_wrong_outputs_are_refused_before_any_work(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "load_branch", lambda *_: pytest.fail("worked"))
+    assert "no folder" in refused(capsys, run, "--output", tmp_path / "absent/encoder.pth")
+    assert "is a folder" in refused(capsys, run, "--output", tmp_path)
+    (run / "export").write_text("a file in the way")
+    assert "cannot be made" in refused(capsys, run)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may write everywhere
+    assert "not writable" in refused(capsys, run, "--output", tmp_path / "encoder.pth")
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "encoder.safetensors"
+    exported(capsys, run, "--output", path)
+    before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()}
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(["export", str(run), "--branch", "target", "--output", str(path)]) == 3
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == before
+    monkeypatch.undo()
+    exported(capsys, run, "--branch", "target", "--output", path)
+    assert path.read_bytes() != before[path.name]
+
+
+def test_a_folder_without_run_or_weights_is_refused(tmp_path, capsys):
+    assert "no run there" in refused(capsys, tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert "no checkpoint there" in refused(capsys, tmp_path)
+
+
+def test_weights_of_another_model_are_refused(run, capsys):
+    config = resolve("quickstart", {"model": {"backbone": "resnet34"}})
+    (run / "config.yaml").write_text(to_yaml(config))
+    assert "do not fit its configuration" in refused(capsys, run)

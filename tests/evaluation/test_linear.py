@@ -1,0 +1,332 @@
+"""The linear probe: both protocols, any number of ranks, every image once; and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from command_process import command
+from drawn_images import draw_tree
+from safetensors.torch import load_file
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+
+from unigrad_fast.config import resolve
+from unigrad_fast.evaluation import linear
+from unigrad_fast.evaluation.linear import LinearProbe, Schedule, fit, fold, standardisation
+from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.process_group import World
+
+EPOCHS = 40
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """train: 96 images of six classes; val: 103 of them, which no number of ranks divides."""
+    root = tmp_path_factory.mktemp("linear")
+    draw_tree(root / "train", per_class=16, classes=6)
+    draw_tree(root / "val", per_class=18, classes=6)
+    for name in range(13, 18):
+        (root / f"val/class5/{name:03}.jpg").unlink()
+    return root
+
+
+class Spectrum(nn.Module):
+    """Images [N, 3, S, S] to the magnitudes of their frequencies, which tell stripes of one direction from others."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.fft.rfft2(images.mean(1)).abs().flatten(1) / 16
+
+
+def probe(
+    data: Path,
+    backbone: nn.Module | None = None,
+    images_at_once: int = 256,
+    max_bad_fraction: float = 0.03,
+    say: Callable[[str], None] = lambda line: None,
+) -> LinearProbe:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
+    parts = {
+        "data": {"image_size": 16, "max_bad_fraction": max_bad_fraction},
+        "evaluation": {"batch_size": images_at_once},
+    }
+    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    train, val = (Manifest.from_folder(data / part) for part in ("train", "val"))
+    return LinearProbe(config, world, train, val, backbone or Spectrum(), None, say)
+
+
+def synthetic_features() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    labels = torch.arange(300) % 4
+    centres = torch.randn(4, 20)
+    return (centres[labels] + 1.5 * torch.randn(300, 20)) * torch.linspace(0.1, 30, 20) + 5, labels
+
+
+def fit_share() -> tuple[Tensor, Tensor]:
+    features, labels = synthetic_features()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own, own_labels = features[rank::size].clone(), labels[rank::size]
+    mean, deviation = standardisation(own, len(features))
+    classifier = fit((own - mean) / deviation, own_labels, 4, len(features), torch.device("cpu"))
+    fold(classifier, mean, deviation)
+    return classifier.weight.detach(), classifier.bias.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_quick_fit_is_that_of_scikit_learn_on_any_number_of_ranks(workers, ranks):
+    features, labels = synthetic_features()
+    standard = (features - features.mean(0)) / features.std(0, correction=0)
+    model = LogisticRegression(C=1 / (linear.L2 * len(labels)), max_iter=10_000, tol=1e-8)
+    expected = torch.from_numpy(model.fit(standard, labels).predict_proba(standard))
+    for weight, bias in workers(ranks).run(fit_share):
+        ours = (features @ weight.T + bias).softmax(1)
+        assert (ours - expected).abs().max() < 2e-3
+
+
+def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Tensor]:
+    lines: list[str] = []
+    made = probe(data, say=lines.append)
+    if protocol == "quick":
+        classifier = made.quick()
+    else:
+        classifier = made.paper(Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
+    result = made.judge(classifier)
+    return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
+
+
+@pytest.mark.parametrize("protocol", ["quick", "paper"])
+def test_a_probe_learns_and_gives_the_same_on_any_number_of_ranks(data, workers, protocol):
+    (alone,) = workers(1).run(judged, data, protocol)
+    accuracy, top5, images, lines, weight = alone
+    assert images == 103 and accuracy > 45 and top5 > 90  # chance: 17 and 83
+    if protocol == "paper":
+        losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
+        assert len(losses) == EPOCHS and losses[-1] < losses[0]
+        right = [float(line.split("crops ")[1].split()[0]) for line in lines]
+        assert 0 <= right[0] <= 100 and right[-1] > 25  # chance: 17
+        assert lines[0].startswith("epoch 1/40  loss ") and "lr" in lines[0]
+    for ranks in (2, 3):
+        for other in workers(ranks).run(judged, data, protocol):
+            assert other[2] == 103
+            assert abs(other[0] - accuracy) <= 1.0
+            assert (other[4] - weight).norm() <= (1e-4 if protocol == "paper" else 2e-2) * weight.norm()
+
+
+def count_once(data: Path) -> tuple[int, int]:
+    made = probe(data)
+    seen: list[int] = []
+    original = linear.features_of
+
+    def watch(*arguments):
+        for features, index in original(*arguments):
+            seen.extend(index.tolist())
+            yield features, index
+
+    with mock.patch.object(linear, "features_of", watch):
+        made.judge(nn.Linear(16 * 9, 6))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_validation_image_is_counted_once(data, workers, ranks):
+    seen = [index for part in workers(ranks).run(count_once, data) for index in part]
+    assert sorted(seen) == list(range(103))
+
+
+class BrokenOnRank1(Spectrum):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * (torch.nan if dist.get_rank() == 1 else 1.0)
+
+
+def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0, bad: float = 0.01) -> str:
+    made = probe(data, backbone, max_bad_fraction=bad)
+    try:
+        if protocol == "quick":
+            made.quick()
+        elif protocol == "paper":
+            made.paper(Schedule(epochs=2, batch_size=48, base_lr=base_lr))
+        else:
+            made.judge(nn.Linear(16 * 9, 6))
+    except (RunStopped, DataError) as error:
+        return f"{type(error).__name__} {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("protocol", ["quick", "paper", "judge"])
+def test_features_that_are_not_finite_on_one_rank_stop_all(data, workers, protocol):
+    messages = workers(2).run(stopped, data, BrokenOnRank1(), protocol)
+    assert messages[0].startswith(f"RunStopped non-finite features, first for {data}") and len(set(messages)) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_probe(data, workers):
+    (message,) = workers(1).run(stopped, data, Spectrum(), "paper", 1e38)
+    assert message.startswith("RunStopped the loss is not finite in epoch") and "lower base_lr = 1e+38" in message
+
+
+@pytest.fixture
+def damaged(data, tmp_path) -> Path:
+    """The same images, of which two for training and one for validation are cut off; their headers are whole."""
+    for part in ("train", "val"):
+        shutil.copytree(data / part, tmp_path / "damaged" / part)
+    for name in BAD:
+        image = tmp_path / "damaged" / name
+        content = image.read_bytes()
+        image.write_bytes(content[: int(0.9 * len(content))])
+    return tmp_path / "damaged"
+
+
+BAD = ("train/class3/005.jpg", "train/class4/001.jpg", "val/class0/003.jpg")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, workers, ranks):
+    made = workers(ranks).run(judged, damaged, "quick")
+    for name in BAD:
+        (damaged / name).unlink()
+    (expected,) = workers(1).run(judged, damaged, "quick")
+    for accuracy, top5, images, lines, weight in made:
+        assert images == expected[2] == 102
+        assert abs(accuracy - expected[0]) <= 1.0 and abs(top5 - expected[1]) <= 1.0
+        assert (weight - expected[4]).norm() <= 2e-2 * expected[4].norm()
+        train, val = lines
+        assert train.startswith("2 of 96 training images could not be used and were left out, first ")
+        assert f"{damaged}/{BAD[0]}: " in train
+        assert val.startswith(f"1 of 103 validation images could not be used and was left out, {damaged}/{BAD[2]}: ")
+
+
+def trained(data: Path) -> list[str]:
+    lines: list[str] = []
+    probe(data, say=lines.append).paper(Schedule(epochs=2, batch_size=96))
+    return lines
+
+
+def test_the_papers_protocol_replaces_images_that_cannot_be_used_and_says_so_once(damaged, workers):
+    for lines in workers(2).run(trained, damaged):
+        told, *epochs = lines
+        start = "2 of 96 training images could not be used and were replaced by others, first "
+        assert told.startswith(f"{start}{damaged}/{BAD[0]}: ")
+        assert [line.partition("  ")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+
+
+@pytest.mark.parametrize("protocol", ["quick", "paper", "judge"])
+def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, protocol):
+    messages = workers(2).run(stopped, damaged, Spectrum(), protocol, 1.0, 0.005)
+    assert "cannot be used, more than data.max_bad_fraction = 0.005 allows, first " in messages[0]
+    assert messages[0].startswith("RunStopped ") and len(set(messages)) == 1
+
+
+def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
+    lines: list[str] = []
+    classifier = probe(data, images_at_once=images_at_once, say=lines.append).paper(Schedule(2, 48, 10.0))
+    return lines, classifier.weight.detach(), classifier.bias.detach()
+
+
+def test_a_batch_that_is_too_large_for_a_rank_is_worked_off_in_parts(data, workers):
+    (whole,), (parts,) = (workers(1).run(trained_in_parts, data, at_once) for at_once in (48, 10))
+    assert parts[0] == whole[0]
+    for one, other in zip(whole[1:], parts[1:], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "most", "parts"),
+    [(4096, 8, 256, 2), (4096, 1, 256, 16), (96, 2, 256, 1), (4096, 3, 256, 1)],
+)
+def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most, parts):
+    assert linear.micro_batches(batch_size, ranks, most) == parts
+
+
+def test_its_training_views_are_crops_and_flips_alone(data):
+    manifest = Manifest.from_folder(data / "train")
+    first, again = (
+        next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(1)))
+        for _ in range(2)
+    )
+    (view,) = first.views
+    assert view.shape == (96, 3, 24, 24) and torch.equal(view, again.views[0])
+    assert torch.equal(first.label, torch.as_tensor(manifest.labels)[first.index])
+    assert not torch.equal(
+        view, next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(2))).views[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "run"
+    given = {
+        "data.train": data / "train",
+        "data.val": data / "val",
+        "data.batch_size": 32,
+        "data.threads": 1,
+        "data.image_size": 16,
+    }
+    given |= {"schedule.epochs": 1, "model.projector.width": 32, "evaluation.every": 0, "engine.precision": "fp32"}
+    options = [word for key, value in given.items() for word in (f"--{key}", value)]
+    result = command("pretrain", "--recipe", "cifar_subset", "--output", output, *options)
+    assert result.returncode == 0, result.stderr
+    return output
+
+
+def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_path):
+    result = command("evaluate", "linear", run)
+    assert result.returncode == 0, result.stderr
+    assert "quick protocol (logistic regression" in result.stdout and "online backbone" in result.stdout
+    written = json.loads((run / "linear.json").read_text())
+    assert written["protocol"] == "quick" and written["images"] == 103
+    assert f"{written['accuracy']:.2f}" in result.stdout
+    exported = command("export", run, "--with_linear", "true", "--output", tmp_path / "model.safetensors")
+    assert exported.returncode == 0, exported.stderr
+    model = torchvision.models.resnet18(num_classes=6)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert json.loads((tmp_path / "model.safetensors.json").read_text())["linear"]["protocol"] == "quick"
+
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module")
+    options = ("--protocol", "paper", "--epochs", "2", "--batch_size", "32")
+    result = command("evaluate", "linear", run, *options, launcher=launcher)
+    assert result.returncode == 0, result.stderr
+    assert "paper protocol" in " ".join(result.stdout.split()) and "but epochs 2" in " ".join(result.stdout.split())
+    assert result.stdout.count("epoch 2/2") == 1
+    assert json.loads((run / "linear.json").read_text())["epochs"] == 2
+    assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
+
+
+def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    kept = config.read_text().replace(str(data), str(damaged))
+    config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0.03", kept))
+    for arguments in (("knn", tmp_path / "run", "--baselines", "true"), ("linear", tmp_path / "run")):
+        result = command("evaluate", *arguments)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(f"2 of 96 training images could not be used and were left out, first {damaged}") == 1
+        assert result.stdout.count("1 of 103 validation images could not be used and was left out, ") == 1
+    written = json.loads((tmp_path / "run/knn.json").read_text())
+    assert (written["queries"], written["bank"]) == (102, 94)
+    assert "102 validation images" in " ".join(result.stdout.split())
+    config.write_text(kept)
+    result = command("evaluate", "knn", tmp_path / "run")
+    assert result.returncode == 3 and "2 of 96 images cannot be used, more than" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--epochs", "3"), "epochs = 3: belongs to --protocol paper"),
+        (("--protocol", "slow"), "allowed is one of quick, paper"),
+        (("--protocol", "paper"), "cannot fill a batch of 4096"),
+    ],
+)
+def test_what_cannot_work_is_refused(run, arguments, said):
+    result = command("evaluate", "linear", run, *arguments)
+    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,91 @@
+"""`data recipes`: every preset as the loader has it, within 100 columns, without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unigrad_fast import cli
+from unigrad_fast.images import presets
+from unigrad_fast.pipelines import RECIPES, DataError, recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    assert cli.main(["data", "recipes", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_preset_stands_there_with_its_source_and_fits_100_columns(capsys):
+    lines = printed(capsys).splitlines()
+    assert max(map(len, lines)) <= 100
+    for name, preset in RECIPES.items():
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1
+        assert f"  {name:9}  {preset.source}" in lines
+    assert not any("…" in line for line in lines)
+
+
+def test_rows_are_the_distinct_views_with_their_numbers():
+    byol = [row for row in presets.rows() if row[0] == "byol" or row[1] == "global 2"][:2]
+    same = ["224", "0.08–1", "3/4–4/3", "bicubic", "0.4 0.4 0.2 0.1", "0.8", "0.2"]
+    assert byol == [
+        ["byol", "global 1", *same, "1", "0.1–2", "–", "0.5"],
+        ["", "global 2", *same, "0.1", "0.1–2", "0.2", "0.5"],
+    ]
+    rows = list(presets.rows())
+    multicrop = [row[0] for row in rows].index("multicrop")
+    assert [row[:4] for row in rows[multicrop : multicrop + 2]] == [
+        ["multicrop", "2 global", "224", "0.4–1"],
+        ["", "6 local", "96", "0.05–0.4"],
+    ]
+    assert rows[-1] == ["linear", "1 global", "224", "0.08–1", "3/4–4/3", "bilinear", *"––––––", "0.5"]
+
+
+def test_rows_count_all_views():
+    numbers = [which.split()[0] for _, which, *_ in presets.rows()]
+    counted = sum(1 if number == "global" else int(number) for number in numbers)
+    assert counted == sum(len(preset.views) for preset in RECIPES.values())
+
+
+def test_markdown_is_a_table_of_the_same_cells(capsys):
+    table, sources = printed(capsys, "--markdown", "true").rstrip("\n").split("\n\n")
+    head, rule, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert len(head) == len(rule) == len(presets.COLUMNS)
+    assert [[line[0].strip("`"), *line[1:]] for line in lines] == list(presets.rows())
+    assert sources.splitlines() == [f"- `{name}`: {preset.source}" for name, preset in RECIPES.items()]
+
+
+def test_the_documentation_holds_this_table():
+    assert presets.as_markdown().strip() in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_names_every_preset_for_pretraining_with_its_sizes_and_scales():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for name, preset in RECIPES.items():
+        if name == "linear":
+            continue
+        (line,) = [line for line in lines if line.startswith(f"| `{name}` | 2 ×")]
+        for size, (low, high) in {(view.size, view.scale) for view in preset.views}:
+            assert f"{size} ({low:g}–{high:g})" in line
+        assert ("bicubic" in line) == (preset.views[0].interpolation == "bicubic")
+
+
+def test_the_overrides_that_are_shown_exist():
+    words = presets.OVERRIDES.split("\n  ", 1)[1].split()
+    keys = [word.removeprefix("--data.") for word in words[::2]]
+    assert keys == ["recipe", "local_crops", "global_views.scale", "second_view.blur_probability", "local_views.size"]
+    changes = {"global_views": {"scale": (0.3, 1)}, "second_view": {"blur_probability": 0.2}}
+    views = recipe("multicrop", local_crops=4, local_views={"size": 64}, **changes)
+    assert len(views) == 6 and views[1].blur_probability == 0.2 and views[0].scale == (0.3, 1) and views[2].size == 64
+    with pytest.raises(DataError):
+        recipe("multicrop", local_views={"pixels": 64})
+
+
+def test_neither_torch_nor_dali_is_imported():
+    code = "import sys; from unigrad_fast import cli; cli.main(['data', 'recipes']); print(*sys.modules, sep='\\n')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "multicrop" in ended.stdout
+    assert not {"torch", "nvidia.dali", "PIL"} & set(ended.stdout.splitlines())

@@ -1,0 +1,78 @@
+"""Encoder: layout as in the paper, torchvision's keys, batch statistics by group of views."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from unigrad_fast.config import Model, Projector
+from unigrad_fast.networks.encoder import build_backbone, build_encoder, build_projector
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes) -> Model:
+    return Model(**{"backbone": "resnet18", "projector": Projector(width=16), **changes})
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "wide_resnet50_2"])
+def test_the_backbone_loads_strictly_into_torchvisions_model(name):
+    backbone = build_backbone(name)
+    reference = getattr(torchvision.models, name)()
+    assert backbone.feature_dim == reference.fc.in_features
+    reference.fc = nn.Identity()
+    reference.load_state_dict(backbone.state_dict(), strict=True)
+
+
+def test_residual_branches_start_at_zero():
+    backbone = build_backbone("resnet18")
+    assert not backbone.layer1[0].bn2.weight.any() and not backbone.layer4[1].bn2.weight.any()
+
+
+def test_the_small_stem_keeps_the_resolution():
+    images = torch.randn(2, 3, 32, 32)
+    small, usual = build_backbone("resnet18", "small"), build_backbone("resnet18")
+    assert small.maxpool(small.conv1(images)).shape == (2, 64, 32, 32)
+    assert usual.maxpool(usual.conv1(images)).shape == (2, 64, 8, 8)
+    assert small(images).shape == usual(images).shape == (2, 512)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_the_projector_has_the_papers_layout(depth):
+    layers = list(build_projector(512, Projector(depth=depth, width=24)))
+    assert [type(layer) for layer in layers] == [nn.Linear, nn.BatchNorm1d, nn.ReLU] * (depth - 1) + [nn.Linear]
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    assert [layer.bias is not None for layer in linears] == [False] * (depth - 1) + [True]
+    assert [layer.out_features for layer in linears] == [24] * depth
+
+
+def test_the_encoder_is_a_function_of_the_seed_alone():
+    first, again, other = (build_encoder(settings(), seed, CPU) for seed in (1, 1, 2))
+    state = torch.random.get_rng_state()
+    build_encoder(settings(), 3, CPU)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.backbone.conv1.weight, other.backbone.conv1.weight)
+
+
+def joined(encoder, views):
+    """What one forward over all of these views together gives."""
+    return encoder.projector(encoder.backbone(torch.cat(views))).chunk(len(views))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "groups"),
+    [
+        ("auto", [[0], [1], [2, 4], [3]]),
+        ("per_view", [[0], [1], [2], [3], [4]]),
+        ("per_size", [[0, 1], [2, 4], [3]]),
+    ],
+)
+def test_views_share_batch_statistics_by_group(statistics, groups):
+    views = [torch.randn(6, 3, size, size) for size in (64, 64, 32, 48, 32)]
+    # Two encoders with equal weights: forward passes in training mode move the running buffers.
+    encoder, reference = (build_encoder(settings(batch_statistics=statistics), 0, CPU) for _ in range(2))
+    embeddings = encoder(views)
+    for group in groups:
+        for number, expected in zip(group, joined(reference, [views[i] for i in group]), strict=True):
+            torch.testing.assert_close(embeddings[number], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,254 @@
+"""`unigrad-fast import`: a checkpoint of the authors' code becomes a run that can be evaluated and exported.
+
+Their model has four parts: `encoder`, `projector`, and the momentum copies of both, under DDP's prefix `module.`.
+An encoder is a Sequential of the children of torchvision's ResNet, so that numbers stand for their names; a projector
+is a Sequential of Sequentials of linear, batch norm and ReLU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Size, Tensor
+
+from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
+from unigrad_fast.networks.encoder import build_backbone, build_projector
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import shown, validate
+
+RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
+BRANCHES = {"online": ("encoder", "projector"), "target": ("momentum_encoder", "momentum_projector")}
+CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+LISTED = 5  # keys that a message lists
+
+State = dict[str, Tensor]
+
+
+class _NotRead:
+    """Stands for a NumPy number: the authors' learning rate, in the state of their optimizer, is one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+NUMPY_NUMBER = [(_NotRead, f"numpy.{name}") for name in ("dtype", "core.multiarray.scalar", "_core.multiarray.scalar")]
+
+
+def import_run(file: Path, run: Path, train: Path | None = None, val: Path | None = None) -> None:
+    """Write the weights of a file to a new run folder, and say what was taken and what was left out.
+
+    The backbones of both branches are taken, and the projectors where they have our layout.
+
+    Args:
+        file: torch.save of a state dict, alone or under `model` or `state_dict`; or a safetensors file of one.
+        run: new folder.
+        train, val: image folders that the run is evaluated with.
+
+    Raises:
+        UserError: the folder exists, or the file cannot be read, or does not hold both backbones and nothing unknown.
+    """
+    _require_places(run, {"data.train": train, "data.val": val})
+    state, step, epoch, rest = _read(file)
+    parts = _split(file, state)
+    backbone = _backbone_of(file, parts)
+    tensors = {f"{branch}.backbone.{name}": t for branch in BRANCHES for name, t in parts[BRANCHES[branch][0]].items()}
+    model: dict[str, Any] = {"backbone": backbone, "stem": "imagenet"}
+    projector = _projector_of(backbone, parts)
+    if isinstance(projector, str):
+        rest.append(f"the projector ({projector})")
+    else:
+        settings, projectors = projector
+        tensors |= projectors
+        model["projector"] = settings.model_dump()
+    config = resolve(RECIPE, {"output": run, "data": {"train": train, "val": val}, "model": model})
+    tensors = {name: (t.float() if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
+    _write(run, config, tensors, step or 0, epoch or 0)
+
+    width = "" if isinstance(projector, str) else f", projector {settings.depth} x {settings.width}"
+    when = f"epoch {epoch}, step {step or 0}" if epoch is not None else "epoch unknown (0 is noted)"
+    print(f"{backbone}{width}, {when}, both branches, from {file} to {run}")
+    if rest:
+        print(f"Left out: {', '.join(rest)}")
+    if train is None or val is None:
+        print(f"To evaluate it, name its images in {run}/config.yaml: data.train and data.val")
+    else:
+        print(f"Evaluate it: unigrad-fast evaluate knn {run}")
+    print(f"Export it: unigrad-fast export {run}")
+
+
+def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:
+    """Make the run folder, whole or not at all."""
+    unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir()
+        (unfinished / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        write_weights(unfinished, tensors, step, epoch, config.model_dump(mode="json"))
+        os.rename(unfinished, run)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
+    problems = [
+        f"{key} = {folder}: no such file or folder"
+        for key, folder in folders.items()
+        if folder is not None and not os.path.exists(folder)
+    ]
+    if os.path.lexists(run):
+        problems.append(f"run = {run}: exists already; give a new folder")
+    elif not problems:
+        try:
+            run.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problems.append(f"run = {run}: cannot be made ({error.strerror}); give another folder")
+        else:
+            if not os.access(run.parent, os.W_OK | os.X_OK):
+                problems.append(f"run = {run}: {run.parent} is not writable; give another folder")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
+    """The state dict of a file, the steps and epochs done (None where it does not say), and what else it holds."""
+    content = _load(file)
+    key = next((key for key in ("model", "state_dict") if isinstance(content.get(key), Mapping)), None)
+    state = content if key is None else content[key]
+    wrong = [str(name) for name, value in state.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
+    if wrong or not state:
+        raise UserError(
+            f"{file}: holds {_listed(wrong) or 'nothing'} where names and tensors are expected; a state dict stands "
+            "alone, or under the key model or state_dict"
+        )
+    if key is None:
+        return state, None, None, []
+    numbers = (content.get(name) for name in ("step", "epoch"))
+    step, epoch = (number if type(number) is int and number >= 0 else None for number in numbers)
+    if key == "model" and epoch is not None:
+        epoch += 1  # the authors' code counts from 0 and saves after the epoch
+    return state, step, epoch, [name for name in content if name not in (key, "step", "epoch")]
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        with torch.serialization.safe_globals(NUMPY_NUMBER), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise UserError(f"{file}: not a safetensors file, or damaged ({error})") from None
+    except Exception as error:  # whatever comes of reading arbitrary bytes as a pickle
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{file}: holds an object of {found[1]}, and loading it could run code that is hidden in the file; "
+                "where the file comes from a source that you trust, save its weights alone, with the code that wrote "
+                "it and the key under which it keeps them in place of 'model': "
+                f"import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
+                "torch.save(getattr(model, 'state_dict', lambda: model)(), 'weights.pth')"
+            ) from None
+        raise UserError(f"{file}: not a file that torch.save wrote, or damaged") from None
+    if not isinstance(content, Mapping):
+        raise UserError(f"{file}: holds a {type(content).__name__}; a dictionary of weights is expected")
+    return content
+
+
+def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
+    """The tensors of each part, those of the encoders under torchvision's names."""
+    parts: dict[str, State] = {part: {} for branch in BRANCHES.values() for part in branch}
+    unknown = []
+    for key, tensor in state.items():
+        part, _, name = key.removeprefix("module.").partition(".")
+        if part.endswith("encoder"):
+            child, dot, leaf = name.partition(".")
+            name = CHILDREN.get(child, child) + dot + leaf
+        if part not in parts or name in parts[part]:
+            unknown.append(key)
+        else:
+            parts[part][name] = tensor
+    if unknown:
+        raise UserError(
+            f"{file}: {len(unknown)} unknown keys, {_listed(unknown)}; known are encoder.*, projector.*, "
+            "momentum_encoder.* and momentum_projector.*, all with module. before them or not"
+        )
+    return parts
+
+
+def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
+    """Name of the backbone whose names and shapes both encoders have."""
+    online, target = (_shapes(parts[encoder]) for encoder, _ in BRANCHES.values())
+    with torch.device("meta"):
+        expected = {
+            name: _shapes(build_backbone(name).state_dict())
+            for name in get_args(Model.model_fields["backbone"].annotation)
+        }
+    nearest = min(expected, key=lambda name: len(expected[name].items() ^ online.items()))
+    problems = []
+    for (encoder, _), found in zip(BRANCHES.values(), (online, target), strict=True):
+        wanted = expected[nearest]
+        missing, unknown = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+        misshaped = [f"{n} {list(found[n])}" for n in wanted if n in found and found[n] != wanted[n]]
+        for names, what in ((missing, "missing"), (unknown, "unknown"), (misshaped, "of another shape")):
+            if names:
+                problems.append(f"{file}: {encoder}: {len(names)} keys {what}, {_listed(names)}")
+    if problems:
+        said = f"{file}: fits none of {', '.join(expected)}; the nearest is {nearest}:"
+        raise UserError("\n".join([said, *problems]))
+    return nearest
+
+
+def _projector_of(backbone: str, parts: Mapping[str, State]) -> tuple[Projector, State] | str:
+    """Settings of the projector and its tensors under our names; or why it cannot be represented."""
+    theirs = {branch: parts[projector] for branch, (_, projector) in BRANCHES.items()}
+    weights = [tensor for tensor in _in_order(theirs["online"]).values() if tensor.dim() == 2]
+    if not weights:
+        return "the file has none"
+    try:
+        settings = validate(Projector, {"depth": len(weights), "width": len(weights[-1])})
+    except UserError as error:
+        return str(error)
+    with torch.device("meta"):
+        ours = _in_order(build_projector(build_backbone(backbone).feature_dim, settings).state_dict())
+    tensors: State = {}
+    for branch, state in theirs.items():
+        state = _in_order(state)
+        if _layout(state) != _layout(ours):
+            return f"its layers are not {settings.depth} x {settings.width} with a bias in the last linear one alone"
+        tensors |= {f"{branch}.projector.{name}": t for name, t in zip(ours, state.values(), strict=True)}
+    return settings, tensors
+
+
+def _in_order(state: Mapping[str, Tensor]) -> State:
+    """The tensors layer by layer, however deep the layers are nested; a safetensors file has another order."""
+    return {
+        name: state[name] for name in sorted(state, key=lambda name: [part.rjust(9, "0") for part in name.split(".")])
+    }
+
+
+def _layout(state: Mapping[str, Tensor]) -> list[tuple[str, Size]]:
+    """Kind and shape of each tensor."""
+    return [(name.rpartition(".")[2], tensor.shape) for name, tensor in state.items()]
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names."""
+    return ", ".join(shown(name) for name in names[:LISTED]) + (", ..." if len(names) > LISTED else "")

@@ -1,0 +1,209 @@
+"""`unigrad-fast export`: the backbone of a run in one file under torchvision's names, and what it is in another."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+import unigrad_fast
+from unigrad_fast.checkpoints.weights import load_branch
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.networks.encoder import build_backbone
+from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.whole_file import write_whole
+
+Format = Literal["torchvision", "safetensors"]
+ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
+PROBE = "linear.safetensors"  # written by `evaluate linear`
+
+
+def export(
+    run: Path,
+    format: Format | None = None,
+    branch: Literal["online", "target"] = "online",
+    with_linear: bool = False,
+    output: Path | None = None,
+) -> Path:
+    """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
+
+    Args:
+        run: the run folder.
+        format: "torchvision" is torch.save of a state dict, "safetensors" the same names in a safetensors file; None
+            goes by the ending of `output`, else it is "safetensors".
+        branch: whose backbone.
+        with_linear: add the linear probe as `fc`.
+        output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the ending when the
+            probe is in it.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: a run without weights, a stem that torchvision has not, no linear probe of these weights, or an
+            output that cannot be written; nothing was written then.
+    """
+    config = resolve(run / "config.yaml")
+    format = _format(format, output)
+    if format == "torchvision" and config.model.stem != "imagenet":
+        raise UserError(
+            f"format = torchvision: this run has model.stem = {config.model.stem}, and no model of torchvision has a "
+            "3x3 first convolution without pooling; use --format safetensors, which load into "
+            "unigrad_fast.networks.encoder.build_backbone"
+        )
+    folder = _writable_folder(run, output)
+    probe, about_probe = _read_probe(run, branch) if with_linear else ({}, {})
+    state, metadata = load_branch(run, f"{branch}.backbone")
+    if with_linear and about_probe["step"] != metadata["step"]:
+        raise UserError(
+            f"{run / PROBE}: was trained on the weights of step {about_probe['step']}, and the run is at step "
+            f"{metadata['step']}; run `unigrad-fast evaluate linear {run}` again"
+        )
+    state |= {f"fc.{name}": tensor for name, tensor in probe.items()}
+    head = tuple(probe["weight"].shape) if with_linear else None
+    _require_fit(run, state, config, head)
+    about = describe(config, metadata, branch) | ({"linear": _shown_probe(about_probe)} if with_linear else {})
+
+    ending = next(ending for ending, of in ENDINGS.items() if of == format)
+    name = f"{config.model.backbone}-{branch}-epoch{metadata['epoch']}" + ("-linear" if with_linear else "")
+    path = output or folder / f"{name}{ending}"
+    content = _serialise(state, format, about)
+    digest = {"file": path.name, "format": format, "sha256": hashlib.sha256(content).hexdigest()}
+    write_whole(path, content)
+    write_whole(path.with_name(f"{path.name}.json"), json.dumps(about | digest, indent=2).encode() + b"\n")
+    added = f", linear probe of {head[0]} classes" if head else ""
+    print(
+        f"{config.model.backbone}, {branch} branch, epoch {metadata['epoch']}, step {metadata['step']}{added}: "
+        f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
+    )
+    print(*(f"  {line}" for line in loading_lines(path, format, config, head)), sep="\n")
+    return path
+
+
+def describe(config: Config, metadata: dict[str, str], branch: str) -> dict[str, Any]:
+    """What a user of the weights has to know, JSON values."""
+    return {
+        "recipe": config.recipe,
+        "backbone": config.model.backbone,
+        "stem": config.model.stem,
+        "branch": branch,
+        "epoch": float(metadata["epoch"]),
+        "step": int(metadata["step"]),
+        "image_size": config.data.image_size,
+        "crop_fraction": config.evaluation.crop_fraction,
+        "mean": MEAN,
+        "std": DEVIATION,
+        "version": unigrad_fast.__version__,
+        "commit": _commit(),
+    }
+
+
+def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, ...] | None) -> list[str]:
+    """Three lines of Python that make `model` with the weights; `head` is the linear probe's [classes, D]."""
+    name, stem = config.model.backbone, config.model.stem
+    if stem == "imagenet":
+        package, classes = "torchvision", "" if head is None else f"num_classes={head[0]}"
+        model = f"torchvision.models.{name}({classes})" + ("; model.fc = torch.nn.Identity()" if head is None else "")
+    else:
+        package = "unigrad_fast.networks.encoder"
+        linear = "" if head is None else f"; model.fc = torch.nn.Linear({head[1]}, {head[0]})"
+        model = f"unigrad_fast.networks.encoder.build_backbone({name!r}, {stem!r}){linear}"
+    if format == "torchvision":
+        packages, state = f"torch, {package}", f"torch.load({str(path)!r}, weights_only=True)"
+    else:
+        packages, state = f"safetensors.torch, torch, {package}", f"safetensors.torch.load_file({str(path)!r})"
+    return [f"import {packages}", f"model = {model}", f"model.load_state_dict({state})"]
+
+
+def _format(format: Format | None, output: Path | None) -> Format:
+    by_ending = ENDINGS.get(output.suffix) if output is not None else None
+    if format and by_ending and format != by_ending:
+        raise UserError(f"output = {output}: ends like a file of --format {by_ending}, and --format is {format}")
+    return format or by_ending or "safetensors"
+
+
+def _writable_folder(run: Path, output: Path | None) -> Path:
+    folder = run / "export" if output is None else output.parent
+    if output is None:
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be made ({error.strerror}); name a file with --output FILE") from None
+    elif os.path.isdir(output):
+        raise UserError(f"output = {output}: is a folder; give a file")
+    elif not os.path.isdir(folder):
+        raise UserError(f"output = {output}: no folder {folder}; make it first, or give another file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
+    return folder
+
+
+def _read_probe(run: Path, branch: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of the linear probe, and its metadata."""
+    path = run / PROBE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; run `unigrad-fast evaluate linear {run}` first")
+    try:
+        with safe_open(path, framework="pt") as file:
+            probe, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: damaged ({error}); run `unigrad-fast evaluate linear {run}` again") from None
+    if probe.keys() != {"weight", "bias"} or "step" not in about:
+        raise UserError(f"{path}: not a linear probe; run `unigrad-fast evaluate linear {run}` again")
+    if branch != (of := about.get("branch", "online").split()[0]):
+        raise UserError(f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out")
+    return probe, about
+
+
+def _shown_probe(about: dict[str, str]) -> dict[str, Any]:
+    """A probe's metadata, whose values are texts or JSON."""
+    shown: dict[str, Any] = {}
+    for key, text in about.items():
+        try:
+            shown[key] = json.loads(text)
+        except ValueError:
+            shown[key] = text
+    return shown
+
+
+def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tuple[int, ...] | None) -> None:
+    with torch.device("meta"):
+        model = build_backbone(config.model.backbone, config.model.stem)
+        if head is not None:
+            model.fc = nn.Linear(model.feature_dim, head[0])
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{run}: its weights do not fit its configuration: {error}") from None
+
+
+def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:
+    if format == "torchvision":
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return buffer.getvalue()
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+    return safetensors.torch.save(state, texts)
+
+
+def _commit() -> str:
+    """Of the checkout that this package runs from; "unknown" when it was installed."""
+    root = Path(unigrad_fast.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    except OSError:  # no git here
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,353 @@
+"""A checkpoint on disk: the pieces of named tensors in one file per rank, and one description of them all.
+
+    RUN/checkpoints/
+        latest                  name of the newest complete checkpoint, replaced as a whole
+        step-00000744/
+            checkpoint.json     step, configuration, the pieces of every tensor, the digest of every file
+            rank-00000.pt ...   {tensor's name: elements of its piece}, which torch loads with `weights_only`
+
+A piece is a range of a tensor's elements in row-major order, so that a reader takes what it needs whatever number of
+ranks wrote it. A folder under its final name is complete: it is written under another name, flushed to the disk and
+then renamed. Nothing here knows what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+import unigrad_fast
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.whole_file import write_whole
+
+FORMAT = 1
+DESCRIPTION = "checkpoint.json"
+UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
+MAPPED_BYTES = 1 << 28  # of a file, before the mapping is given back: what was touched counts as memory in use
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + len(values)) of the tensor `name` of shape `shape`, in row-major order.
+
+    `values` is one-dimensional, on any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any], rank: int = 0) -> Path:
+    """Write RUN/checkpoints/step-N and point `latest` to it; all ranks call this together.
+
+    Whatever happens, the checkpoints that were there stay as they are.
+
+    Args:
+        run: the run folder, which exists.
+        step: optimizer steps done.
+        pieces: what this rank adds; those of all ranks together cover every tensor exactly once.
+        about: JSON values that describe the whole; rank 0's are taken.
+
+    Returns:
+        The folder, the same on all ranks.
+
+    Raises:
+        OSError: on all ranks, when a file cannot be written on one of them.
+    """
+    root = _root(run)
+    unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{gather(uuid.uuid4().hex[:8])[0]}"
+    try:
+        on_all_ranks(lambda: unfinished.mkdir(parents=True) if rank == 0 else None)
+        records = gather(on_all_ranks(lambda: _write_pieces(unfinished / f"rank-{rank:05}.pt", pieces)))
+        return gather(on_all_ranks(lambda: _complete(unfinished, step, records, about) if rank == 0 else None))[0]
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_weights(run: Path, tensors: Mapping[str, Tensor], step: int, epoch: float, config: Mapping[str, Any]) -> Path:
+    """Write whole tensors as a checkpoint of one process; enough to evaluate and to export, not to go on training."""
+    pieces = [Piece(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
+    return write(run, step, pieces, {"epoch": epoch, "config": dict(config)})
+
+
+def _write_pieces(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Write one rank's file; what the description says of it."""
+    pieces = list(pieces)
+    with open(path, "wb") as file:
+        digesting = _DigestingFile(file)
+        # Copies: torch would write all of the storage that a view is a part of.
+        content = {piece.name: piece.values.detach().to("cpu", copy=True) for piece in pieces}
+        try:
+            torch.save(content, digesting)
+        except RuntimeError:  # torch's own error about an error in `write`
+            raise digesting.error or RuntimeError(f"{path}: cannot be written") from None
+        if digesting.error is not None:
+            raise digesting.error
+        file.flush()
+        os.fsync(file.fileno())
+    return {
+        "file": path.name,
+        "bytes": digesting.bytes,
+        "sha256": digesting.digest.hexdigest(),
+        "pieces": [
+            (p.name, list(p.shape), str(p.values.dtype).removeprefix("torch."), p.start, p.values.numel())
+            for p in pieces
+        ],
+    }
+
+
+class _DigestingFile:
+    """A file to write to that computes its digest on the way, and remembers the error that torch translates."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            written = self.file.write(data)
+        except OSError as error:
+            error.filename = error.filename or self.file.name
+            self.error = error
+            raise
+        self.digest.update(data)
+        self.bytes += written
+        return written
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _complete(unfinished: Path, step: int, records: list[dict[str, Any]], about: Mapping[str, Any]) -> Path:
+    """Add the description to a folder that holds all ranks' files, and give the folder its final name."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for name, shape, dtype, start, numel in record["pieces"]:
+            entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "pieces": []})  # [file, start, numel]
+            entry["pieces"].append([record["file"], start, numel])
+    description = {
+        "format": FORMAT,
+        "step": step,
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"unigrad_fast": unigrad_fast.__version__, "torch": str(torch.__version__)},
+        "ranks": len(records),
+        **about,
+        "files": {record["file"]: {key: record[key] for key in ("bytes", "sha256")} for record in records},
+        "tensors": tensors,
+    }
+    for name, entry in tensors.items():
+        _require_cover(unfinished / name, entry)
+    description["digest"] = _digest_of(description)
+    root, final = unfinished.parent, unfinished.parent / _folder_name(step)
+    write_whole(unfinished / DESCRIPTION, json.dumps(description).encode())
+    _sync_folder(unfinished)
+    if final.exists():  # of the same step: written before the run was taken back to an older one
+        remove(final)
+    os.rename(unfinished, final)
+    _sync_folder(root)
+    point_latest_to(final)
+    return final
+
+
+def point_latest_to(folder: Path) -> None:
+    """Make a complete checkpoint the one that a run goes on from."""
+    root = folder.parent
+    write_whole(root / "latest", f"{folder.name}\n".encode())
+    _sync_folder(root)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is deleted by half has not its name any more."""
+    doomed = folder.with_name(f"{REMOVED}{folder.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(run: Path) -> None:
+    """Delete what a killed process left half written or half deleted."""
+    for prefix in (UNFINISHED, REMOVED):
+        for folder in _root(run).glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in _root(run).glob(".latest.*"):
+        file.unlink(missing_ok=True)
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Folders of the complete checkpoints of a run, oldest first."""
+    return sorted(path for path in _root(run).glob("step-*") if path.is_dir())
+
+
+def latest(run: Path) -> Path | None:
+    """The checkpoint that the run would go on from; None when it has none.
+
+    Raises:
+        UserError: `latest` is missing although there are checkpoints, or names one that is not there.
+    """
+    pointer, complete = _root(run) / "latest", complete_checkpoints(run)
+    if not pointer.is_file():
+        if not complete:
+            return None
+        raise UserError(f"{pointer}: no such file, but {complete[-1]} is there; {_fall_back_hint()}")
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    if (folder := _root(run) / name) not in complete:
+        raise UserError(f"{pointer}: names {name or 'nothing'}, which is not there; {_fall_back_hint()}")
+    return folder
+
+
+class Reader:
+    """Reads tensors of a checkpoint, or ranges of them, into memory that the caller has.
+
+    At most a quarter of a GiB of a file is mapped into memory at a time, beside what the caller holds.
+
+    Args:
+        folder: of one checkpoint.
+
+    Attributes:
+        about: the description: `step`, `epoch`, `config` and what else the writer said.
+
+    Raises:
+        UserError: no checkpoint there, its description is damaged, or another version of this package wrote it.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        path = folder / DESCRIPTION
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            if about.get("digest") != _digest_of(about):
+                raise ValueError("its content does not match the digest in it")
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; {_fall_back_hint()}") from None
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}); {_fall_back_hint()}") from None
+        if about["format"] != FORMAT:
+            raise UserError(f"{path}: has format {about['format']}, and this version reads format {FORMAT}")
+        self.about: dict[str, Any] = about
+        self._open: dict[str, dict[str, Tensor]] = {}
+        self._mapped = 0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.about["tensors"])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.about["tensors"][name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.about["tensors"][name]["dtype"])
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare every `ranks`-th file, from the `rank`-th on, with the digest in the description.
+
+        Raises:
+            UserError: a file is missing, too short or damaged; it names the file.
+        """
+        for name, expected in list(self.about["files"].items())[rank::ranks]:
+            path = self.folder / name
+            try:
+                found, digest = path.stat().st_size, None
+                if found == expected["bytes"]:
+                    digest = _digest_of_file(path)
+            except FileNotFoundError:
+                raise UserError(f"{path}: no such file; {_fall_back_hint()}") from None
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}; {_fall_back_hint()}") from None
+            if digest is None:
+                raise UserError(f"{path}: has {found} bytes instead of {expected['bytes']}; {_fall_back_hint()}")
+            if digest != expected["sha256"]:
+                raise UserError(f"{path}: damaged, its content does not match its digest; {_fall_back_hint()}")
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        flat = torch.empty(math.prod(self.shape(name)), dtype=self.dtype(name))
+        self.read(name, 0, flat)
+        return flat.view(self.shape(name))
+
+    @torch.no_grad()
+    def read(self, name: str, start: int, values: Tensor) -> None:
+        """Copy the elements of a tensor from `start` on into the one-dimensional `values`, on any device."""
+        stop = start + values.numel()
+        for file, place, numel in self.about["tensors"][name]["pieces"]:
+            first, last = max(start, place), min(stop, place + numel)
+            step = max(1, MAPPED_BYTES // values.element_size())
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                part = self._content(file, (end - begin) * values.element_size())[name][begin - place : end - place]
+                values[begin - start : end - start].copy_(part)
+
+    def _content(self, file: str, size: int) -> dict[str, Tensor]:
+        """The mapped tensors of a file, of which `size` bytes will be touched; earlier mappings are given back."""
+        if self._mapped + size > MAPPED_BYTES:
+            self._open.clear()
+            self._mapped = 0
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+            except (OSError, RuntimeError) as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{path}: cannot be read ({reason}); {_fall_back_hint()}") from None
+        self._mapped += size
+        return self._open[file]
+
+
+def _require_cover(where: Path, entry: Mapping[str, Any]) -> None:
+    """The pieces of a tensor follow each other from its first element to its last."""
+    place = 0
+    for _, start, numel in sorted(entry["pieces"], key=lambda piece: piece[1:]):
+        if start != place:
+            raise AssertionError(f"{where}: elements {place} to {start} are written never or twice")
+        place += numel
+    if place != math.prod(entry["shape"]):
+        raise AssertionError(f"{where}: {place} of {math.prod(entry['shape'])} elements are written")
+
+
+def _root(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08}"
+
+
+def _fall_back_hint() -> str:
+    return "`pretrain --fall_back` goes on from the newest checkpoint that is intact, if there is one"
+
+
+def _digest_of(description: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in description.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""`unigrad-fast checkpoint`: what a checkpoint holds, and whether it is intact."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import count
+
+
+def show(path: Path) -> None:
+    """Print what a checkpoint holds; of a run folder, its newest.
+
+    Raises:
+        UserError: no checkpoint there, or its description is damaged.
+    """
+    folder = path if (path / DESCRIPTION).exists() else latest(path)
+    if folder is None:
+        raise UserError(_nothing(path))
+    reader = Reader(folder)
+    about = reader.about
+    rows = {"folder": str(folder), "written": about["written"]}
+    place = f" of {about['total_steps']:,}" if "total_steps" in about else ""
+    rows["step, epoch"] = f"{about['step']:,}{place}, {about['epoch']:g}"
+    stage = f", ZeRO stage {about['zero_stage']}" if "zero_stage" in about else ""
+    rows["written by"] = count(about["ranks"], "rank") + stage
+    if "learning_rate" in about:
+        rows["learning rate"] = f"{about['learning_rate']:.6g}"
+        rows["target momentum"] = f"{about['target_momentum']:.6g}"
+    model = about["config"]["model"]
+    rows["model"] = f"{model['backbone']}, projector {model['projector']['depth']} x {model['projector']['width']}"
+    rows["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    for group, (tensors, elements, size) in _groups(reader).items():
+        rows[group] = f"{tensors} tensors, {elements:,} elements, {_size(size)}"
+    rows["files"] = f"{len(about['files'])}, {_size(sum(file['bytes'] for file in about['files'].values()))}"
+    if path != folder:
+        rows["checkpoints of the run"] = ", ".join(each.name for each in complete_checkpoints(path))
+    table = Table(title="Checkpoint", title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def verify(path: Path) -> None:
+    """Compare every file of a checkpoint, or of all checkpoints of a run folder, with its digest.
+
+    Raises:
+        UserError: no checkpoint there, or files that are damaged or missing, all of them by name.
+    """
+    folders = [path] if (path / DESCRIPTION).exists() else complete_checkpoints(path)
+    if not folders:
+        raise UserError(_nothing(path))
+    damaged = []
+    for folder in folders:
+        try:
+            reader = Reader(folder)
+            reader.verify()
+        except UserError as error:
+            damaged.append(str(error))
+        else:
+            print(f"{folder}: intact, {len(reader.names)} tensors in {count(len(reader.about['files']), 'file')}")
+    if damaged:
+        raise UserError("\n".join(damaged))
+
+
+def _nothing(path: Path) -> str:
+    return f"path = {path}: no checkpoint there; give a run folder, or one of the folders in its checkpoints/"
+
+
+def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
+    """Tensors, elements and bytes of everything that shares the first part of its name."""
+    groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for name in reader.names:
+        elements = math.prod(reader.shape(name))
+        size = elements * torch.empty((), dtype=reader.dtype(name)).element_size()
+        for place, more in enumerate((1, elements, size)):
+            groups[name.partition(".")[0]][place] += more
+    return {name: tuple(sums) for name, sums in groups.items()}
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,31 @@
+"""The sub-commands: one module per group, with an options class and a function for each.
+
+torch, DeepSpeed and DALI are imported inside the functions that need them, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unigrad_fast.commands import bench, checkpoint, data, doctor, evaluate, pretrain, weights
+from unigrad_fast.runtime.validation import Node
+
+COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
+    "pretrain": (pretrain.Pretrain, pretrain.pretrain),
+    "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
+    "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
+    "export": (weights.Export, weights.export),
+    "import": (weights.Import, weights.import_weights),
+    "data synth": (data.DataSynth, data.data_synth),
+    "data scan": (data.DataScan, data.data_scan),
+    "data shard": (data.DataShard, data.data_shard),
+    "data recipes": (data.DataRecipes, data.data_recipes),
+    "data preview": (data.DataPreview, data.data_preview),
+    "checkpoint show": (checkpoint.CheckpointShow, checkpoint.checkpoint_show),
+    "checkpoint verify": (checkpoint.CheckpointVerify, checkpoint.checkpoint_verify),
+    "bench step": (bench.BenchStep, bench.bench_step),
+    "bench loader": (bench.BenchLoader, bench.bench_loader),
+    "bench kernels": (bench.BenchKernels, bench.bench_kernels),
+    "doctor": (doctor.Doctor, doctor.doctor),
+}

@@ -1,0 +1,109 @@
+"""`unigrad-fast bench step`, `bench loader` and `bench kernels`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unigrad_fast.commands.requirements import require_dali, require_triton
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+
+class BenchStep(Node):
+    """Measure images/s and memory of a training step, against a plain loop."""
+
+    case: Literal["resnet50", "resnet18", "all"] = "all"
+    """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
+    images: AbsolutePath | None = None
+    """Folder of images, photographs for figures that mean something; null draws some."""
+    batch_size: int | None = Field(default=None, ge=2)
+    """Images per step; null is the case's."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width of the views in pixels; null is the case's."""
+    repetitions: int = Field(default=3, ge=1)
+    """Rounds in which each variant has its turn."""
+    steps: int = Field(default=2, ge=1)
+    """Measured steps per turn."""
+    warmup: int = Field(default=1, ge=1)
+    """Steps before them."""
+
+
+def bench_step(options: BenchStep) -> None:
+    require_dali()
+    from unigrad_fast.benchmarks import bench_step
+
+    bench_step.main(**dict(options))
+
+
+class BenchLoader(Node):
+    """Measure images/s and processor time of decoding and augmentation, against torchvision and decoding alone."""
+
+    images: AbsolutePath | None = None
+    """Folder of images or what else data.train takes, or a tar of one; null draws some."""
+    recipe: str | None = None
+    """Augmentation recipe; null is simsiam and multicrop, one after the other."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where ours decodes and augments."""
+    batch_size: int = Field(default=64, ge=1)
+    """Images per batch."""
+    image_size: int | None = Field(default=None, ge=1)
+    """Side of the global views in pixels; null is the recipe's."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of ours, and worker processes of torchvision; null is the cores."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds in which each variant has its turn."""
+    steps: int = Field(default=8, ge=1)
+    """Measured batches per turn, rounded up to equally many per thread."""
+    epochs: int = Field(default=5, ge=2)
+    """Epochs of a small manifest after which memory is read."""
+
+
+def bench_loader(options: BenchLoader) -> None:
+    require_dali()
+    from unigrad_fast.benchmarks import bench_loader
+
+    bench_loader.main(**dict(options))
+
+
+class BenchKernels(Node):
+    """Measure the objective alone against plain torch, or report what the compiler makes of its kernels."""
+
+    width: int | None = Field(default=None, ge=1)
+    """C, the embedding width; null is 1024, 2048, 4096, 8192 and 16384, one after the other."""
+    images: int | None = Field(default=None, ge=1)
+    """N, the images per view; null is 128 and 512."""
+    repetitions: int = Field(default=11, ge=1)
+    """Rounds, at most, in which each variant has its turn."""
+    block_seconds: float = Field(default=0.2, ge=0)
+    """What a turn takes at least, in whole steps; seconds."""
+    most_seconds: float = Field(default=20.0, ge=0)
+    """What the rounds of one width and number of images may take before they become fewer, down to 3; seconds."""
+    compiled: bool = True
+    """Measure what torch.compile makes of plain torch too."""
+    compile_only: bool = False
+    """Compile every kernel at every tile shape for all architectures, which needs no GPU, and measure nothing."""
+    tune: bool = False
+    """Search this GPU's fastest tiles on scratch data, write them into the kernels' table, and measure nothing else."""
+    output: AbsolutePath | None = None
+    """File that the rows are appended to as JSON lines, or that holds --compile_only's as CSV; null writes none."""
+
+
+def bench_kernels(options: BenchKernels) -> None:
+    if options.compile_only and options.tune:
+        raise UserError("compile_only needs no GPU and tune does; give one of them")
+    if options.tune:
+        from unigrad_fast.benchmarks import tune_kernels
+
+        tune_kernels.main()
+        return
+    if options.compile_only:
+        require_triton()
+        from unigrad_fast.benchmarks import compile_report
+
+        compile_report.main(options.output)
+        return
+    from unigrad_fast.benchmarks import bench_objective
+
+    bench_objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})

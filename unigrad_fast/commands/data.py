@@ -1,0 +1,127 @@
+"""`unigrad-fast data synth`, `scan`, `shard`, `recipes` and `preview`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from unigrad_fast.commands.requirements import require_dali
+from unigrad_fast.config import LocalViewChanges, ViewChanges
+from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+
+class DataSynth(Node):
+    """Draw the built-in labelled JPEG images, with the folders train and val."""
+
+    folder: AbsolutePath
+    """New folder for the images."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of the drawing; the same seed draws the same files."""
+
+
+def data_synth(options: DataSynth) -> None:
+    from unigrad_fast.images import drawing
+
+    folder = drawing.draw(options.folder, options.seed)
+    print(f"{len(drawing.CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
+
+
+class DataScan(Node):
+    """Decode every image once, and list what training cannot use and what is odd."""
+
+    path: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    output: AbsolutePath | None = None
+    """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan goes on there."""
+    threads: int | None = Field(default=None, ge=1)
+    """Images decoded at once; null is one per core. More of them hide the latency of network storage."""
+
+
+def data_scan(options: DataScan) -> None:
+    require_dali()
+    from unigrad_fast.images import scan
+
+    scan.scan(**dict(options))
+
+
+class DataShard(Node):
+    """Pack images into tar shards, which network storage reads faster and a start lists at once."""
+
+    source: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    folder: AbsolutePath
+    """New folder for the shards, or one in which the same command was interrupted."""
+    images_per_shard: int = Field(default=10_000, ge=1)
+    """Images per shard."""
+    short_side: int | None = Field(default=None, ge=16)
+    """Pixels to which longer short sides are reduced; null copies all images as they are."""
+    quality: int = Field(default=90, ge=1, le=100)
+    """JPEG quality of the images that are reduced."""
+    shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads that decode, resize and encode; null is the cores."""
+    verify: bool = False
+    """Read all shards back and compare them with their digests; of finished shards, do only this."""
+
+
+def data_shard(options: DataShard) -> None:
+    from unigrad_fast.images import shard
+    from unigrad_fast.pipelines.packing import Packing
+
+    packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
+    shard.shard(options.source, options.folder, packing, options.threads, options.verify)
+
+
+class DataRecipes(Node):
+    """Show the augmentation presets, their sources, and how to change them."""
+
+    markdown: bool = False
+    """Print them as a table for Markdown."""
+
+
+def data_recipes(options: DataRecipes) -> None:
+    from unigrad_fast.images import presets
+
+    presets.show(options.markdown)
+
+
+class DataPreview(Node):
+    """Draw the crops and the views that an augmentation makes of a few images."""
+
+    path: AbsolutePath
+    """Images, as `--data.train` takes them."""
+    recipe: str = "multicrop"
+    """Augmentation preset, one of those of `data recipes`."""
+    images: int = Field(default=4, ge=1, le=64)
+    """How many images: the first ones of the epoch."""
+    output: AbsolutePath = Path("preview.png")
+    """PNG file to write."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of order and augmentations, as of the run."""
+    epoch: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Epoch of the run, from 0."""
+    cutmix: bool = False
+    """Add the global views after CutMix."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Height and width of the global views in pixels; null is the preset's."""
+    local_crops: int | None = Field(default=None, ge=0, le=32)
+    """Number of local views; null is the preset's."""
+    global_views: ViewChanges = ViewChanges()
+    """What differs from the preset in both global views."""
+    second_view: ViewChanges = ViewChanges()
+    """What differs besides in the second of them."""
+    local_views: LocalViewChanges = LocalViewChanges()
+    """What differs in the local views."""
+    photometric: Literal["dali", "torch"] = "dali"
+    """Colour operations, as `--data.photometric` of a run."""
+
+
+def data_preview(options: DataPreview) -> None:
+    require_dali()
+    from unigrad_fast.images import preview
+
+    changed = {key: getattr(options, key).given() for key in ("global_views", "second_view", "local_views")}
+    preview.preview(**{**dict(options), **changed})

@@ -1,0 +1,20 @@
+"""`unigrad-fast doctor`."""
+
+from __future__ import annotations
+
+from unigrad_fast.runtime.validation import Node
+
+
+class Doctor(Node):
+    """Say what the machine has, what a run will use and what is missing, and try each part."""
+
+    smoke: bool = True
+    """Try each part of a training step and time it."""
+    verbose: bool = False
+    """Show the tracebacks of parts that fail, and what the libraries say."""
+
+
+def doctor(options: Doctor) -> None:
+    from unigrad_fast import doctor
+
+    doctor.run(options.smoke, options.verbose)

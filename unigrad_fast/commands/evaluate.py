@@ -1,0 +1,57 @@
+"""`unigrad-fast evaluate knn` and `evaluate linear`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unigrad_fast.commands.requirements import require_dali, require_run
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+
+class EvaluateKNN(Node):
+    """Weighted nearest-neighbour accuracy of a run's online backbone."""
+
+    run: AbsolutePath
+    """Folder of the run."""
+    baselines: bool = False
+    """Judge raw pixels, colour histograms and the untrained encoder beside it."""
+
+
+def evaluate_knn(options: EvaluateKNN) -> None:
+    require_run(options.run)
+    require_dali()
+    from unigrad_fast.evaluation import runs
+
+    runs.evaluate_knn(options.run, options.baselines)
+
+
+class EvaluateLinear(Node):
+    """Linear classifier on the frozen features of a run's online backbone."""
+
+    run: AbsolutePath
+    """Folder of the run."""
+    protocol: Literal["quick", "paper"] = "quick"
+    """quick is a logistic regression on cached features, paper trains on random crops with LARS for 90 epochs."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs of the paper's protocol; null is its 90."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Images per step of the paper's protocol, over all ranks; null is its 4096."""
+    base_lr: float | None = Field(default=None, gt=0)
+    """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
+
+
+def evaluate_linear(options: EvaluateLinear) -> None:
+    require_run(options.run)
+    changes = {
+        key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
+    }
+    if changes and options.protocol == "quick":
+        key, value = next(iter(changes.items()))
+        raise UserError(f"{key} = {value}: belongs to --protocol paper; leave it out, or add that")
+    require_dali()
+    from unigrad_fast.evaluation import runs
+
+    runs.evaluate_linear(options.run, options.protocol, changes)

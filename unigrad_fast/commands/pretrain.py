@@ -1,0 +1,40 @@
+"""`unigrad-fast pretrain`."""
+
+from __future__ import annotations
+
+import os
+
+from unigrad_fast.commands.requirements import require_dali, require_named_output
+from unigrad_fast.config import Config, fresh_output, to_yaml
+
+
+class Pretrain(Config):
+    """Pretrain an encoder on a folder of images."""
+
+    print_config: bool = False
+    """Print the resolved configuration as YAML, which --recipe accepts, and do nothing else."""
+    verbose: bool = False
+    """Show what DeepSpeed and the other libraries say."""
+    fresh: bool = False
+    """Refuse an output folder that holds a run, instead of going on with it."""
+    fall_back: bool = False
+    """Where the newest checkpoint is damaged, go on from the newest intact one."""
+
+
+def pretrain(options: Pretrain) -> None:
+    config = Config(**{key: getattr(options, key) for key in Config.model_fields})
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return
+    if config.output is None:
+        require_named_output(os.environ)
+        # All ranks find the same free name, because rank 0 creates the folder only after all have met.
+        config = config.model_copy(update={"output": fresh_output(config.recipe)})
+    config.check_folders(options.fresh)
+    require_dali()
+    from unigrad_fast.runtime.process_group import launch_environment
+
+    config.check_world(launch_environment(os.environ).size)
+    from unigrad_fast.training import loop
+
+    loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back)

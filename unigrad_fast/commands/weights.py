@@ -1,0 +1,54 @@
+"""`unigrad-fast export` and `import`: a run's weights to other programs, and the authors' weights to a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unigrad_fast.commands.requirements import require_run
+from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+
+class Export(Node):
+    """Write a run's backbone for torchvision, with a description of it."""
+
+    run: AbsolutePath
+    """Folder of the run."""
+    format: Literal["torchvision", "safetensors"] | None = None
+    """torch.save or safetensors of the same names; null goes by the ending of the output, else safetensors."""
+    branch: Literal["online", "target"] = "online"
+    """Branch whose backbone is written."""
+    with_linear: bool = False
+    """Add the linear probe of `evaluate linear` as the layer fc."""
+    output: AbsolutePath | None = None
+    """File to write; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+
+
+def export(options: Export) -> None:
+    require_run(options.run)
+    from unigrad_fast.checkpoints import export
+
+    export.export(**dict(options))
+
+
+class ImportData(Node):
+    train: AbsolutePath | None = None
+    """Training images that the run is evaluated with: a folder, list or shards."""
+    val: AbsolutePath | None = None
+    """Validation images that the run is evaluated with: a folder, list or shards."""
+
+
+class Import(Node):
+    """Turn a checkpoint of the authors' code into a run to evaluate and export."""
+
+    file: AbsolutePath
+    """File that the authors' code saved, or a safetensors file with the same names."""
+    run: AbsolutePath
+    """New folder of the run."""
+    data: ImportData = ImportData()
+    """Images."""
+
+
+def import_weights(options: Import) -> None:
+    from unigrad_fast.checkpoints import authors
+
+    authors.import_run(options.file, options.run, options.data.train, options.data.val)

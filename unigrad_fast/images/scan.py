@@ -1,0 +1,143 @@
+"""`unigrad-fast data scan`: decodes every image once, and says which ones training cannot use."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines import scan as scanning
+from unigrad_fast.runtime.validation import count
+
+PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
+REFRESH_SECONDS = 0.1  # and between two states of the bar where there is one
+
+
+def scan(path: Path, output: Path | None = None, threads: int | None = None) -> None:
+    """Scan the images at a path, or go on with that, and print what they are.
+
+    Args:
+        path: the images.
+        output: folder of the rows; None for `scan-NAME` in the current folder.
+        threads: processes that decode; None for one per core.
+
+    Raises:
+        DataError: no images there, or a folder that cannot be written or holds something else.
+        KeyboardInterrupt: after saying how to go on.
+    """
+    if output is None:
+        output = Path("-".join(["scan", *re.findall(r"[\w.]+", path.name)])).absolute()
+    console = Console()
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
+        warnings.simplefilter("always", UserWarning)
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # of tags in the images
+        console.print(f"reading the headers of the images in {path}", highlight=False)
+        manifest = Manifest.open(path)
+        console.print(f"scanning {len(manifest):,} images into {output}", highlight=False, soft_wrap=True)
+        begun = time.monotonic()
+        images = _run(console, manifest, path, output, threads)
+    seconds = time.monotonic() - begun
+    found = scanning.summarize(manifest, output)
+    if len(found.bad):
+        # Training tries again to read what could not be read now.
+        manifest.mark_unusable(np.setdiff1d(found.bad, found.unread).tolist())
+    _report(console, found, output, images, seconds)
+
+
+def _run(console: Console, manifest: Manifest, path: Path, output: Path, threads: int | None) -> int:
+    """Scans with a bar, or lines where there is no terminal; how many images were decoded now."""
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f}  {task.fields[speed]:,.0f} images/s"),
+        TextColumn("{task.fields[bad]:,} bad  left"),
+        TimeRemainingColumn(),
+    )
+    # No thread of the bar's own: the workers are forked.
+    bar = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal, transient=True)
+    before = done = 0
+    begun = shown = time.monotonic()
+    steps = scanning.scan(manifest, output, threads, path)
+    try:
+        with bar:
+            for progress in steps:
+                now = time.monotonic()
+                if not bar.task_ids:
+                    before = progress.done
+                    bar.add_task("", total=progress.total, completed=before, speed=0, bad=progress.bad)
+                    if before:
+                        again = f"; remove {output} to scan again" if before == progress.total else ""
+                        console.print(f"{before:,} of them were scanned before{again}", highlight=False, soft_wrap=True)
+                    begun = now
+                done = progress.done
+                speed = (done - before) / max(now - begun, 1e-9)
+                bar.update(bar.task_ids[0], completed=done, speed=speed, bad=progress.bad)
+                if now - shown < (REFRESH_SECONDS if console.is_terminal else PLAIN_SECONDS):
+                    continue
+                shown = now
+                bar.refresh()
+                if not console.is_terminal:
+                    left = f"{(progress.total - done) / speed:,.0f} s" if speed else "unknown"
+                    console.print(
+                        f"{done:,} of {progress.total:,}  {speed:,.0f} images/s  {progress.bad:,} bad  left {left}",
+                        highlight=False,
+                    )
+    except KeyboardInterrupt:
+        steps.close()
+        print(f"{done:,} of {len(manifest):,} images are scanned; the same command goes on from there", file=sys.stderr)
+        raise
+    return done - before
+
+
+def _report(console: Console, found: scanning.Summary, output: Path, images: int, seconds: float) -> None:
+    bad = len(found.bad)
+    rows = {
+        "images": f"{found.images:,}, {_size(found.bytes)}",
+        "bad": f"{bad:,}" + (f" ({bad / found.images:.2%}): {_counts(found.reasons)}" if bad else ""),
+        "usable, but odd": _counts(found.notes) or "none",
+        "duplicates of others": f"{found.duplicates:,}",
+        "formats": _counts(found.formats),
+        "colour modes": _counts(found.colours),
+        "smallest, median, largest": ", ".join(f"{width}x{height}" for width, height in found.sizes),
+    }
+    if images:
+        rows["scanned now"] = f"{count(images, 'image')} in {seconds:,.0f} s, {images / seconds:,.0f} images/s"
+    rows["files"] = "\n".join([f"{output}/", *(f"  {name}" for name in scanning.FILES)])
+    table = Table(title="Scan finished", title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, highlight=False)
+    for path, reason in found.first:
+        path = path.encode(errors="surrogateescape").decode(errors="replace")  # a name need not be text
+        console.print(f"bad: {path}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    if bad > len(found.first):
+        console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", highlight=False, soft_wrap=True)
+    if bad:
+        console.print(
+            "Training puts other images in the place of bad ones, as long as they are at most the share "
+            "data.max_bad_fraction of all: remove or repair them, or leave them.",
+            highlight=False,
+        )
+    else:
+        console.print("Every image decodes.")
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in counts.most_common())
+
+
+def _size(size: int) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:,} bytes"

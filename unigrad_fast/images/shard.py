@@ -1,0 +1,84 @@
+"""`unigrad-fast data shard`: packs images into tar shards, or compares shards with what was written."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from unigrad_fast.pipelines import Manifest, packing
+from unigrad_fast.pipelines.shards import INDEX
+from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.validation import count
+
+SHOWN = 10  # images or problems that are printed, the others are counted
+
+
+def shard(source: Path, folder: Path, options: packing.Packing, threads: int | None, verify: bool) -> None:
+    """Pack what is missing, say what was packed, and with `verify` compare all shards with their digests.
+
+    Raises:
+        DataError: the source or the folder cannot be used.
+        RunStopped: shards differ from what was written.
+    """
+    threads = threads or os.cpu_count() or 1
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
+        _pack(source, folder, options, threads, console)
+    if verify:
+        _verify(folder, threads, console)
+
+
+def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, console: Console) -> None:
+    with console.status("listing images"):
+        manifest = Manifest.open(source)
+    with _bar(console, MofNCompleteColumn()) as bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # of odd but decodable images
+        task = bar.add_task("images", total=len(manifest))
+        packed = packing.pack(
+            manifest, os.fspath(source), folder, options, threads, lambda images: bar.advance(task, images)
+        )
+    labels = f"of {count(len(manifest.classes), 'class')}" if manifest.has_labels else "without labels"
+    console.print(f"{packed.images:,} images {labels} in {count(packed.shards, 'shard')} in {folder}")
+    if packed.left_out:
+        _say_left_out(folder, packed.left_out, console)
+    if options.short_side:
+        before, after = packed.bytes_before / 2**20, packed.bytes_after / 2**20
+        console.print(
+            f"{packed.encoded_again:,} images were made smaller, to a short side of {options.short_side} pixels, with "
+            f"Lanczos and JPEG quality {options.quality}: {before:,.1f} MiB before, {after:,.1f} MiB after. Their "
+            "pixels are no longer the originals', from which published numbers were made, and crops of a small share "
+            "of an image have fewer pixels to show."
+        )
+    else:
+        console.print(f"{packed.bytes_after / 2**20:,.1f} MiB of images, copied as they are")
+
+
+def _say_left_out(folder: Path, left_out: int, console: Console) -> None:
+    console.print(f"{count(left_out, 'image')} left out, which cannot be decoded ({folder / packing.LEFT_OUT}):")
+    with open(folder / packing.LEFT_OUT, encoding="utf-8", errors="replace") as file:
+        for line, _ in zip(file, range(SHOWN), strict=False):
+            console.print("  " + ": ".join(line.rstrip("\n").rsplit("\t", 1)))
+    if left_out > SHOWN:
+        console.print(f"  and {left_out - SHOWN:,} more")
+
+
+def _verify(folder: Path, threads: int, console: Console) -> None:
+    with _bar(console, DownloadColumn()) as bar:
+        total = sum(file.stat().st_size for file in folder.glob("*.tar"))
+        task = bar.add_task("comparing", total=total)
+        problems = packing.verify(folder, threads, lambda size: bar.advance(task, size))
+    if problems:
+        more = f"\nand {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
+        remedy = "copy the shards again, or pack them into a new folder"
+        raise RunStopped("\n".join(problems[:SHOWN]) + f"{more}\n{remedy}")
+    console.print(f"{folder}: all shards are as they were written ({INDEX})")
+
+
+def _bar(console: Console, amount: MofNCompleteColumn | DownloadColumn) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn(), console=console, transient=True
+    )

@@ -1,0 +1,102 @@
+"""The encoder: a torchvision ResNet with a projector, over all views of a step.
+
+Shape suffixes: N images per rank, H and W pixels, D feature dimension, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from unigrad_fast import config
+from unigrad_fast.networks.batch_norm import convert
+from unigrad_fast.networks.small_convolution import use_small_convolutions
+
+
+def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
+    """A torchvision ResNet without its classifier.
+
+    Residual branches start at zero (the last batch norm of each block), as is usual for large batches (Goyal et
+    al., 2017, section 5.1).
+
+    Args:
+        name: "resnet18" to "resnet152", "wide_resnet50_2", "wide_resnet101_2".
+        stem: "imagenet" (7×7 convolution of stride 2, max-pool) or "small" (3×3 of stride 1, no pool), the usual
+            one for images of 32 to 64 pixels.
+
+    Returns:
+        A module from [N, 3, H, W] to features [N, D]; D is its attribute `feature_dim`. With the "imagenet" stem
+        its state dict loads strictly into torchvision's model with `fc` replaced by `nn.Identity`.
+    """
+    backbone = getattr(torchvision.models, name)(zero_init_residual=True)
+    backbone.feature_dim = backbone.fc.in_features
+    backbone.fc = nn.Identity()
+    if stem == "small":
+        backbone.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
+        backbone.maxpool = nn.Identity()
+    return backbone
+
+
+def build_projector(feature_dim: int, settings: config.Projector) -> nn.Sequential:
+    """The projection MLP (the paper, appendix "Implementation Details").
+
+    `depth − 1` times linear without bias, batch norm and ReLU, then a linear layer with bias; hidden and output
+    width are the same. Maps features [N, D] to embeddings [N, C].
+    """
+    layers: list[nn.Module] = []
+    inputs = feature_dim
+    for _ in range(settings.depth - 1):
+        linear = nn.Linear(inputs, settings.width, bias=False)
+        layers += [linear, nn.BatchNorm1d(settings.width), nn.ReLU(inplace=True)]
+        inputs = settings.width
+    return nn.Sequential(*layers, nn.Linear(inputs, settings.width))
+
+
+class Encoder(nn.Module):
+    """Backbone and projector of one branch, applied to all views of a step in one call.
+
+    Batch statistics are taken per group of views: with "per_view" each view by itself, with "per_size" all views
+    of one size together, with "auto" each of the two global views by itself and local crops of one size together.
+    """
+
+    def __init__(self, settings: config.Model):
+        super().__init__()
+        self.backbone = build_backbone(settings.backbone, settings.stem)
+        self.projector = build_projector(self.backbone.feature_dim, settings.projector)
+        self.batch_statistics = settings.batch_statistics
+
+    def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Views, each [N, 3, H, W] (sizes may differ), to their embeddings, each [N, C], in the same order."""
+        embeddings: list[Tensor | None] = [None] * len(views)
+        for group in self._groups(views):
+            together = torch.cat([views[i] for i in group]) if len(group) > 1 else views[group[0]]
+            parts = self.projector(self.backbone(together)).chunk(len(group))
+            for i, part in zip(group, parts, strict=True):
+                embeddings[i] = part
+        return embeddings
+
+    def _groups(self, views: Sequence[Tensor]) -> list[list[int]]:
+        def key(i: int):
+            size = tuple(views[i].shape[-2:])
+            if self.batch_statistics == "per_view" or (self.batch_statistics == "auto" and i < 2):
+                return (size, i)
+            return (size, -1)
+
+        return [list(group) for _, group in groupby(sorted(range(len(views)), key=key), key=key)]
+
+
+def build_encoder(settings: config.Model, seed: int, device: torch.device) -> Encoder:
+    """The encoder as it is before the first step, a function of its settings and the seed alone; in training mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = Encoder(settings)
+    if settings.sync_batch_norm:
+        encoder = convert(encoder, device.type)
+    if device.type == "cpu":
+        use_small_convolutions(encoder)
+    return encoder.to(device).train()

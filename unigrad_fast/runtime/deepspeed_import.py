@@ -1,0 +1,46 @@
+"""Importing DeepSpeed, which otherwise chats, and compiles an operator that is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from types import ModuleType
+
+import torch
+
+from unigrad_fast.runtime.quiet import without_warnings
+
+
+def quiet_deepspeed(verbose: bool = False) -> ModuleType:
+    """Import DeepSpeed so that it needs no compiler and says nothing but errors.
+
+    Must come before any other import of DeepSpeed. Without a GPU it selects DeepSpeed's CPU accelerator.
+
+    Args:
+        verbose: show its warnings, and its log from level INFO on.
+
+    Returns:
+        The module `deepspeed`.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with contextlib.nullcontext() if verbose else without_warnings():
+        import deepspeed
+        import deepspeed.ops
+
+        if not torch.cuda.is_available():
+            # What it asks of its operators, which of them could be compiled, some answer on stdout.
+            with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+                compilable = deepspeed.ops.__compatible_ops__
+            compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
+    _set_level(logging.INFO if verbose else logging.ERROR)
+    return deepspeed
+
+
+def _set_level(level: int) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)

@@ -1,0 +1,352 @@
+"""Processes of a run: which launcher started this one, and the process group that joins them.
+
+`torchrun` and `deepspeed` say in the environment who a process is; under SLURM `srun` does so in its own
+words; without a launcher a run is one process, which needs no network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+
+Result = TypeVar("Result")
+
+# Ranks may wait for one that lists millions of files.
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says about this process.
+
+    Attributes:
+        launcher: "single", "torchrun", "deepspeed", "slurm", or "environment" for any other that sets RANK.
+        rank, size: this process among all of the run.
+        local_rank, local_size: this process among those on its machine.
+        address, port: where rank 0 can be reached; None for a single process.
+    """
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """This process in the run, once the process group exists.
+
+    Attributes:
+        rank, size: this process among all of the run.
+        local_rank, local_size: this process among those on its machine.
+        device: what this process computes on.
+        backend: of collectives on the device's tensors, "gloo" or "nccl". CPU tensors always go through gloo.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+
+
+def launch_environment(environ: Mapping[str, str]) -> Launch:
+    """Who this process is, from its environment variables.
+
+    Raises:
+        UserError: the environment is incomplete or contradicts itself; the message names the variable.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_launcher(environ)
+    # Only srun's tasks have a step; in the batch script itself SLURM_NTASKS says what is reserved.
+    if environ.get("SLURM_STEP_ID") and "SLURM_PROCID" in environ:
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        if size in environ and _integer(environ, size) > 1:
+            return _from_slurm(environ, size)
+    return Launch("single")
+
+
+def _from_launcher(environ: Mapping[str, str]) -> Launch:
+    size = _integer(environ, "WORLD_SIZE")
+    rank = _integer(environ, "RANK", below=("WORLD_SIZE", size))
+    name, local = ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"), "LOCAL_WORLD_SIZE"
+    if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:
+        name, local = "deepspeed", "LOCAL_SIZE"
+    if size == 1:
+        return Launch(name)
+    local_size = _integer(environ, local)
+    if local_size > size:
+        raise UserError(f"{local} is {local_size}, but WORLD_SIZE, which counts all machines, is {size}")
+    return Launch(
+        name,
+        rank=rank,
+        size=size,
+        local_rank=_integer(environ, "LOCAL_RANK", below=(local, local_size)),
+        local_size=local_size,
+        address=_text(environ, "MASTER_ADDR"),
+        port=_port(environ),
+    )
+
+
+def _from_slurm(environ: Mapping[str, str], size_name: str) -> Launch:
+    size = _integer(environ, size_name)
+    local = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_NTASKS_PER_NODE"
+    counts = _tasks_per_node(local, _text(environ, local))
+    node = _integer(environ, "SLURM_NODEID", below=(local, len(counts))) if len(set(counts)) > 1 else 0
+    if counts[node] > size:
+        raise UserError(f"{local} is {environ[local]}, but {size_name}, which counts all machines, is {size}")
+    hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    return Launch(
+        "slurm",
+        rank=_integer(environ, "SLURM_PROCID", below=(size_name, size)),
+        size=size,
+        local_rank=_integer(environ, "SLURM_LOCALID", below=(local, counts[node])),
+        local_size=counts[node],
+        address=environ.get("MASTER_ADDR") or _first_host(hosts, _text(environ, hosts)),
+        port=_port(environ) if "MASTER_PORT" in environ else _slurm_port(environ),
+    )
+
+
+def _first_host(name: str, nodelist: str) -> str:
+    try:
+        return expand_hosts(nodelist)[0]
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; set MASTER_ADDR to the name of rank 0's machine") from None
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """A port below the range from which systems serve themselves, and another for each job and step."""
+    step = environ["SLURM_STEP_ID"]
+    return 12000 + (97 * _integer(environ, "SLURM_JOB_ID") + (int(step) if step.isdecimal() else 0)) % 20000
+
+
+def _tasks_per_node(name: str, text: str) -> list[int]:
+    """SLURM's "2(x3),1" as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(f"{name} is {text!r}, expected something like '4' or '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """SLURM's compressed list of hosts, "gpu[01-03,07],login", one by one: gpu01, gpu02, gpu03, gpu07, login.
+
+    Raises:
+        ValueError: it is empty or malformed.
+    """
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\[\]]*)\]", word.strip())  # text and bracket in turn
+        choices = [_ranges(part) if i % 2 else [part] for i, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    if not all(hosts) or not hosts or re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", nodelist)):
+        raise ValueError(f"{nodelist!r} is not a list of hosts")
+    return hosts
+
+
+def _ranges(text: str) -> list[str]:
+    """ "01-03,07" as ["01", "02", "03", "07"]."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ValueError(f"[{text}] is not a list of numbers")
+        first, last = match[1], match[2] or match[1]
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise UserError(
+            f"{name} is not set, although other variables say that this is one of several processes; start "
+            "the run with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE for a single process"
+        )
+    return environ[name]
+
+
+def _integer(environ: Mapping[str, str], name: str, below: tuple[str, int] | None = None) -> int:
+    text = _text(environ, name)
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r}, expected a whole number")
+    if below is not None and int(text) >= below[1]:
+        raise UserError(f"{name} is {text}, but {below[0]} leaves 0 to {below[1] - 1}")
+    return int(text)
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT is {port}, expected 1 to 65535")
+    return port
+
+
+_changed: dict[str, str | None] = {}  # environment variables that `start` set, with what they were before
+
+
+def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT) -> World:
+    """Join the run's processes: initialise torch.distributed and choose this process's device.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for CUDA where there is a GPU.
+        rendezvous_timeout: how long to wait for the other processes.
+
+    Raises:
+        UserError: the environment is wrong, there is no GPU for this process, or not all processes came.
+    """
+    launch = launch_environment(os.environ)
+    chosen = _choose_device(device, launch)
+    # DeepSpeed wants it, as the index of the device.
+    _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
+    _set("LOCAL_WORLD_SIZE", str(launch.local_size))  # the loader divides the cores by it
+    if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
+        # On one machine the loopback device does, while a host name may not resolve, without a network say.
+        _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    try:
+        store = _meet(launch, rendezvous_timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        _restore()
+        if launch.size == 1:
+            raise
+        raise UserError(
+            f"rank {launch.rank} of {launch.size} did not meet the others at {launch.address}:{launch.port} "
+            f"within {rendezvous_timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
+            f"Check that all {launch.size} processes were started, that MASTER_ADDR and MASTER_PORT name a "
+            "free port of rank 0's machine that the others may reach, and that GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME, if set, name the right network device"
+        ) from error
+    return World(
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        device=chosen,
+        backend="nccl" if chosen.type == "cuda" else "gloo",
+    )
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        # Once imported, DeepSpeed keeps groups of its own, which a later engine in this process would use.
+        deepspeed = sys.modules.get("deepspeed.comm")
+        if deepspeed is not None and deepspeed.is_initialized():
+            deepspeed.destroy_process_group()
+        else:
+            dist.destroy_process_group()
+    _restore()
+
+
+@contextmanager
+def session(device: str = "auto") -> Iterator[World]:
+    """`start`, and `stop` at the end.
+
+    After an error the process group is left as it is where ranks compute on GPUs: the others may wait in a collective
+    that will not come, and to leave in order would be to wait for them.
+    """
+    world = start(device)
+    try:
+        yield world
+    except BaseException:
+        if world.device.type != "cuda":
+            stop()
+        raise
+    stop()
+
+
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Do something that may fail; when it does on one rank, all ranks raise the error of the first that failed.
+
+    Without a process group it is a plain call. Errors are those a user can cause: wrong input, a full disk.
+    """
+    failure, result = None, None
+    try:
+        result = work()
+    except (DataError, OSError, RunStopped, UserError) as error:
+        failure = error
+    for error in gather(failure):
+        if error is not None:
+            raise error
+    return result
+
+
+def gather(value: Result) -> list[Result]:
+    """The picklable values of all ranks, on every rank; [value] without a process group."""
+    if not dist.is_initialized():
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
+    if launch.size == 1:
+        return dist.HashStore()
+    host = f"[{launch.address}]" if ":" in launch.address else launch.address
+    url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size={launch.size}"
+    store, _, _ = next(dist.rendezvous(url, timeout=timeout))
+    # torchrun's store outlives the processes, and with it the addresses of those that were killed: a process that it
+    # starts again would try to reach the dead, and wait.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _choose_device(device: str, launch: Launch) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device is {device!r}, expected auto, cpu or cuda")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("device is cuda, but torch sees no GPU; use cpu, or install a torch for your driver")
+    # Launchers that give each process a GPU of its own show it that one alone.
+    index = 0 if count == 1 and launch.launcher == "slurm" else launch.local_rank
+    if index >= count:
+        raise UserError(
+            f"{launch.local_size} processes on this machine, but torch sees {count} GPUs; "
+            f"start {count} processes per machine"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _set(name: str, value: str) -> None:
+    _changed.setdefault(name, os.environ.get(name))
+    os.environ[name] = value
+
+
+def _restore() -> None:
+    for name, value in _changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _changed.clear()

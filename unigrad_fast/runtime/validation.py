@@ -1,0 +1,178 @@
+"""Checks a tree of values against a typed tree, and says in one form what is wrong, wherever it came from.
+
+A message has the dotted key, the value, and what is allowed or the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
+
+from unigrad_fast.runtime.errors import UserError
+
+
+def absolute(path: Path) -> Path:
+    """Absolute form of a path, so that a saved configuration means the same from every folder."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+AbsolutePath = Annotated[Path, AfterValidator(absolute)]
+
+
+class Node(BaseModel):
+    """A group of keys: immutable, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
+        """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list."""
+        if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
+            value = value.strip("[]()").split(",")
+        wants_bool = cls.model_fields[info.field_name].annotation is bool
+        if wants_bool and isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        if value == "" or wants_bool != isinstance(value, bool):
+            raise ValueError("wrong type")
+        return value
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(get_origin(arm) is tuple for arm in get_args(annotation))
+
+
+def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
+    """`model` built from a tree of YAML values or texts; UserError lists all that is wrong, one line each."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        lines = [line for problem in error.errors() for line in _explain(model, problem)]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
+    location, value = problem["loc"], problem["input"]
+    if not location:
+        return str(problem["ctx"]["error"]).split("\n")
+    owner, path = model, []
+    for part in location:
+        path.append(str(part))
+        if part not in owner.model_fields:
+            return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
+        group = _group(owner, part)
+        if group is None:
+            break  # what follows a leaf names an arm of its union
+        owner = group
+    else:
+        return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
+    if problem["type"] == "missing" and len(path) == len(location):
+        description = owner.model_fields[part].description
+        return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
+    allowed = allowed_values(owner, part)
+    close = difflib.get_close_matches(str(value), allowed.removeprefix("one of ").split(", "), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return [f"{'.'.join(path)} = {shown(value)}: allowed is {allowed}{hint}"]
+
+
+def _group(owner: type[Node], key: str) -> type[Node] | None:
+    annotation = owner.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
+
+
+def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a tree."""
+    for key in model.model_fields:
+        group = _group(model, key)
+        if group is None:
+            yield prefix + key
+        else:
+            yield from keys(group, f"{prefix}{key}.")
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values below `key`."""
+    if isinstance(value, Mapping) and value:
+        for name, child in value.items():
+            yield from leaves(child, f"{key}.{name}")
+    else:
+        yield key, value
+
+
+def _unknown(model: type[Node], owner: type[Node], key: str, value: Any) -> str:
+    nearest = _nearest_key(model, key)
+    hint = f"did you mean {nearest}?" if nearest else f"valid keys are {', '.join(owner.model_fields)}"
+    return f"{key} = {shown(value)}: unknown key; {hint}"
+
+
+def _nearest_key(model: type[Node], wrong: str) -> str | None:
+    def likeness(key: str) -> tuple[float, float]:
+        leaf, wrong_leaf = key.rpartition(".")[2], wrong.rpartition(".")[2]
+        whole = difflib.SequenceMatcher(None, wrong, key).ratio()
+        last = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
+        if wrong_leaf in leaf.split("_"):
+            last = max(last, 0.9)
+        return max(whole, 0.95 * last), whole
+
+    best = max(keys(model), key=likeness)
+    return best if likeness(best)[0] >= 0.6 else None
+
+
+def allowed_values(owner: type[Node], key: str) -> str:
+    """Range or choices of a leaf in words."""
+    return _in_words(owner.model_json_schema()["properties"][key])
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("format") or schema["type"]
+    if kind == "array":
+        return f"{len(schema['prefixItems'])} numbers with commas between them"
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "path": "a path",
+        "string": "a text",
+        "null": "null",
+    }[kind]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is not None and low == high:
+        return shown(low)
+    limits = [
+        f"{word} {shown(limit)}"
+        for word, limit in (("from", low), ("above", above), ("to", high), ("below", below))
+        if limit is not None
+    ]
+    return " ".join([words, *limits])
+
+
+def shown(value: Any) -> str:
+    """A value as the user writes it, shortened."""
+    if isinstance(value, float):
+        text = f"{value:g}"
+    elif isinstance(value, str):
+        text = value or "''"
+    else:
+        text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def count(number: int, noun: str) -> str:
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}" + ("" if number == 1 else ending)
