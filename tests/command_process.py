@@ -1,26 +1,16 @@
-"""`unigrad-fast` in a process of its own, forked from one that has the libraries imported: that takes seconds."""
+"""`unigrad-fast` in a process of its own."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
-import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
-    "COLUMNS": "120",
-}
-# A forked process cannot use a GPU that the importing process has asked about.
-CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-CONTEXT.set_forkserver_preload(["preloaded"])
+from forked import ENVIRONMENT, start
+from thin import thin
 
 
 class CommandProcess:
@@ -29,16 +19,14 @@ class CommandProcess:
     Args:
         arguments: what follows `unigrad-fast`.
         environment: what a launcher sets beside the test's own variables.
+        is_thin: the encoder is thin.
     """
 
-    def __init__(self, *arguments: object, environment: dict[str, str] | None = None):
+    def __init__(self, *arguments: object, environment: dict[str, str] | None = None, is_thin: bool = False):
         self.args = tuple(map(str, arguments))
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            variables = {**os.environ, **(environment or {})}
-            self._process = CONTEXT.Process(target=_run, args=(self.args, variables, self._said), daemon=True)
-            self._process.start()
+        self._process = start(_run, self.args, self._said, is_thin, environment=environment)
 
     def has_ended(self) -> bool:
         return self._process.exitcode is not None
@@ -64,11 +52,10 @@ def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.C
     return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def _run(arguments: tuple[str, ...], variables: dict[str, str], files: list[Path]) -> None:
+def _run(arguments: tuple[str, ...], files: list[Path], is_thin: bool) -> None:
     for stream, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
-    os.environ.clear()
-    os.environ.update(variables)
     from unigrad_fast.cli import main
 
-    sys.exit(main(arguments))
+    with thin() if is_thin else nullcontext():
+        sys.exit(main(arguments))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from time import monotonic
+
+from forked import start
 
 GRACE = 2.0  # seconds that the other ranks have to answer once one has failed
 
@@ -45,8 +48,8 @@ def _serve(rank: int, size: int, store_file: str, requests: Connection) -> None:
 class WorkerGroup:
     """`size` processes that call a function together, one rank each, started at the first call and reused.
 
-    The processes are spawned: functions are module-level ones of an importable module, and see nothing of the
-    test's own process but their arguments. Tensors travel by value. Where only some ranks fail, the next call
+    Functions are module-level ones of an importable module, and see nothing of the test's own process but their
+    arguments and its environment variables. Tensors travel by value. Where only some ranks fail, the next call
     starts new processes, since the others may still wait in a collective.
 
     Args:
@@ -57,7 +60,7 @@ class WorkerGroup:
     def __init__(self, size: int, timeout: float = 120.0):
         self.size = size
         self.timeout = timeout
-        self._processes: list[multiprocessing.Process] = []
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -88,12 +91,10 @@ class WorkerGroup:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
-        context = multiprocessing.get_context("spawn")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.size):
-            pipe, theirs = context.Pipe()
-            store = os.path.join(self._folder.name, "store")
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
-            process.start()
+            pipe, theirs = Pipe()
+            process = start(_serve, rank, self.size, store, theirs)
             theirs.close()
             self._pipes.append(pipe)
             self._processes.append(process)

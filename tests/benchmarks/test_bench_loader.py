@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import command_process
+import forked
 import numpy as np
 import pytest
 import torch
@@ -144,8 +144,8 @@ def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, ca
     monkeypatch.setattr(bench_loader, "SMALL_ENTRIES", 16)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     # There is one server of forked processes: started otherwise than for commands, it would change what they compute.
-    monkeypatch.setattr(bench_loader, "new_process", lambda: ProcessPoolExecutor(1, command_process.CONTEXT))
-    for variable, value in command_process.ENVIRONMENT.items():
+    monkeypatch.setattr(bench_loader, "new_process", lambda: ProcessPoolExecutor(1, forked.CONTEXT))
+    for variable, value in forked.ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     arguments = {"images": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_process import ENVIRONMENT, CommandProcess
+from command_process import CommandProcess
 from drawn_images import draw_tree
+from forked import ENVIRONMENT
 
 from unigrad_fast.checkpoints.files import Reader, latest
 
@@ -60,7 +61,7 @@ class Run:
                     **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
                     **{"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
                 }
-            self.processes.append(CommandProcess("pretrain", *given, environment=environment))
+            self.processes.append(CommandProcess("pretrain", *given, environment=environment, is_thin=True))
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
         """Until something is seen (True) or a process has ended (False)."""
@@ -184,7 +185,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, 
     given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output)
     given += ("--checkpoint.every", "1")
     environment = {**os.environ, **ENVIRONMENT}
-    command = [sys.executable, "-m", *launcher, "unigrad_fast", "pretrain", *map(str, given)]
+    command = [sys.executable, "-m", *launcher, "thin", "pretrain", *map(str, given)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + DEADLINE
     while steps_logged(output) < 7:
@@ -235,7 +236,9 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
 def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", disk], capture_output=True)
+    checkpoint = sum(file.stat().st_size for file in latest(undisturbed).iterdir())
+    size = f"size={5 * checkpoint // 2}"  # for two of them
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
     try:
@@ -244,7 +247,7 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
         assert "cannot be written: No space left on device; earlier ones are as they were" in said
         assert "Traceback" not in said
         assert Reader(latest(disk / "run")).about["step"] == 2
-        subprocess.run(["mount", "-o", "remount,size=700m", disk], check=True)
+        subprocess.run(["mount", "-o", f"remount,size={6 * checkpoint}", disk], check=True)
         statuses, said = Run(data, disk / "run", 2).end()
         assert statuses == [0, 0] and "going on after step 2" in said, said
         require_equal(disk / "run", undisturbed)

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from thin import thin
 from torch import Tensor
 from trainer_state import batches, make_trainer, small_config, smooth
 
@@ -47,7 +48,8 @@ MULTICROP_AND_CUTMIX = {
 def plain_loop(config: Config) -> list[float]:
     """Losses of 20 free steps in float64: our model, objective, optimizer and target, without the engine."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    encoder = build_encoder(config.model, config.seed, torch.device("cpu")).double()
+    with thin():
+        encoder = build_encoder(config.model, config.seed, torch.device("cpu")).double()
     target = make_target(encoder)
     optimizer = build_optimizer(encoder, config.optimizer)
     objective = UniGrad(width=32, balance=config.objective.balance, decay=config.objective.decay)
