@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,25 @@ class CommandProcess:
             raise subprocess.TimeoutExpired(self.args, timeout)
         said = [file.read_text() for file in self._said]
         return subprocess.CompletedProcess(self.args, self._process.exitcode, *said)
+
+
+def start_ranks(count: int, *arguments: object, is_thin: bool = False) -> list[CommandProcess]:
+    """A command on some ranks, with the variables that torchrun would set."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["TORCHELASTIC_RUN_ID"] = "none"
+    environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {} for rank in range(count)]
+    texts = [{name: str(value) for name, value in each.items()} for each in environments]
+    return [CommandProcess(*arguments, environment=each, is_thin=is_thin) for each in texts]
+
+
+def command_on_two_ranks(*arguments: object) -> subprocess.CompletedProcess:
+    """The higher exit status, and what both printed."""
+    results = [process.end() for process in start_ranks(2, *arguments)]
+    said = ["".join(getattr(result, stream) for result in results) for stream in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(arguments, max(result.returncode for result in results), *said)
 
 
 def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from command_process import command
+from command_process import command, command_on_two_ranks
 from drawn_images import draw_tree
 from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
@@ -291,9 +291,8 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert json.loads((tmp_path / "model.safetensors.json").read_text())["linear"]["protocol"] == "quick"
 
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module")
     options = ("--protocol", "paper", "--epochs", "2", "--batch_size", "32")
-    result = command("evaluate", "linear", run, *options, launcher=launcher)
+    result = command_on_two_ranks("evaluate", "linear", run, *options)
     assert result.returncode == 0, result.stderr
     assert "paper protocol" in " ".join(result.stdout.split()) and "but epochs 2" in " ".join(result.stdout.split())
     assert result.stdout.count("epoch 2/2") == 1

@@ -226,21 +226,6 @@ def said(output: str) -> list[list]:
 TWO_RANKS = [[0, 2, 0, 2, 3.0], [1, 2, 1, 2, 3.0]]
 
 
-def test_torchrun_starts_two_ranks(program):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        program,
-    ]
-    result = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert said(result.stdout) == TWO_RANKS
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_process import CommandProcess
+from command_process import start_ranks
 from drawn_images import draw_tree
 from forked import ENVIRONMENT
 
@@ -49,19 +48,8 @@ class Run:
     """The processes of a run, started as a launcher would."""
 
     def __init__(self, data: Path, output: Path, ranks: int = 1, *arguments: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *arguments)
-        self.output, self.processes = output, []
-        for rank in range(ranks):
-            environment = {}
-            if ranks > 1:
-                environment = {
-                    **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
-                    **{"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                }
-            self.processes.append(CommandProcess("pretrain", *given, environment=environment, is_thin=True))
+        self.output, self.processes = output, start_ranks(ranks, "pretrain", *given, is_thin=True)
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
         """Until something is seen (True) or a process has ended (False)."""
