@@ -5,6 +5,9 @@
     RUN/tensorboard/    the same numbers for TensorBoard
     RUN/summary.json    the final numbers
     RUN/curves.png      metrics.jsonl as a picture
+
+A step is an optimizer step, and a step number counts those that are complete: 0 is the untrained encoder,
+`total_steps` the last.
 """
 
 from unigrad_fast.training.telemetry.telemetry import Telemetry

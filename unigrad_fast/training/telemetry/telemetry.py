@@ -1,7 +1,6 @@
 """The telemetry of a run: takes what happens, and has it shown, written and watched.
 
-Only rank 0 writes; on other ranks every method returns at once. A step is an optimizer step, and a step
-number counts those that are complete: 0 is the untrained encoder, `total_steps` the last.
+Only rank 0 writes; on other ranks every method returns at once.
 """
 
 from __future__ import annotations
