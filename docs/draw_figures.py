@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from unigrad_fast.training.curves import draw, draw_comparison
+from unigrad_fast.training.telemetry.curves import draw, draw_comparison
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS, GAP = 12, 2

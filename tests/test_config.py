@@ -8,19 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unigrad_fast.config import (
-    Config,
-    contradictions,
-    fresh_output,
-    load_recipe,
-    merge,
-    parse_arguments,
-    recipe_names,
-    resolve,
-    to_yaml,
-)
+from unigrad_fast.config import Config, load_recipe, resolve, to_yaml
 from unigrad_fast.pipelines import recipe
+from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.trees import merge, parse_arguments
 from unigrad_fast.runtime.validation import Node, keys
 
 
@@ -334,71 +326,6 @@ def test_every_batch_size_that_is_suggested_is_accepted(batch, ranks, steps, syn
         # On one rank the combination is checked with the tree, where the number of ranks is not known.
         if f"{ranks} rank" in line:
             assert all(problems(int(size)) == [] for size in line.partition("; use ")[2].split(" or "))
-
-
-def test_folders_are_checked(tmp_path):
-    text = tmp_path / "list.txt"
-    text.write_text("a.jpg")
-    config = resolve(overrides={"data": {"train": str(tmp_path / "absent"), "val": str(text)}})
-    with pytest.raises(UserError) as caught:
-        config.check_folders()
-    assert str(caught.value) == f"data.train = {tmp_path}/absent: no such file or folder"
-    with pytest.raises(UserError, match="no training images"):
-        resolve().check_folders()
-
-
-@pytest.mark.parametrize("path", ["~nobody-has-this-name/images", "/" + "a" * 5000, "a\0b"])
-def test_impossible_paths_are_refused_without_a_traceback(path):
-    config = resolve(overrides={"data": {"train": path}})
-    with pytest.raises(UserError, match="no such file or folder"):
-        config.check_folders()
-    with pytest.raises(UserError, match="no such file or shipped recipe"):
-        resolve(path)
-
-
-def test_output_that_holds_a_run_is_refused_by_fresh(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(run)})
-    config.check_folders()
-    (run / "config.yaml").write_text("seed: 0\n")
-    config.check_folders()
-    with pytest.raises(UserError, match="holds a run, which --fresh does not continue; give another folder"):
-        config.check_folders(fresh=True)
-
-
-def test_only_what_decides_the_result_forbids_to_go_on():
-    began = resolve().model_dump(mode="json")
-    harmless = {
-        "output": "/elsewhere",
-        "data": {"train": "/moved", "val": "/moved/val", "threads": 3, "decode": "cpu"},
-        "engine": {"zero_stage": 2, "max_skipped_steps": 5},
-        "checkpoint": {"every": 0.5, "keep": 7, "keep_every": 10},
-        "evaluation": {"every": 3, "knn": {"k": 5}},
-        "telemetry": {"every": 1, "tensorboard": False},
-    }
-    assert contradictions(resolve(overrides=harmless), began, "the checkpoint") == []
-    changed = {"seed": 3, "schedule": {"epochs": 200}, "model": {"projector": {"width": 4096}}}
-    assert contradictions(resolve(overrides=changed), began, "the checkpoint") == [
-        "seed = 3: the checkpoint has 0",
-        "model.projector.width = 4096: the checkpoint has 2048",
-        "schedule.epochs = 200: the checkpoint has 100",
-    ]
-
-
-def test_output_below_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(tmp_path / "file/run")})
-    with pytest.raises(UserError, match="is not writable"):
-        config.check_folders()
-
-
-def test_fresh_output_is_the_first_free_folder(tmp_path):
-    names = []
-    for _ in range(3):
-        names.append(fresh_output("quickstart", tmp_path).name)
-        (tmp_path / names[-1]).mkdir()
-    assert names == ["quickstart", "quickstart-2", "quickstart-3"]
 
 
 def nested(flat: dict[str, object]) -> dict[str, object]:

@@ -59,7 +59,7 @@ def test_wheel_holds_every_module_under_its_installed_name(wheel):
 def test_installed_package_finds_kernels_pipelines_benchmarks_and_recipes(site, tmp_path):
     code = (
         "import unigrad_fast.kernels, unigrad_fast.pipelines, unigrad_fast.benchmarks;"
-        "from unigrad_fast.config import recipe_names;"
+        "from unigrad_fast.recipes import recipe_names;"
         "print(unigrad_fast.kernels.__file__, len(unigrad_fast.__path__), *recipe_names())"
     )
     result = python("-c", code, cwd=tmp_path, path=site)

@@ -18,8 +18,10 @@ import tyro
 
 import unigrad_fast
 from unigrad_fast.commands import COMMANDS
-from unigrad_fast.config import Config, parse_arguments, recipe_names, resolve
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, validate
 
 

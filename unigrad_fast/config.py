@@ -7,10 +7,7 @@ by `validation`. "Authors' code" is the code published with the paper.
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,10 +15,10 @@ import yaml
 from pydantic import Field, model_validator
 
 from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe
+from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, recipe_names
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.validation import AbsolutePath, Node, absolute, count, leaves, shown, validate
-
-DEFAULT_RECIPE = "imagenet_100ep"
+from unigrad_fast.runtime.trees import merge, parse_arguments
+from unigrad_fast.runtime.validation import AbsolutePath, Node, count, shown, validate
 
 Pair = tuple[float, float]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -345,166 +342,8 @@ class Config(Node):
         if problems := self._batch_problems(world_size):
             raise UserError("\n".join(problems))
 
-    def check_folders(self, fresh: bool = False) -> None:
-        """Raises UserError unless the images can be opened and the output folder can be used.
-
-        Args:
-            fresh: the output folder must not hold a run, which would be continued otherwise.
-        """
-        # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
-        problems = []
-        for key, folder in (("data.train", self.data.train), ("data.val", self.data.val)):
-            if folder is None:
-                continue
-            if not os.path.exists(folder):
-                problem = "no such file or folder"
-                if self.recipe == "quickstart":
-                    problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
-                problems.append(f"{key} = {folder}: {problem}")
-            elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
-                problems.append(f"{key} = {folder}: unreadable; check its permissions")
-        if self.data.train is None:
-            problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
-        problems += self._output_problems(fresh)
-        if problems:
-            raise UserError("\n".join(problems))
-
-    def _output_problems(self, fresh: bool) -> list[str]:
-        if self.output is None:
-            return []
-        if fresh and holds_run(self.output):
-            return [f"output = {self.output}: holds a run, which --fresh does not continue; give another folder"]
-        if os.path.exists(self.output) and not os.path.isdir(self.output):
-            return [f"output = {self.output}: is a file; give a folder"]
-        parent = self.output
-        while not os.path.exists(parent):
-            parent = parent.parent
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-            return [f"output = {self.output}: {parent} is not writable; give another folder"]
-        return []
-
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run: every run starts by writing its configuration."""
-    return os.path.exists(folder / "config.yaml")
-
-
-def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
-    """First free folder of root/recipe, root/recipe-2, root/recipe-3, ..."""
-    candidate, number = root / recipe, 1
-    while candidate.exists():
-        number += 1
-        candidate = root / f"{recipe}-{number}"
-    return absolute(candidate)
-
-
-# What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
-HARMLESS = (
-    *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
-    *("data.read_timeout", "data.max_bad_fraction"),
-    *("engine.zero_stage", "engine.max_skipped_steps", "checkpoint", "evaluation", "telemetry"),
-)
-
-
-def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list[str]:
-    """What forbids to continue a run with this configuration, one line per key; empty when nothing does.
-
-    Args:
-        saved: the configuration that the run began with, as JSON values.
-        whose: what `saved` belongs to, for the message.
-    """
-    before = dict(leaves(validate(Config, saved).model_dump(mode="json"), ""))
-    now = dict(leaves(config.model_dump(mode="json"), ""))
-    keys_of_result = [key for key in now if not any(f"{key}.".startswith(f".{harmless}.") for harmless in HARMLESS)]
-    return [
-        f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before[key])}"
-        for key in keys_of_result
-        if now[key] != before[key]
-    ]
-
-
-def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
-    folder = resources.files("unigrad_fast") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
-def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
-    """The tree of a shipped recipe, or of a YAML file over the shipped recipe that its key `recipe` names.
-
-    A YAML file without that key starts from the defaults, which are those of `imagenet_100ep`.
-    """
-    name = str(name_or_path)
-    if name in recipe_names():
-        text = (resources.files("unigrad_fast") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-        return {**_parse_yaml(text, name), "recipe": name}
-    path = absolute(Path(name))
-    if not os.path.isfile(path):
-        close = difflib.get_close_matches(name, recipe_names(), n=1)
-        raise UserError(
-            f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
-            + ", ".join(recipe_names())
-            + (f"; did you mean {close[0]}?" if close else "")
-        )
-    try:
-        tree = _parse_yaml(path.read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe = {name}: cannot be read as text: {error}") from None
-    base = tree.get("recipe", DEFAULT_RECIPE)
-    return merge(load_recipe(base), tree) if base in recipe_names() else tree
-
-
-def _parse_yaml(text: str, name: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"recipe = {name}: not valid YAML{where}: {' '.join(str(problem).split())}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe is a tree of keys and values")
-    return tree
-
-
-def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`top` laid over `base`, group by group."""
-    merged = dict(base)
-    for key, value in top.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[str(key)] = merge(merged[key], value) if both else value
-    return merged
-
-
-def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
-    """The tree of texts that `--a.b value` and `--a.b=value` give.
-
-    The bare switch `--a.b` is True, `null` is None; words without a key take those of `positionals` in turn.
-    """
-    tree: dict[str, Any] = {}
-    rest, unnamed = list(arguments), list(positionals)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            if not unnamed:
-                raise UserError(f"{word}: unexpected argument; options are written --key value")
-            tree[unnamed.pop(0)] = word
-            continue
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else True
-        *groups, leaf = key.replace("-", "_").split(".")
-        place = tree
-        for group in groups:
-            if not isinstance(place.setdefault(group, {}), dict):
-                raise UserError(f"--{key}: {group} was given a value before; it is a group of keys")
-            place = place[group]
-        place[leaf] = None if str(value).lower() in ("null", "none") else value
-    return tree
 
 
 def resolve(

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unigrad_fast import cli, doctor
-from unigrad_fast.doctor import PARTS, Part
+from unigrad_fast import cli
+from unigrad_fast.doctor import machine, packages
+from unigrad_fast.doctor.parts import PARTS, Part, check_finite
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,8 +98,8 @@ def test_package_whose_import_fails_is_shown_with_the_reason(quick_parts, capsys
             raise ImportError("libcuda.so.1: cannot open shared object file\nsecond line")
         return import_module(name)
 
-    import_module = doctor.importlib.import_module
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    import_module = packages.importlib.import_module
+    monkeypatch.setattr(packages.importlib, "import_module", broken)
     status, _, errors = examine(capsys)
     assert status == 2
     assert "its import fails: libcuda.so.1: cannot open shared object file; install NVIDIA's driver" in errors[-1]
@@ -120,11 +121,11 @@ def test_gpu_that_cannot_be_used_is_explained(driver, cuda, visible, status, wor
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "_driver", lambda: driver)
+    monkeypatch.setattr(machine, "driver_version", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (finding,) = doctor._gpus()
+    (finding,) = machine.gpus()
     assert finding.status == status
     assert words in finding.found
     assert "Triggered" not in finding.found
@@ -136,15 +137,15 @@ def test_gpus_of_a_kind_share_a_row(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: card)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(doctor, "_driver", lambda: "580.82.07")
-    assert [each.found for each in doctor._gpus()] == [
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.82.07")
+    assert [each.found for each in machine.gpus()] == [
         "8 x NVIDIA H100 80GB HBM3, 79.2 GiB, compute capability 9.0",
         "driver 580.82.07, NCCL 2.30.7",
     ]
 
 
 def test_low_limits_and_a_busy_machine_are_noted_and_not_refused(quick_parts, capsys, monkeypatch):
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda limit: (256, 4096))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda limit: (256, 4096))
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     status, rows, errors = examine(capsys)
     assert (status, errors) == (0, [])
@@ -181,7 +182,7 @@ def test_failing_part_is_shown_with_its_reason_and_the_others_are_tried(quick_pa
 
 def test_result_that_is_not_finite_fails(quick_parts, capsys, monkeypatch):
     numbers = torch.tensor([1.0, torch.nan])
-    monkeypatch.setitem(PARTS, "model forward", Part(lambda scene: lambda: doctor.check_finite(numbers), set(), "why"))
+    monkeypatch.setitem(PARTS, "model forward", Part(lambda scene: lambda: check_finite(numbers), set(), "why"))
     assert examine(capsys)[2] == ["error: model forward: RuntimeError: the result is not finite; why"]
 
 
@@ -192,7 +193,7 @@ def test_contradictory_launcher_variables_are_refused(capsys, monkeypatch):
 
 def test_requirements_are_those_of_the_installation():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    for requirement in (*(requirement for *_, requirement in doctor.PACKAGES), *doctor.DALI.values()):
+    for requirement in (*(requirement for *_, requirement in packages.PACKAGES), *packages.DALI.values()):
         assert f'"{requirement}"' in setup
 
 
@@ -201,7 +202,7 @@ def test_requirements_are_those_of_the_installation():
     [("2.11", True), ("2.14.1+cu130", True), ("2.10.2", False), ("2.15.0.dev2026", False), ("2.9", False)],
 )
 def test_versions_are_compared_by_their_numbers(version, fits):
-    assert doctor._fits(version, "torch>=2.11,<2.15") is fits
+    assert packages.fits(version, "torch>=2.11,<2.15") is fits
 
 
 def test_ranks_try_the_parts_together_and_only_the_first_prints():

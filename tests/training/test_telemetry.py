@@ -13,13 +13,8 @@ from rich.console import Console
 
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import KNNResult
-from unigrad_fast.training import curves
-from unigrad_fast.training.telemetry import (
-    COLLAPSED_EFFECTIVE_RANK,
-    COLLAPSED_FEATURE_STD,
-    CollapseWatch,
-    Telemetry,
-)
+from unigrad_fast.training.telemetry import Telemetry, curves
+from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD, CollapseWatch
 
 
 class Clock:

@@ -15,6 +15,6 @@ class Doctor(Node):
 
 
 def doctor(options: Doctor) -> None:
-    from unigrad_fast import doctor
+    from unigrad_fast.doctor.examination import examine
 
-    doctor.run(options.smoke, options.verbose)
+    examine(options.smoke, options.verbose)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from unigrad_fast.commands.requirements import require_dali, require_named_output
-from unigrad_fast.config import Config, fresh_output, to_yaml
+from unigrad_fast.commands.requirements import fresh_output, require_dali, require_folders, require_named_output
+from unigrad_fast.config import Config, to_yaml
 
 
 class Pretrain(Config):
@@ -30,7 +30,7 @@ def pretrain(options: Pretrain) -> None:
         require_named_output(os.environ)
         # All ranks find the same free name, because rank 0 creates the folder only after all have met.
         config = config.model_copy(update={"output": fresh_output(config.recipe)})
-    config.check_folders(options.fresh)
+    require_folders(config, options.fresh)
     require_dali()
     from unigrad_fast.runtime.process_group import launch_environment
 

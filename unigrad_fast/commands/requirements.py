@@ -1,19 +1,74 @@
-"""What a command needs before it begins: a run, libraries that the user chooses, a folder with a name."""
+"""What a command needs before it begins: a run, folders that can be used, libraries that the user chooses."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from unigrad_fast.config import holds_run
+from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import absolute
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run: every run starts by writing its configuration."""
+    return os.path.exists(folder / "config.yaml")
 
 
 def require_run(folder: Path) -> None:
     """Raises UserError unless a folder holds a run."""
     if not holds_run(folder):
         raise UserError(f"run = {folder}: no run there (no config.yaml); give a folder that pretrain wrote")
+
+
+def require_folders(config: Config, fresh: bool = False) -> None:
+    """Raises UserError unless the images can be opened and the output folder can be used.
+
+    Args:
+        fresh: the output folder must not hold a run, which would be continued otherwise.
+    """
+    # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
+    problems = []
+    for key, folder in (("data.train", config.data.train), ("data.val", config.data.val)):
+        if folder is None:
+            continue
+        if not os.path.exists(folder):
+            problem = "no such file or folder"
+            if config.recipe == "quickstart":
+                problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
+            problems.append(f"{key} = {folder}: {problem}")
+        elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
+            problems.append(f"{key} = {folder}: unreadable; check its permissions")
+    if config.data.train is None:
+        problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
+    if config.output is not None:
+        problems += _output_problems(config.output, fresh)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _output_problems(output: Path, fresh: bool) -> list[str]:
+    if fresh and holds_run(output):
+        return [f"output = {output}: holds a run, which --fresh does not continue; give another folder"]
+    if os.path.exists(output) and not os.path.isdir(output):
+        return [f"output = {output}: is a file; give a folder"]
+    parent = output
+    while not os.path.exists(parent):
+        parent = parent.parent
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        return [f"output = {output}: {parent} is not writable; give another folder"]
+    return []
+
+
+def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
+    """First free folder of root/recipe, root/recipe-2, root/recipe-3, ..."""
+    candidate, number = root / recipe, 1
+    while candidate.exists():
+        number += 1
+        candidate = root / f"{recipe}-{number}"
+    return absolute(candidate)
 
 
 def require_named_output(environ: Mapping[str, str]) -> None:

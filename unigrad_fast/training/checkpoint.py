@@ -20,12 +20,13 @@ import torch
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Piece, Reader
-from unigrad_fast.config import Config, contradictions
+from unigrad_fast.config import Config
 from unigrad_fast.images import manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.training.fragments import Fragment, whole
+from unigrad_fast.training.same_run import contradictions
 from unigrad_fast.training.trainer import Trainer
 
 LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares

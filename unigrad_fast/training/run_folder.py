@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and what it says about the run."""
+"""The folder of a run: who may write to it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import yaml
-
 from unigrad_fast.checkpoints import files
-from unigrad_fast.config import Config, contradictions, to_yaml
+from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 from unigrad_fast.runtime.whole_file import write_whole
 
 LOCK = ".lock"
-
-
-def require_same_run(config: Config) -> None:
-    """Raises UserError when a run that has no checkpoint yet was begun in this folder with another configuration."""
-    path = config.output / "config.yaml"
-    if path.is_file():
-        try:
-            saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
-        if differing := contradictions(config, saved or {}, f"the run in {config.output}"):
-            raise UserError("\n".join([*differing, "another --output begins a new run"]))
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
-from unigrad_fast.training.phases import PhaseClock
 from unigrad_fast.training.target import make_target, update_target_
+from unigrad_fast.training.telemetry.phases import PhaseClock
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 

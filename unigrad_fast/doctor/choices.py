@@ -1,0 +1,73 @@
+"""What a run will use on this machine: device, ranks, precision, decoder, kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unigrad_fast.config import Engine
+from unigrad_fast.doctor.finding import Finding
+from unigrad_fast.doctor.scene import Scene, make_loader
+from unigrad_fast.runtime.validation import allowed_values, count
+
+if TYPE_CHECKING:
+    import torch
+
+    from unigrad_fast.runtime.process_group import World
+
+
+def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
+    """A row for each choice that a run makes on this machine."""
+    import torch
+    from torch import nn
+
+    from unigrad_fast.networks.batch_norm import convert, is_alone
+    from unigrad_fast.runtime.precision import autocast_dtype
+
+    world = scene.world
+    dtype = str(autocast_dtype("auto", world.device) or torch.float32).removeprefix("torch.")
+    batch_norm = type(convert(nn.BatchNorm1d(2), world.device.type)).__name__
+    on_gpu = world.device.type == "cuda"
+    detail = torch.cuda.get_device_name(world.device) if on_gpu else count(torch.get_num_threads(), "thread")
+    stages = allowed_values(Engine, "zero_stage").removeprefix("a whole number from ")
+    return [
+        Finding("device", f"{world.device}, {detail}"),
+        _ranks(world, "no launcher" if launcher == "single" else f"launched by {launcher}"),
+        Finding("process group", "nccl, gloo for CPU tensors" if world.backend == "nccl" else world.backend),
+        Finding("precision", f"{dtype} (engine.precision auto)"),
+        _decoder(scene, unusable),
+        _kernels(world.device),
+        Finding("batch norm", f"torch's own, for one rank ({batch_norm} for more)" if is_alone() else batch_norm),
+        Finding("ZeRO stages", "none without DeepSpeed" if "DeepSpeed" in unusable else stages),
+    ]
+
+
+def _kernels(device: torch.device) -> Finding:
+    from unigrad_fast.kernels import heuristics
+    from unigrad_fast.kernels.ops import use_triton
+
+    try:
+        found = f"Triton, tiles of sm_{heuristics.architecture_of(device)}" if use_triton(device) else "plain torch"
+    except ValueError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Finding("kernels", found, "broken", remedy)
+    return Finding("kernels", found)
+
+
+def _ranks(world: World, launched: str) -> Finding:
+    import torch
+
+    local = f", {world.local_size} on this machine" if world.size > 1 else ""
+    found = f"{count(world.size, 'rank')}{local}; {launched}"
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if gpus > world.local_size == world.size:
+        remedy = f"for all {gpus} GPUs: torchrun --nproc_per_node {gpus} -m unigrad_fast pretrain ..."
+        return Finding("ranks", found, "note", remedy)
+    return Finding("ranks", found)
+
+
+def _decoder(scene: Scene, unusable: set[str]) -> Finding:
+    if "DALI" in unusable:
+        return Finding("decoder", "none without DALI")
+    loader = make_loader(scene)
+    where = "CPU" if loader.device_id is None else "GPU"
+    return Finding("decoder", f"DALI on the {where}, {count(loader.threads, 'thread')} per rank")

@@ -1,0 +1,64 @@
+"""`unigrad-fast doctor` from its first table to its last line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import traceback
+from pathlib import Path
+
+from rich.console import Console
+
+from unigrad_fast.doctor import choices, machine, packages, parts, tables
+from unigrad_fast.doctor.finding import Finding, first_line, refuse
+from unigrad_fast.doctor.scene import prepare
+from unigrad_fast.runtime.quiet import without_warnings
+
+
+def examine(smoke: bool = True, verbose: bool = False) -> None:
+    """Print the tables, on rank 0, and try each part.
+
+    Args:
+        smoke: try the parts.
+        verbose: show the tracebacks of parts that fail, and what the libraries say.
+
+    Raises:
+        UserError: something is missing or does not work; one line for each, with the remedy.
+    """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    console = Console(quiet=rank != "0")
+    with contextlib.nullcontext() if verbose else without_warnings():
+        found = [*packages.findings(), *machine.findings()]
+        console.print(tables.of_findings("Machine and versions", found))
+        unusable = {finding.name for finding in found if finding.status in ("missing", "broken")}
+        if unusable - packages.OPTIONAL:
+            refuse(found)
+
+        from unigrad_fast.runtime import process_group
+
+        with contextlib.ExitStack() as stack:
+            launch = process_group.launch_environment(os.environ)
+            if launch.size > 1:
+                refuse(found)  # before the others wait for this rank
+                console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}", highlight=False)
+            try:
+                world = stack.enter_context(process_group.session())
+            except Exception as error:
+                if verbose:
+                    traceback.print_exc()
+                found.append(Finding("process group", first_line(error), "failed", parts.NETWORK))
+                refuse(found)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unigrad-doctor-")))
+            scene = prepare(world, folder)
+            used = choices.findings(scene, launch.launcher, unusable)
+            console.print(tables.of_findings("What a run will use", used))
+            found += used
+            if smoke:
+                with console.status("Trying each part"):
+                    tried = parts.attempt(scene, unusable, verbose)
+                console.print(tables.of_parts(tried, world))
+                found += tried
+            refuse(found)
+    tried = "and works" if smoke else "(not tried out: --smoke false)"
+    console.print(f"Ready: all that pretrain needs is here {tried}.", highlight=False)

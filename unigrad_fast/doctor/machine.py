@@ -1,0 +1,111 @@
+"""What the machine has: processor, memory, disk, GPUs and their driver, and limits that are low."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from unigrad_fast.doctor.finding import Finding
+from unigrad_fast.runtime.validation import count
+
+GIB = 2**30
+BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
+
+
+def gib(size: int | str, unit: int = 1) -> str:
+    return f"{int(size) * unit / GIB:.3g} GiB"
+
+
+def findings() -> list[Finding]:
+    """A row for each thing that the machine has, and for limits that are low."""
+    cores, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    allowed = count(cores, "core") + (f" of {total}: this process may use no others" if cores < total else "")
+    words = dict.fromkeys(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    units = [name for flag, name in BF16_UNITS.items() if flag in words]
+    memory = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
+    return [
+        Finding("CPU", f"{_processor()}, {allowed}; bf16 units: {', '.join(units) or 'none'}"),
+        Finding("memory", f"{gib(memory['MemTotal'], 1024)}, {gib(memory['MemAvailable'], 1024)} available"),
+        _disk(),
+        *gpus(),
+        *_limits(cores),
+    ]
+
+
+def _processor() -> str:
+    match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return match[1] if match else platform.machine()
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free
+    found = f"{gib(free)} free in {Path.cwd()}"
+    if not os.access(".", os.W_OK):
+        return Finding("disk", f"{found}, which is not writable", "note", "give pretrain a folder with --output")
+    if free < GIB:
+        return Finding("disk", found, "note", "free some, or give pretrain another folder with --output")
+    return Finding("disk", found)
+
+
+def gpus() -> list[Finding]:
+    torch, driver = sys.modules.get("torch"), driver_version()
+    if torch is None:
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        kinds = Counter(
+            f"{gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+            for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        )
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return [
+            *(Finding("GPU", f"{number} x {gpu}") for gpu, number in kinds.items()),
+            Finding("driver, NCCL", f"driver {driver or 'of unknown version'}, NCCL {nccl}"),
+        ]
+    if driver is None:
+        return [Finding("GPU", "none")]
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return [Finding("GPU", "hidden by CUDA_VISIBLE_DEVICES", "note", "unset CUDA_VISIBLE_DEVICES")]
+    if not torch.version.cuda:
+        found = f"there is a driver ({driver}), but this torch is built for the CPU alone"
+        return [Finding("GPU", found, "wrong", "pip install --force-reinstall torch torchvision")]
+    reason = str(caught[0].message).partition("(Triggered")[0].splitlines()[0] if caught else "torch sees no GPU"
+    remedy = (
+        "`nvidia-smi` must list the GPUs: ask the scheduler for some (--gpus-per-node), start a container with --gpus "
+        "all; CUDA 13 needs driver 580 or newer, CUDA 12 driver 525"
+    )
+    return [Finding("GPU", f"driver {driver}, but: {reason}", "wrong", remedy)]
+
+
+def driver_version() -> str | None:
+    """Version of NVIDIA's kernel driver."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
+    return match[1] if match else "unknown"
+
+
+def _limits(cores: int) -> list[Finding]:
+    """Rows for what other processes or the system may keep from a run."""
+    found = []
+    if (load := os.getloadavg()[0]) > cores:
+        remedy = "threads that share a core slow each other down many times: end what else runs, or wait for it"
+        found.append(Finding("load", f"{load:.1f} busy processes on {count(cores, 'core')}", "note", remedy))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < 1024:
+        found.append(Finding("open files", f"at most {files} per process", "note", "ulimit -n 4096"))
+    if os.path.isdir("/dev/shm") and (size := shutil.disk_usage("/dev/shm").total) < GIB:
+        remedy = "start a container with --shm-size 1g: NCCL's ranks on one machine talk through it"
+        found.append(Finding("/dev/shm", gib(size), "note", remedy))
+    return found

@@ -1,0 +1,44 @@
+"""Trees of keys and values before they are checked: from the command line, and laid over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unigrad_fast.runtime.errors import UserError
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` laid over `base`, group by group."""
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[str(key)] = merge(merged[key], value) if both else value
+    return merged
+
+
+def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
+    """The tree of texts that `--a.b value` and `--a.b=value` give.
+
+    The bare switch `--a.b` is True, `null` is None; words without a key take those of `positionals` in turn.
+    """
+    tree: dict[str, Any] = {}
+    rest, unnamed = list(arguments), list(positionals)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            if not unnamed:
+                raise UserError(f"{word}: unexpected argument; options are written --key value")
+            tree[unnamed.pop(0)] = word
+            continue
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else True
+        *groups, leaf = key.replace("-", "_").split(".")
+        place = tree
+        for group in groups:
+            if not isinstance(place.setdefault(group, {}), dict):
+                raise UserError(f"--{key}: {group} was given a value before; it is a group of keys")
+            place = place[group]
+        place[leaf] = None if str(value).lower() in ("null", "none") else value
+    return tree

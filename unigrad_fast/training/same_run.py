@@ -1,0 +1,48 @@
+"""Whether a configuration may go on with a run that was begun with another: which keys may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from unigrad_fast.config import Config
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import leaves, shown, validate
+
+# What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
+HARMLESS = (
+    *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
+    *("data.read_timeout", "data.max_bad_fraction"),
+    *("engine.zero_stage", "engine.max_skipped_steps", "checkpoint", "evaluation", "telemetry"),
+)
+
+
+def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list[str]:
+    """What forbids to continue a run with this configuration, one line per key; empty when nothing does.
+
+    Args:
+        saved: the configuration that the run began with, as JSON values.
+        whose: what `saved` belongs to, for the message.
+    """
+    before = dict(leaves(validate(Config, saved).model_dump(mode="json"), ""))
+    now = dict(leaves(config.model_dump(mode="json"), ""))
+    keys_of_result = [key for key in now if not any(f"{key}.".startswith(f".{harmless}.") for harmless in HARMLESS)]
+    return [
+        f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before[key])}"
+        for key in keys_of_result
+        if now[key] != before[key]
+    ]
+
+
+def require_same_run(config: Config) -> None:
+    """Raises UserError when a run that has no checkpoint yet was begun in this folder with another configuration."""
+    path = config.output / "config.yaml"
+    if path.is_file():
+        try:
+            saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
+        if differing := contradictions(config, saved or {}, f"the run in {config.output}"):
+            raise UserError("\n".join([*differing, "another --output begins a new run"]))

@@ -1,0 +1,46 @@
+"""What a run says: lines and warnings on the console and, with the time of day, in RUN/log.txt."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+
+class Messages:
+    """Everything is shown as it is, for the name of a folder may look like markup."""
+
+    def __init__(self, console: Console, path: Path) -> None:
+        self.console, self.path = console, path
+
+    def open(self) -> None:
+        self.file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def say(self, message: str) -> None:
+        self.log(message)
+        self.show(message)
+
+    def warn(self, message: str) -> None:
+        """In a frame where the console is a terminal."""
+        self.log_warning(message)
+        if self.console.is_terminal:
+            self.console.print(Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow"))
+        else:
+            self.show(f"WARNING: {message}")
+
+    def log(self, message: str) -> None:
+        """Into the file alone."""
+        self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
+
+    def log_warning(self, message: str) -> None:
+        self.log(f"WARNING: {message}")
+
+    def show(self, message: str) -> None:
+        """On the console alone."""
+        self.console.print(message, soft_wrap=True, markup=False, highlight=False)

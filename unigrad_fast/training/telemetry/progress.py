@@ -1,0 +1,95 @@
+"""How far a run is: a bar where the console is a terminal, elsewhere a line every few seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from unigrad_fast.training.telemetry.length import Length
+
+PLAIN_SECONDS = 5.0  # least time between two progress lines where there is no terminal
+
+# Columns of a progress line: key, label, format, width of the value.
+COLUMNS = (
+    ("loss", "loss", ".4f", 8),
+    ("positive_cosine", "cosine", ".3f", 6),
+    ("feature_std", "std", ".3f", 5),
+    ("lr", "lr", ".2e", 8),
+    ("images_per_second", "images/s", ".0f", 6),
+    ("data_wait_share", "data wait", ".0%", 4),
+)
+IN_BAR = {"loss", "positive_cosine", "images_per_second", "data_wait_share"}  # a terminal has no room for all
+
+
+class ProgressBar:
+    """A bar below all that is printed."""
+
+    def __init__(self, console: Console, length: Length, step: int) -> None:
+        self.length = length
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]:.1f}/{task.fields[epochs]:g}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:.0f} %  left {task.fields[left]}  {task.fields[values]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        self.task = self.bar.add_task(
+            "",
+            total=length.total_steps,
+            completed=step,
+            epoch=length.epoch(step),
+            epochs=length.epochs,
+            left="?",
+            values="",
+        )
+        self.bar.start()
+
+    def update(self, step: int, numbers: Mapping[str, float | None], seconds_left: float | None) -> None:
+        self.bar.update(
+            self.task,
+            completed=step,
+            epoch=self.length.epoch(step),
+            left=duration(seconds_left),
+            values="  ".join(
+                f"{label} {format(numbers[name], form)}"
+                for name, label, form, _ in COLUMNS
+                if name in IN_BAR and numbers.get(name) is not None
+            ),
+        )
+
+    def stop(self) -> None:
+        self.bar.stop()
+
+
+class ProgressLines:
+    """Lines with a place for each number, not more often than every PLAIN_SECONDS."""
+
+    def __init__(self, length: Length, clock: Callable[[], float]) -> None:
+        self.length, self.clock = length, clock
+        self.last = -math.inf  # when the last line was due
+
+    def is_due(self, step: int) -> bool:
+        if self.clock() - self.last < PLAIN_SECONDS and step != self.length.total_steps:
+            return False
+        self.last = self.clock()
+        return True
+
+    def line(self, step: int, numbers: Mapping[str, float | None], seconds_left: float | None) -> str:
+        total = self.length.total_steps
+        columns = "  ".join(
+            f"{label} {'–' if numbers.get(name) is None else format(numbers[name], form):>{width}}"
+            for name, label, form, width in COLUMNS
+        )
+        place = f"step {step:>{len(str(total))}}/{total}  epoch {self.length.epoch(step):7.2f}"
+        return f"{place}  {columns}  left {duration(seconds_left):>9}"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, as in 1:02:03."""
+    if seconds is None:
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

@@ -1,0 +1,111 @@
+"""What a run has reached: the numbers of RUN/summary.json, and the table that it ends with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from unigrad_fast.training.telemetry.phases import PHASES
+from unigrad_fast.training.telemetry.progress import duration
+
+PHASE_METRICS = tuple(f"ms_{phase}" for phase in PHASES)
+
+
+class Results:
+    """The newest metrics, the accuracies, and the times of a step's phases.
+
+    Attributes:
+        latest: the newest finite value of each training metric.
+        accuracies: (step, percent) of each kNN evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self.accuracies: list[tuple[int, float]] = []
+        self.phase_sums: Counter[str] = Counter()  # milliseconds of the reported steps
+        self.reported_steps = 0
+
+    def add_metrics(self, numbers: Mapping[str, Any]) -> None:
+        self.latest |= {name: value for name, value in numbers.items() if value is not None}
+
+    def add_phases(self, numbers: Mapping[str, Any]) -> None:
+        """The times among the metrics of a reported step."""
+        self.phase_sums.update({name: numbers[name] for name in PHASE_METRICS if name in numbers})
+        self.reported_steps += 1
+
+    def add_accuracy(self, step: int, accuracy: float) -> None:
+        self.accuracies.append((step, accuracy))
+
+    def remember(self, event: Mapping[str, Any]) -> None:
+        """An event of an earlier process."""
+        if event["event"] == "train":
+            self.add_metrics({name: value for name, value in event.items() if name not in ("event", "step", "epoch")})
+        elif event["event"] == "knn":
+            self.add_accuracy(event["step"], event["accuracy"])
+
+    def final(self) -> dict[str, float | None]:
+        """Their entries of the summary."""
+        accuracies = [accuracy for _, accuracy in self.accuracies]
+        return {
+            **{name: self.latest.get(name) for name in ("loss", "positive_cosine", "feature_std", "effective_rank")},
+            "knn_first": accuracies[0] if accuracies else None,
+            "knn_last": accuracies[-1] if accuracies else None,
+            "knn_best": max(accuracies, default=None),
+        }
+
+    def phases(self) -> str:
+        """Mean milliseconds of each phase of a step, in the order of the step."""
+        means = {name: total / self.reported_steps for name, total in self.phase_sums.items()}
+        parts = [f"{name.removeprefix('ms_').replace('_', ' ')} {mean:.1f}" for name, mean in means.items()]
+        return ",\n".join(", ".join(parts[first : first + 3]) for first in range(0, len(parts), 3))
+
+
+def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str, run_dir: Path) -> Table:
+    """The summary for the eye, with the files that the run has left.
+
+    Args:
+        numbers: the summary.
+        further: names of its entries that are not the telemetry's own, each a row.
+        phases: milliseconds of a step's phases, empty where none were reported.
+    """
+
+    def show(name: str, form: str, unit: str = "") -> str:
+        return "–" if numbers[name] is None else f"{numbers[name]:{form}}{unit}"
+
+    rows = [
+        ("steps, epochs", f"{show('steps', 'd')}, {show('epochs', '.4g')}"),
+        ("final loss", show("loss", ".4f")),
+        ("positive cosine", show("positive_cosine", ".4f")),
+        ("feature std (healthy: 1)", show("feature_std", ".3f")),
+        ("effective rank of F", show("effective_rank", ".1f")),
+    ]
+    if numbers["knn_first"] is None:
+        rows.append(("kNN accuracy", "not evaluated"))
+    else:
+        first, last, best = (show(f"knn_{which}", ".2f", " %") for which in ("first", "last", "best"))
+        rows.append(("kNN accuracy, first → last", f"{first} → {last} (best {best})"))
+    for name in further:
+        value = numbers[name]
+        form, unit = (".2f", " %") if name.startswith("knn_") else (".4g", "")
+        label = name.replace("knn_", "kNN ").replace("_", " ")
+        rows.append((label, f"{value:{form}}{unit}" if isinstance(value, float) else str(value)))
+    evaluation = duration(numbers["evaluation_seconds"])
+    rows += [
+        ("images/s, training", show("images_per_second", ".1f")),
+        *([("milliseconds per step", phases)] if phases else []),
+        ("wall time", f"{duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
+        ("files", "\n".join([f"{run_dir}/", *(f"  {name}" for name in _files(run_dir))])),
+    ]
+    table = Table(title="Pretraining finished", title_justify="left", show_header=False)
+    for row in rows:
+        table.add_row(*map(Text, row))  # as it is: a folder's name may look like markup
+    return table
+
+
+def _files(run_dir: Path) -> list[str]:
+    return sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir() if not path.name.startswith("."))

@@ -1,0 +1,228 @@
+"""The telemetry of a run: takes what happens, and has it shown, written and watched.
+
+Only rank 0 writes; on other ranks every method returns at once.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+import unigrad_fast
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.training.telemetry.collapse import CollapseWatch
+from unigrad_fast.training.telemetry.length import Length
+from unigrad_fast.training.telemetry.messages import Messages
+from unigrad_fast.training.telemetry.metrics import MetricsFile, TensorBoard, json_numbers, memory_gib
+from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
+from unigrad_fast.training.telemetry.results import Results, final_table
+from unigrad_fast.training.telemetry.throughput import Throughput
+
+if TYPE_CHECKING:
+    from unigrad_fast.config import Config
+    from unigrad_fast.evaluation.knn import KNNResult
+
+
+class Telemetry:
+    """Progress, metrics, warnings and summary of one run; a context manager that opens and closes its files.
+
+    Args:
+        run_dir: the run's folder; it is created.
+        config: the run's configuration.
+        total_steps, steps_per_epoch: optimizer steps.
+        start_step: steps done when this process begins. What metrics.jsonl says of later ones, left by a process
+            that was killed, is dropped; the rest is continued.
+        progress: what `progress_so_far` returned when `start_step` was saved.
+        rank: of this process; only 0 shows and writes anything.
+        console: where to show; standard output by default.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        config: Config,
+        total_steps: int,
+        steps_per_epoch: int,
+        rank: int = 0,
+        start_step: int = 0,
+        progress: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.active = rank == 0
+        self.step = self.start_step = start_step
+        self.length = Length(total_steps, steps_per_epoch, config.evaluation.every * steps_per_epoch or total_steps)
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", self.length)
+        self.tensorboard = TensorBoard(self.run_dir / "tensorboard", config.telemetry.tensorboard)
+        self.messages = Messages(console or Console(), self.run_dir / "log.txt")
+        self.lines = ProgressLines(self.length, clock)
+        self.bar: ProgressBar | None = None  # in place of the lines
+        self.throughput = Throughput(self.length, clock, progress or {})
+        self.collapse = CollapseWatch(round(config.schedule.warmup_epochs * steps_per_epoch))
+        self.results = Results()
+        self.named_non_finite: set[str] = set()
+
+    def __enter__(self) -> Telemetry:
+        if not self.active:
+            return self
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for event in self.metrics.open(self.start_step):
+            self.results.remember(event)
+            if event["event"] == "warning":
+                self.collapse.remember(event["message"])
+        self.messages.open()
+        self.messages.log(f"unigrad-fast {unigrad_fast.__version__}, torch {torch.__version__}, on {platform.node()}")
+        self.messages.log(f"command: {shlex.join(sys.argv)}")
+        self.messages.log(f"{self.length.total_steps} steps, {self.length.steps_per_epoch} per epoch")
+        self.tensorboard.open(self.start_step)
+        if self.messages.console.is_terminal:
+            self.bar = ProgressBar(self.messages.console, self.length, self.step)
+            self._move_bar()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not self.active:
+            return
+        if self.bar is not None:
+            self.bar.stop()
+        if kind is not None:
+            self.messages.log(f"stopped at step {self.step} by {kind.__name__}: {error}")
+        self.tensorboard.close()
+        self.metrics.close()
+        self.messages.close()
+
+    def resumed(self) -> None:
+        """Says that this process goes on with what another began, and records it as an event."""
+        if self.active:
+            self.metrics.write("resumed", self.start_step, {})
+            self.say(f"going on after step {self.start_step} of {self.length.total_steps}")
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the encoder after this step was evaluated, on rank 0; False on other ranks."""
+        return any(step == at for at, _ in self.results.accuracies)
+
+    def progress_so_far(self) -> dict[str, Any]:
+        """What a later process needs to go on with, JSON values; the metrics until now are on the disk then."""
+        if not self.active:
+            return {}
+        self.metrics.sync()
+        return self.throughput.so_far()
+
+    def advance(self, step: int, images: int, data_seconds: float = 0.0) -> None:
+        """After every step; waits for no device. Images of all ranks in it, seconds it waited for data."""
+        if not self.active:
+            return
+        self.step = step
+        self.throughput.step(images, data_seconds)
+        self._move_bar()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Time inside is evaluation: left out of the throughput, expected again in the time left."""
+        return self.throughput.evaluation()
+
+    def log_train(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes the metrics of a step, numbers or 0-d tensors, and warns of collapse. It may come late.
+
+        `images_per_second`, `data_wait_share` and `memory_gib` are added here.
+        """
+        if not self.active:
+            return
+        self.step = max(self.step, step)
+        numbers, odd = json_numbers({"memory_gib": memory_gib(), **self.throughput.recent(), **metrics})
+        self.metrics.write("train", step, numbers)
+        self.tensorboard.add("train", step, numbers)
+        self.results.add_metrics(numbers)
+        self.results.add_phases(numbers)
+        if odd:
+            self._warn_non_finite(step, odd)
+        if message := self.collapse.check(step, numbers):
+            self.warn(message, step)
+        self._move_bar()
+        if self.bar is None and self.lines.is_due(step):
+            self.say(self.lines.line(step, numbers, self.throughput.seconds_left(self.step)))
+
+    def log_knn(self, step: int, result: KNNResult) -> None:
+        """Writes and shows the kNN accuracy of the online backbone after a step, with its settings."""
+        if not self.active:
+            return
+        self.step = max(self.step, step)
+        accuracies = {"accuracy": result.accuracy} | ({} if result.top5 is None else {"top5": result.top5})
+        settings = {"k": result.k, "temperature": result.temperature, "protocol": PROTOCOL, "branch": BRANCH}
+        self.metrics.write("knn", step, accuracies | settings)
+        self.tensorboard.add("knn", step, accuracies)
+        self.results.add_accuracy(step, result.accuracy)
+        first_step, first = self.results.accuracies[0]
+        compared = f", {first:.2f} % at step {first_step}" if len(self.results.accuracies) > 1 else ""
+        self.say(
+            f"epoch {self.length.epoch(step):.2f}  kNN accuracy {result.accuracy:.2f} %{compared}"
+            f"  (weighted kNN, k {result.k}, T {result.temperature:g}, online backbone)"
+        )
+
+    def warn(self, message: str, step: int | None = None) -> None:
+        """Shows a warning that nobody overlooks and records it as an event, by default of the latest step."""
+        if self.active:
+            self.metrics.write("warning", self.step if step is None else step, {"message": message})
+            self.messages.warn(message)
+
+    def say(self, message: str) -> None:
+        """Shows a line on the console, above the progress bar, and records it in the log."""
+        if self.active:
+            self.messages.say(message)
+
+    def finish(self, summary: Mapping[str, Any] | None = None, next_commands: Sequence[str] = ()) -> dict[str, Any]:
+        """Shows the final table and the commands to type next; writes summary.json and returns what it holds.
+
+        summary: further entries, each a row of the table (percent where the name begins with knn_), or other
+            values for the telemetry's own.
+        """
+        if not self.active:
+            return {}
+        times = self.throughput.so_far()
+        own = {
+            "steps": self.step,
+            "epochs": self.length.epoch(self.step),
+            **self.results.final(),
+            "images_per_second": self.throughput.overall(),
+            "evaluation_seconds": sum(times["evaluation_seconds"]),
+            "wall_seconds": times["wall_seconds"],
+        }
+        numbers, _ = json_numbers(own | dict(summary or {}))
+        text = json.dumps(numbers, allow_nan=False, indent=2)
+        (self.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+        self.messages.log(f"finished: {json.dumps(numbers, allow_nan=False)}")
+        if self.bar is not None:
+            self.bar.stop()
+        further = [name for name in summary or {} if name not in own]
+        self.messages.console.print(final_table(numbers, further, self.results.phases(), self.run_dir))
+        if next_commands:
+            self.messages.show("Next:")
+            for command in next_commands:
+                self.messages.show(f"  {command}")
+        return numbers
+
+    def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
+        """Every occasion is an event; the console is told once per metric."""
+        message = f"non-finite at step {step}, written as null: " + ", ".join(f"{k} = {v}" for k, v in odd.items())
+        if odd.keys() <= self.named_non_finite:
+            self.metrics.write("warning", step, {"message": message})
+            self.messages.log_warning(message)
+        else:
+            self.named_non_finite |= odd.keys()
+            self.warn(message, step)
+
+    def _move_bar(self) -> None:
+        if self.bar is not None:
+            numbers = self.results.latest | self.throughput.recent()
+            self.bar.update(self.step, numbers, self.throughput.seconds_left(self.step))

@@ -1,0 +1,76 @@
+"""How fast a run goes: images per second, the share of waiting for data, the time that is left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from unigrad_fast.training.telemetry.length import Length
+
+WINDOW = 50  # steps that the running throughput looks back on
+
+
+class Throughput:
+    """Images per second over the last steps and over the run, without the time spent evaluating.
+
+    Args:
+        length: of the run.
+        clock: seconds, monotonic.
+        earlier: what `so_far` of the process before this one returned.
+    """
+
+    def __init__(self, length: Length, clock: Callable[[], float], earlier: Mapping[str, Any]) -> None:
+        self.length, self.clock = length, clock
+        self.started = clock() - earlier.get("wall_seconds", 0.0)
+        self.evaluations: list[float] = list(earlier.get("evaluation_seconds", []))  # seconds of each
+        self.excluded = 0.0  # seconds of this process's evaluations
+        self.images = 0
+        # (training time at the step's end, images until then, seconds waited for data until then)
+        self.marks: deque[tuple[float, int, float]] = deque(maxlen=WINDOW + 1)
+        self.first: tuple[float, int, float] | None = None
+        self.waited = 0.0
+
+    def step(self, images: int, data_seconds: float) -> None:
+        self.images += images
+        self.waited += data_seconds
+        self.marks.append((self.clock() - self.excluded, self.images, self.waited))
+        # Counting starts at the end of the first step: it holds the start-up of loader and libraries.
+        self.first = self.first or self.marks[0]
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Time inside is evaluation."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.evaluations.append(self.clock() - start)
+            self.excluded += self.evaluations[-1]
+
+    def recent(self) -> dict[str, float]:
+        """`images_per_second` and `data_wait_share` over the window; empty before the second step."""
+        seconds, images, waited = self._between(self.marks[0] if self.marks else None)
+        return {"images_per_second": images / seconds, "data_wait_share": waited / seconds} if seconds > 0 else {}
+
+    def overall(self) -> float | None:
+        """Images per second of training since the end of the first step."""
+        seconds, images, _ = self._between(self.first)
+        return images / seconds if seconds > 0 else None
+
+    def seconds_left(self, step: int) -> float | None:
+        """The steps after this one at the recent pace, and the evaluations that lie among them."""
+        seconds = self._between(self.marks[0] if self.marks else None)[0]
+        if seconds <= 0:
+            return None
+        per_step = seconds / (len(self.marks) - 1)
+        per_evaluation = sum(self.evaluations) / max(len(self.evaluations), 1)
+        return (self.length.total_steps - step) * per_step + self.length.evaluations_left(step) * per_evaluation
+
+    def so_far(self) -> dict[str, Any]:
+        """Seconds of the run, with earlier processes, and of each of its evaluations; JSON values."""
+        return {"wall_seconds": self.clock() - self.started, "evaluation_seconds": self.evaluations}
+
+    def _between(self, start: tuple[float, int, float] | None) -> tuple[float, ...]:
+        return tuple(b - a for a, b in zip(start, self.marks[-1], strict=True)) if start else (0.0, 0, 0.0)
