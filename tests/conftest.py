@@ -8,6 +8,8 @@ import os
 import platform
 import subprocess
 import tarfile
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,20 @@ import torch
 pytest_plugins = ["worker_fixtures"]
 
 ROOT = Path(__file__).resolve().parent.parent
-THREADS = min(2, os.cpu_count() or 1)
+# One each where several pytest processes share the cores.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
+LONGEST = (
+    "training/test_interruption.py",
+    "training/test_ranks.py",
+    "kernels/test_interpreted.py",
+    "kernels/test_compiled.py",
+    "benchmarks/test_bench_step.py",
+    "training/test_pretrain.py",
+    "training/test_checkpoint.py",
+    "benchmarks/test_device_check.py",
+    "training/test_gate.py",
+    "training/test_bad_images_in_training.py",
+)
 
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
 torch.set_num_threads(THREADS)
@@ -62,6 +77,27 @@ def _unpack(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-results", metavar="FILE", help="write results, commit and machine to FILE")
+    parser.addoption("--quick", action="store_true", help="skip tests that start processes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take long come last, the longest ones first."""
+    order = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST, start=1)}
+    items.sort(key=lambda item: order.get(item.path, 0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--quick`, skips what starts a process, as compilers do too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--quick"):
+
+            def refuse(*_: object, **__: object) -> None:
+                pytest.skip("starts a process")
+
+            patch.setattr(subprocess.Popen, "__init__", refuse)
+            patch.setattr(BaseProcess, "start", refuse)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -17,6 +17,7 @@ BESIDE = ("kernels", "pipelines", "benchmarks")  # folders beside `unigrad_fast/
 FLOORS = (
     ("kernels", "pipelines"),
     ("runtime",),
+    ("recipes",),
     ("config",),
     ("networks", "objectives", "optimization"),
     ("checkpoints", "images"),

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_process import command_on_two_ranks
 
 from unigrad_fast import cli
 from unigrad_fast.doctor import machine, packages
@@ -206,9 +206,7 @@ def test_versions_are_compared_by_their_numbers(version, fits):
 
 
 def test_ranks_try_the_parts_together_and_only_the_first_prints():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "unigrad_fast", "doctor"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = command_on_two_ranks("doctor")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Machine and versions") == result.stdout.count("Ready: ") == 1
     assert "2 ranks, 2 on this machine; launched by torchrun" in result.stdout

@@ -1,0 +1,1 @@
+"""The encoder (backbone and projector), synchronised batch norm, convolutions of tiny images."""

@@ -1,0 +1,1 @@
+"""What training and evaluation share: LARS, SGD that drops bad steps, schedules."""

@@ -1,6 +1,6 @@
 """The gate: a step that met a non-finite value leaves no trace, and the host does not wait to find out.
 
-Three things hold state besides F, which its objective guards: the optimizer (see `optimizers.SGD`), the target
+Three things hold state besides F, which its objective guards: the optimizer (see `sgd.SGD`), the target
 branch (see `target.update_target_`) and the running buffers of batch norm in both branches, which a forward pass
 changes at once. The gate keeps the buffers as they were before the step and puts them back by a select.
 """
