@@ -1,4 +1,4 @@
-"""ResNet-18 with a quarter of its channels, for tests of what does not depend on the network: a sixteenth of the work.
+"""A ResNet with a quarter of the channels of ResNet-18 and fewer blocks, for tests of what no network changes.
 
 `with thin():` makes the backbone named resnet18 thin in this process; `python -m thin ...` is `unigrad-fast ...` so.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from functools import partial
 from unittest import mock
 
 import torchvision
@@ -17,16 +18,18 @@ SHARE = 4
 
 
 class ThinResNet(ResNet):
-    def __init__(self, **settings):
-        super().__init__(BasicBlock, [1, 1, 1, 1], **settings)
-        self.fc = nn.Linear(512 // SHARE, 1000)
+    def __init__(self, blocks: int, **settings):
+        super().__init__(BasicBlock, [blocks] * 4, **settings)
+        self.fc = nn.Linear(512 // SHARE, settings.get("num_classes", 1000))
+        self.__class__ = ResNet
 
     def _make_layer(self, block, planes, *arguments, **settings):
         return super()._make_layer(block, planes // SHARE, *arguments, **settings)
 
 
-def thin() -> AbstractContextManager:
-    return mock.patch.object(torchvision.models, "resnet18", ThinResNet)
+def thin(blocks: int = 1) -> AbstractContextManager:
+    """`blocks` in each of the four stages; ResNet-18 has 2, with which the names of all weights are its own."""
+    return mock.patch.object(torchvision.models, "resnet18", partial(ThinResNet, blocks))
 
 
 if __name__ == "__main__":

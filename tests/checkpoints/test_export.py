@@ -51,7 +51,7 @@ def make_run(folder: Path, backbone: str = "resnet18", stem: str = "imagenet", s
     return config
 
 
-def make_probe(run: Path, width: int = 512, **about: str) -> dict[str, torch.Tensor]:
+def make_probe(run: Path, width: int = 128, **about: str) -> dict[str, torch.Tensor]:
     probe = {"weight": torch.randn(len(CLASSES), width), "bias": torch.randn(len(CLASSES))}
     known = {"step": "30", "classes": json.dumps(CLASSES), "protocol": "linear probe", "accuracy": "71.5"}
     save_file(probe, run / "linear.safetensors", known | about)
@@ -139,7 +139,7 @@ def test_a_small_stem_is_no_torchvision_model_but_loads_here(with_linear, tmp_pa
     assert "model.stem = small" in error and "--format safetensors" in error
     assert not (tmp_path / "run/export").exists()
     model = executed(exported(capsys, tmp_path / "run", "--with_linear", with_linear))
-    assert model(torch.randn(1, 3, 16, 16)).shape == (1, 3 if with_linear == "true" else 512)
+    assert model(torch.randn(1, 3, 16, 16)).shape == (1, 3 if with_linear == "true" else 128)
     added = "-linear" if with_linear == "true" else ""
     with safe_open(tmp_path / f"run/export/resnet18-online-epoch1.5{added}.safetensors", "pt") as file:
         assert file.metadata()["stem"] == "small"

@@ -285,7 +285,7 @@ def test_missing_unknown_and_misshaped_keys_are_listed(state, tmp_path, capsys):
     without = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.4.0.bn1.")}
     assert "encoder: 5 keys missing, layer1.0.bn1.weight, layer1.0.bn1.bias" in error_of(without)
     online_alone = {name: tensor for name, tensor in state.items() if not name.startswith("momentum_")}
-    assert "momentum_encoder: 120 keys missing, conv1.weight" in error_of(online_alone)
+    assert "momentum_encoder: 126 keys missing, conv1.weight" in error_of(online_alone)
     assert "1 unknown keys, predictor.0.weight" in error_of(state | {"predictor.0.weight": torch.ones(2)})
     assert "encoder: 1 keys unknown, fc.weight" in error_of(state | {"encoder.fc.weight": torch.ones(2)})
     assert "1 unknown keys, module.encoder.conv1.weight" in error_of(
@@ -304,7 +304,7 @@ def test_another_architecture_is_refused(state, tmp_path, capsys):
     torch.save({"state_dict": content}, tmp_path / "weights.pth")
     assert "fits none of resnet18, resnet34" in refused(capsys, tmp_path / "weights.pth", tmp_path / "run")
     torch.save(build_backbone("resnet18").state_dict(), tmp_path / "plain.pth")
-    assert "120 unknown keys, conv1.weight" in refused(capsys, tmp_path / "plain.pth", tmp_path / "run")
+    assert "126 unknown keys, conv1.weight" in refused(capsys, tmp_path / "plain.pth", tmp_path / "run")
 
 
 def test_folders_are_checked_first(tmp_path, capsys):
