@@ -14,7 +14,8 @@ from PIL import Image
 from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, reading, stream
 from unigrad_fast.pipelines.damage import Damaged
 from unigrad_fast.pipelines.open_files import opened
-from unigrad_fast.pipelines.reading import TRIES, substitute
+from unigrad_fast.pipelines.replacement import BLANK, TRIES, substitute
+from unigrad_fast.pipelines.supply import Supply
 
 STEPS = 6
 BATCH = 6
@@ -363,8 +364,8 @@ def test_damaged_finds_the_bad_among_steps_that_are_on_their_way(copied):
     Image.new("RGB", (5, 7)).save(copied.path(8))
     supplies = []
     for step, images in enumerate(([2, 3], [-1, 7], [8, 4])):
-        data = [np.frombuffer(copied.read(image), np.uint8) if image >= 0 else reading.BLANK for image in images]
-        supplies.append(reading.Supply(step, 0, np.array(images), np.array(images), data))
+        data = [np.frombuffer(copied.read(image), np.uint8) if image >= 0 else BLANK for image in images]
+        supplies.append(Supply(step, 0, np.array(images), np.array(images), data))
     assert not found.find(supplies[:1], None)
     assert found.find(supplies, None)
     assert "decoded" in found.reason(7) and "5x7 now" in found.reason(8)
