@@ -1,5 +1,13 @@
 """JPEG files on disk to augmented views on the device.
 
+    which images there are   manifest, by listing_folders, listing_text, listing_shards; remembered in listing_cache
+    which are in a step      order, and parameters of their augmentation, both from the random bits of philox
+    reading them             reading; damage finds what cannot be used, replacement puts others in its place
+    decoding, augmenting     stream runs a graph of DALI, on a CPU followed by cpu_views; cutmix mixes
+    handing them over        loader, evaluation_loader
+    tar shards               shards, shard_index, tar_format; packing writes them, shard_verification compares them
+    looking at every image   scan
+
 Nothing heavy is imported until it is used: torch, Pillow and DALI load on the first access of a name
 that needs them.
 """
@@ -8,19 +16,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch import Batch
     from .cutmix import CutMix, Mix
     from .errors import DataError
-    from .loader import Batch, EvaluationLoader, Loader
+    from .evaluation_loader import EvaluationLoader
+    from .loader import Loader
     from .manifest import Manifest
-    from .reading import Failure
     from .recipes import RECIPES, Growth, Recipe, View, recipe
+    from .supply import Failure
 
 _HOME = {
-    "Batch": "loader",
+    "Batch": "batch",
     "CutMix": "cutmix",
     "DataError": "errors",
-    "EvaluationLoader": "loader",
-    "Failure": "reading",
+    "EvaluationLoader": "evaluation_loader",
+    "Failure": "supply",
     "Growth": "recipes",
     "Loader": "loader",
     "Manifest": "manifest",

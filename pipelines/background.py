@@ -1,16 +1,13 @@
-"""Work of a generator in a thread of its own, and threads that compute with one core each."""
+"""Work of a generator in a thread of its own."""
 
 import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import cache
 from typing import TypeVar
-
-import torch
 
 Item = TypeVar("Item")
 _running: "weakref.WeakSet[_Worker]" = weakref.WeakSet()
@@ -82,24 +79,3 @@ def _stop_all_at_exit() -> None:
     import nvidia.dali.pipeline  # noqa: F401  # what it does at exit comes after what is registered later
 
     atexit.register(lambda: [worker.stop() for worker in list(_running)])
-
-
-_setting = threading.Lock()
-
-
-@contextmanager
-def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in each of which torch computes with one core; other threads keep what they have."""
-    ready = threading.Barrier(count)
-
-    def begin() -> None:
-        torch.get_num_threads()  # the first call in a thread sets what is set for all
-        torch.set_num_threads(1)
-        ready.wait()
-
-    with ThreadPoolExecutor(count, "augmentation") as pool:
-        with _setting:
-            before = torch.get_num_threads()
-            list(pool.map(lambda _: begin(), range(count)))
-            torch.set_num_threads(before)  # what the last call set is also what threads that begin later take
-        yield pool

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import DataError
-from .parameters import CUTMIX, philox
+from .philox import CUTMIX, philox
 
 VIEWS = 2  # the global ones
 STEPS = 4096  # of the table of the Beta distribution

@@ -4,16 +4,13 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from . import graph
 from .manifest import Manifest
-
-if TYPE_CHECKING:
-    from .reading import Supply
+from .supply import Supply
 
 
 class Damaged:
@@ -57,7 +54,7 @@ class Damaged:
                 return as_png(data)
         return data
 
-    def find(self, supplies: Iterable["Supply"], device_id: int | None) -> bool:
+    def find(self, supplies: Iterable[Supply], device_id: int | None) -> bool:
         """Looks for images that break a pipeline, and remembers them; whether it learnt of any."""
         images = {}
         for supply in supplies:
@@ -75,7 +72,7 @@ class Damaged:
             self.add(image, why)
         return bool(learnt)
 
-    def find_resized(self, supply: "Supply", shapes: np.ndarray) -> bool:
+    def find_resized(self, supply: Supply, shapes: np.ndarray) -> bool:
         """Remembers images whose size (int64 [N, 3]: height, width, colours) is not the manifest's; whether any."""
         expected = self.manifest.sizes[supply.index]
         wrong = ((shapes[:, 1::-1] != expected).any(axis=1)) & (supply.index >= 0)

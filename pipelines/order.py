@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .parameters import ORDER, philox
+from .philox import ORDER, philox
 
 
 @lru_cache(maxsize=2)  # the loader looks ahead over the end of an epoch

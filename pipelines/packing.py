@@ -1,4 +1,4 @@
-"""Writes the images of a manifest into tar shards, and compares shards with what was written.
+"""Writes the images of a manifest into tar shards.
 
     FOLDER/shard-000000.tar, ...    KEY.jpg and, with labels, KEY.cls; KEY is the image's path without its ending
     FOLDER/classes.txt              names of the classes, a line each, in the order of the labels
@@ -15,12 +15,8 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
-import struct
-import tarfile
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,19 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from .errors import DataError
-from .headers import FORMATS, reason
 from .manifest import Manifest
+from .npz_files import DAMAGED
 from .order import epoch_order
-from .shards import BLOCK, CLASSES, DAMAGED, INDEX, UNFINISHED, read_arrays, tar_files
+from .packing_image import ahead, prepare
+from .packing_shard import ROW, read_part, shard_name, write_shard, write_whole
+from .shard_index import INDEX
+from .shards import CLASSES, UNFINISHED
+from .tar_format import BLOCK
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
-_ENDINGS = {"JPEG": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"}
-_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that RGB of 8 bits holds
-_ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: bytes
-_PIECE = 1 << 24  # bytes that are read at once
 
 
 @dataclass(frozen=True)
@@ -117,10 +112,13 @@ def pack(
     pool = ThreadPoolExecutor(threads)
     try:
         for number in missing:
-            prepared = _ahead(
-                pool, lambda image: _prepare(manifest, image, packing), parts[number].tolist(), 4 * threads
+            prepared = ahead(
+                pool,
+                lambda image: prepare(manifest, image, packing.short_side, packing.quality),
+                parts[number].tolist(),
+                4 * threads,
             )
-            _write_shard(folder, number, manifest, keys, prepared, told)
+            write_shard(folder, number, manifest, keys, prepared, told)
     finally:
         pool.shutdown(cancel_futures=True)
     return _finish(folder, len(parts), manifest, description)
@@ -134,38 +132,6 @@ def read_description(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             raise DataError(f"{folder / DESCRIPTION} is damaged ({error}); give another folder") from error
     return {}
-
-
-def verify(folder: Path, threads: int, told: Callable[[int], None]) -> list[str]:
-    """Reads all shards and compares them with their digests; what differs, a line each.
-
-    Args:
-        told: is called with a number of bytes after these are compared.
-
-    Raises:
-        DataError: the folder holds no finished shards.
-    """
-    description = read_description(folder)
-    if "index" not in description:
-        raise DataError(f"{folder}: holds no finished shards of `data shard`; finish them first")
-    try:
-        content = (folder / INDEX).read_bytes()
-        if hashlib.blake2b(content, digest_size=16).hexdigest() != description["index"]:
-            raise ValueError
-        with np.load(io.BytesIO(content)) as arrays:
-            index = {key: arrays[key] for key in arrays.files}
-    except DAMAGED as error:
-        why = reason(error) if isinstance(error, OSError) else "differs from what was written"
-        return [f"{folder / INDEX}: {why}"]
-    files = index["files"].tolist()
-    tars = [name for name in files if name != CLASSES]
-    problems = [
-        f"{folder / name}: was not written with the others" for name in tar_files(os.fspath(folder)) if name not in tars
-    ]
-    with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(lambda number: _verify_file(folder, number, index, told), range(len(files))):
-            problems += found
-    return problems
 
 
 def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +154,14 @@ def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     if any(not name.startswith(".") for name in os.listdir(folder)):
         raise DataError(f"folder = {folder}: is not empty and holds no shards of `data shard`; give a new folder")
-    _write_whole(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
+    write_whole(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
     return description
 
 
 def _is_written(folder: Path, number: int) -> bool:
     with suppress(*DAMAGED):
-        part = _part(folder, number)
-        return not len(part["rows"]) or os.path.getsize(folder / _name(number)) == part["bytes"]
+        part = read_part(folder, number)
+        return not len(part["rows"]) or os.path.getsize(folder / shard_name(number)) == part["bytes"]
     return False
 
 
@@ -229,145 +195,29 @@ def _keys(manifest: Manifest) -> list[bytes]:
     return keys
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """An image as it is to be written, or why it is left out."""
-
-    image: int
-    content: bytes = b""
-    ending: bytes = b""
-    size: tuple[int, int] = (0, 0)
-    before: int = 0  # bytes
-    again: bool = False  # whether it was encoded again
-    defect: str | None = None
-
-
-def _prepare(manifest: Manifest, image: int, packing: Packing) -> _Prepared:
-    try:
-        content = manifest.read(image)
-        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
-            decoded.load()  # what cannot be decoded must not be found out by a training run
-            ending, size, before = _ENDINGS[decoded.format], decoded.size, len(content)
-            short = packing.short_side
-            again = short is not None and min(size) > short and decoded.mode in _COLOURS
-            if again:
-                size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
-                content, ending = _smaller(decoded, size, packing.quality), b".jpg"
-    except OSError as error:
-        return _Prepared(image, defect=reason(error))
-    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        return _Prepared(image, defect=str(error) or type(error).__name__)
-    return _Prepared(image, content, ending, size, before, again)
-
-
-def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
-    # Lanczos keeps the most detail, and Pillow widens it to what falls into a pixel, so nothing aliases.
-    image = image if image.mode in ("L", "RGB") else image.convert("RGB")
-    encoded = io.BytesIO()
-    image.resize(size, Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
-    return encoded.getvalue()
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, function: Callable[[int], _Prepared], images: list[int], depth: int
-) -> Iterator[_Prepared]:
-    """Results in order, made in the pool at most `depth` ahead."""
-    waiting: deque = deque()
-    for image in images:
-        waiting.append(pool.submit(function, image))
-        if len(waiting) >= depth:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def _write_shard(
-    folder: Path,
-    number: int,
-    manifest: Manifest,
-    keys: list[bytes],
-    prepared: Iterator[_Prepared],
-    told: Callable[[int], None],
-) -> None:
-    """Writes one shard, and before it takes its name what the index is to say of it."""
-    names, rows, left_out = [], [], []
-    digest, position = hashlib.blake2b(digest_size=16), 0
-
-    def pieces() -> Iterator[bytes]:
-        for one in prepared:
-            if one.defect:
-                line = f"{_escaped(manifest.path(one.image))}\t{' '.join(one.defect.split())}"
-                left_out.append(line.encode("utf-8", "surrogateescape"))
-            else:
-                name, label = keys[one.image] + one.ending, -1
-                head = _header(name, len(one.content))
-                if manifest.labels is not None:
-                    label = int(manifest.labels[one.image])
-                names.append(name)
-                rows.append(
-                    (
-                        position + len(head),
-                        len(one.content),
-                        label,
-                        *one.size,
-                        _short(one.content),
-                        one.before,
-                        one.again,
-                    )
-                )
-                yield head + _padded(one.content)
-                if manifest.labels is not None:
-                    text = str(label).encode()
-                    yield _header(keys[one.image] + b".cls", len(text)) + _padded(text)
-            told(1)
-        yield bytes(2 * BLOCK)  # the end mark
-
-    def counted() -> Iterator[bytes]:
-        nonlocal position
-        for piece in pieces():
-            digest.update(piece)
-            position += len(piece)
-            yield piece
-
-    def describe() -> None:
-        encoded = io.BytesIO()
-        np.savez(
-            encoded,
-            rows=np.array(rows, np.int64).reshape(-1, len(_ROW)),
-            names=np.frombuffer(b"\0".join(names), np.uint8),
-            left_out=np.frombuffer(b"\n".join(left_out), np.uint8),
-            bytes=position,
-            digest=np.frombuffer(digest.digest(), np.uint8),
-        )
-        (folder / UNFINISHED).mkdir(exist_ok=True)
-        _write_whole(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
-
-    _write_whole(folder / _name(number), counted(), describe)
-    if not rows:
-        os.unlink(folder / _name(number))
-
-
 def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str, Any]) -> Packed:
     """Writes what lies beside the shards, last the description."""
-    parts = [_part(folder, number) for number in range(count)]
+    parts = [read_part(folder, number) for number in range(count)]
     left_out = [line for part in parts for line in part["left_out"].tobytes().split(b"\n") if line]
     used = [number for number, part in enumerate(parts) if len(part["rows"])]
     if not used:
         raise DataError(f"none of {len(manifest)} images can be decoded; {os.fsdecode(left_out[0])}")
     if left_out:
-        _write_whole(folder / LEFT_OUT, [line + b"\n" for line in left_out])
-    files = [_name(number) for number in used]
+        write_whole(folder / LEFT_OUT, [line + b"\n" for line in left_out])
+    files = [shard_name(number) for number in used]
     sizes, digests = [int(parts[number]["bytes"]) for number in used], [parts[number]["digest"] for number in used]
     if manifest.has_labels:
         classes = "".join(f"{name}\n" for name in manifest.classes).encode("utf-8", "surrogateescape")
-        _write_whole(folder / CLASSES, [classes])
+        write_whole(folder / CLASSES, [classes])
         files.append(CLASSES)
         sizes.append(len(classes))
         digests.append(np.frombuffer(hashlib.blake2b(classes, digest_size=16).digest(), np.uint8))
     rows = np.concatenate([parts[number]["rows"] for number in used])
-    column = dict(zip(_ROW, rows.T, strict=True))
+    column = dict(zip(ROW, rows.T, strict=True))
     names = [
-        f"{_name(number)}/".encode() + name for number in used for name in parts[number]["names"].tobytes().split(b"\0")
+        f"{shard_name(number)}/".encode() + name
+        for number in used
+        for name in parts[number]["names"].tobytes().split(b"\0")
     ]
     encoded = io.BytesIO()
     np.savez(
@@ -385,7 +235,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         sizes=np.stack([column["width"], column["height"]], axis=1).astype(np.int32),
         digests=column["digest"],
     )
-    _write_whole(folder / INDEX, [encoded.getbuffer()])
+    write_whole(folder / INDEX, [encoded.getbuffer()])
     packed = Packed(
         shards=len(used),
         images=len(rows),
@@ -396,79 +246,6 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     )
     index = hashlib.blake2b(encoded.getbuffer(), digest_size=16).hexdigest()
     finished = {**description, "packed": asdict(packed), "index": index}
-    _write_whole(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
+    write_whole(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
     shutil.rmtree(folder / UNFINISHED)
     return packed
-
-
-def _verify_file(folder: Path, number: int, index: dict[str, np.ndarray], told: Callable[[int], None]) -> list[str]:
-    """What is wrong with one file, images by name."""
-    path, wanted = folder / str(index["files"][number]), int(index["bytes"][number])
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                told(len(piece))
-            if file.tell() != wanted:
-                return [f"{path}: has {file.tell()} bytes, {wanted} were written"]
-            if digest.digest() == index["file_digests"][number].tobytes():
-                return []
-            problems = []
-            for image in np.flatnonzero(index["shard"] == number).tolist():
-                file.seek(int(index["at"][image]))
-                if _short(file.read(int(index["length"][image]))) != int(index["digests"][image]):
-                    name = index["names"][index["offsets"][image] : index["offsets"][image + 1]].tobytes()
-                    problems.append(f"{folder / os.fsdecode(name)}: differs from what was written")
-    except OSError as error:
-        return [f"{path}: {reason(error)}"]
-    return problems or [f"{path}: differs from what was written, outside of its images"]
-
-
-def _name(number: int) -> str:
-    return f"shard-{number:06}.tar"
-
-
-def _part(folder: Path, number: int) -> dict[str, np.ndarray]:
-    return read_arrays(folder / UNFINISHED / f"{number:06}.npz")
-
-
-def _escaped(name: str) -> str:
-    """A name that fits into a line, with control characters and backslashes as in Python."""
-    return re.sub(r"[\0-\x1f\x7f\\]", lambda match: repr(match[0])[1:-1], name)
-
-
-def _header(name: bytes, size: int) -> bytes:
-    info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
-    info.size, info.mode = size, 0o644
-    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-
-
-def _padded(content: bytes) -> bytes:
-    return content + bytes(-len(content) % BLOCK)
-
-
-def _short(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-
-
-def _write_whole(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Writes a file that is there as a whole and on the disk, or not at all. Raises OSError with its name."""
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        with open(draft, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        before_rename()
-        os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # of the new name
-        finally:
-            os.close(folder)
-    except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # a full disk names no file
-        raise
-    finally:
-        draft.unlink(missing_ok=True)

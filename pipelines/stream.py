@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from .errors import DataError
-from .reading import Source, Supply
+from .reading import Source
+from .supply import Supply
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline

@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 from unigrad_fast import cli
 from unigrad_fast.benchmarks import bench_loader, record
 from unigrad_fast.images import drawing
+from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, RECIPES, View
 from unigrad_fast.runtime.errors import DataError
@@ -49,9 +50,7 @@ def test_without_chance_torchvisions_views_are_the_resized_image(what, tmp_path)
     folder = tmp_path / "images"
     folder.mkdir()
     for number in range(4):
-        Image.fromarray(drawing.draw_pictures(np.random.default_rng(0), "plain-star", 1, 32)[0]).save(
-            folder / f"{number}.png"
-        )
+        Image.fromarray(draw_pictures(np.random.default_rng(0), "plain-star", 1, 32)[0]).save(folder / f"{number}.png")
     batches = bench_loader.VARIANTS[what](setting(folder, (sure,)))
     views = next(batches)
     batches.close()

@@ -17,6 +17,7 @@ from PIL import Image
 from unigrad_fast import cli
 from unigrad_fast.benchmarks import bench_step, record
 from unigrad_fast.images import drawing
+from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.pipelines import Manifest
 
@@ -44,7 +45,7 @@ def test_authors_loss_has_our_objectives_gradient():
 
 def test_augmentation_gives_normalised_views_that_differ():
     augment = bench_step.simsiam_augmentation(32)
-    image = Image.fromarray(drawing.draw_pictures(np.random.default_rng(0), "plain-star", 1, 64)[0])
+    image = Image.fromarray(draw_pictures(np.random.default_rng(0), "plain-star", 1, 64)[0])
     first, second = augment(image), augment(image)
     assert first.shape == (3, 32, 32) and first.dtype == torch.float32
     assert not torch.equal(first, second)

@@ -8,22 +8,9 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.images.preview import (
-    BADGE,
-    GLOBAL_COLOURS,
-    HEAD,
-    LOCAL_COLOURS,
-    ORIGINAL,
-    Layout,
-    Mixed,
-    Row,
-    _font,
-    _free_spot,
-    _shortened,
-    collect,
-    draw,
-    operations,
-)
+from unigrad_fast.images.preview_layout import BADGE, HEAD, ORIGINAL, Layout, load_font, shortened
+from unigrad_fast.images.preview_rows import Mixed, Row, collect, operations
+from unigrad_fast.images.preview_sheet import GLOBAL_COLOURS, LOCAL_COLOURS, _free_spot, draw
 from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, recipe
 from unigrad_fast.pipelines.order import epoch_order
 from unigrad_fast.pipelines.parameters import sample
@@ -179,10 +166,10 @@ def test_numbers_of_equal_boxes_do_not_cover_each_other(box):
 
 
 def test_long_names_keep_their_ends():
-    short = _shortened("a" * 80 + ".jpg", 200, _font(13))
+    short = shortened("a" * 80 + ".jpg", 200, load_font(13))
     assert short.startswith("aaa") and "…" in short and short.endswith(".jpg")
-    assert _font(13).getlength(short) <= 200
-    assert _shortened("cat.jpg", 200, _font(13)) == "cat.jpg"
+    assert load_font(13).getlength(short) <= 200
+    assert shortened("cat.jpg", 200, load_font(13)) == "cat.jpg"
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:

@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.pipelines import DataError, Manifest, packing
-from unigrad_fast.pipelines import shards as shards_module
+from unigrad_fast.pipelines import DataError, Manifest, listing_shards, packing, packing_shard, shard_verification
 
 
 def draw(path: Path, number: int, size: tuple[int, int] = (24, 20), **options: int) -> Path:
@@ -83,7 +82,7 @@ def test_start_on_another_machine_reads_only_the_index(tree, tmp_path, monkeypat
     shard(tree, tmp_path / "out", "--images_per_shard", "4")
     for path in (tmp_path / "out").glob("*.tar"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(shards_module, "_walk_shard", None)
+    monkeypatch.setattr(listing_shards, "_walk_shard", None)
     packed = Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
     assert packed.sizes.tolist() == [[24, 20]] * 11
 
@@ -213,7 +212,7 @@ class Stopped(Exception):
 def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path, monkeypatch, capsys, after, error):
     words = ["--images_per_shard", "3", "--short_side", "16"]
     shard(tree, tmp_path / "whole", *words)
-    original, calls = packing._short, []
+    original, calls = packing_shard.short_digest, []
 
     def interrupted(content):
         calls.append(content)
@@ -221,7 +220,7 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path
             raise error
         return original(content)
 
-    monkeypatch.setattr(packing, "_short", interrupted)
+    monkeypatch.setattr(packing_shard, "short_digest", interrupted)
     if error is Stopped:
         with pytest.raises(Stopped):
             shard(tree, tmp_path / "out", *words)
@@ -233,7 +232,7 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path
         assert "its shards are unfinished" in capsys.readouterr().err
 
     calls.clear()
-    monkeypatch.setattr(packing, "_short", lambda content: calls.append(content) or original(content))
+    monkeypatch.setattr(packing_shard, "short_digest", lambda content: calls.append(content) or original(content))
     assert shard(tree, tmp_path / "out", *words) == 0
     assert len(calls) == 11 - after // 3 * 3
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
@@ -242,7 +241,7 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path
 def test_finished_packing_is_not_repeated(tree, tmp_path, monkeypatch, capsys):
     shard(tree, tmp_path / "out")
     before = digests(tmp_path / "out")
-    monkeypatch.setattr(packing, "_write_shard", None)
+    monkeypatch.setattr(packing, "write_shard", None)
     assert shard(tree, tmp_path / "out") == 0
     assert "11 images of 3 classes in 1 shard" in capsys.readouterr().out and digests(tmp_path / "out") == before
 
@@ -283,7 +282,7 @@ def test_full_disk_stops_with_the_name_of_the_shard(tree, tmp_path, capsys, monk
     def full(content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(packing, "_padded", full)
+    monkeypatch.setattr(packing_shard, "padded", full)
     assert shard(tree, tmp_path / "out") == 3
     assert f"{tmp_path}/out/shard-000000.tar cannot be written: No space left" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shards.json"]
@@ -433,7 +432,7 @@ def test_progress_reaches_the_end(tree, tmp_path):
         packing.pack(manifest, "tree", tmp_path / "out", packing.Packing(4), 2, told.append)
         assert sum(told) == 11
     told.clear()
-    assert packing.verify(tmp_path / "out", 2, told.append) == []
+    assert shard_verification.verify(tmp_path / "out", 2, told.append) == []
     assert sum(told) == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.t*"))
 
 

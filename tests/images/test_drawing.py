@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from unigrad_fast.images import drawing
+from unigrad_fast.images.drawn_pictures import CLASSES
 from unigrad_fast.runtime.errors import UserError
 
 SMALL = {"train_per_class": 3, "val_per_class": 2, "size": 32}
@@ -36,10 +37,10 @@ def test_another_seed_gives_other_pictures(drawn: Path, tmp_path: Path) -> None:
 
 
 def test_every_class_has_its_pictures_in_both_parts(drawn: Path) -> None:
-    assert len(drawing.CLASSES) >= 10
+    assert len(CLASSES) >= 10
     for part, count in (("train", 3), ("val", 2)):
-        assert {path.name for path in (drawn / part).iterdir()} == set(drawing.CLASSES)
-        for name in drawing.CLASSES:
+        assert {path.name for path in (drawn / part).iterdir()} == set(CLASSES)
+        for name in CLASSES:
             assert len(list((drawn / part / name).glob("*.jpg"))) == count
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from unigrad_fast.pipelines import Loader
-from unigrad_fast.pipelines.background import in_background, one_thread_each
+from unigrad_fast.pipelines.background import in_background
+from unigrad_fast.pipelines.compute_threads import one_thread_each
 
 
 def counting(log, stop=None):

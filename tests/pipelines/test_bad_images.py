@@ -11,9 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, reading, shards, stream
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, reading, stream
 from unigrad_fast.pipelines.damage import Damaged
-from unigrad_fast.pipelines.reading import TRIES, substitute
+from unigrad_fast.pipelines.open_files import opened
+from unigrad_fast.pipelines.replacement import BLANK, TRIES, substitute
+from unigrad_fast.pipelines.supply import Supply
 
 STEPS = 6
 BATCH = 6
@@ -362,8 +364,8 @@ def test_damaged_finds_the_bad_among_steps_that_are_on_their_way(copied):
     Image.new("RGB", (5, 7)).save(copied.path(8))
     supplies = []
     for step, images in enumerate(([2, 3], [-1, 7], [8, 4])):
-        data = [np.frombuffer(copied.read(image), np.uint8) if image >= 0 else reading.BLANK for image in images]
-        supplies.append(reading.Supply(step, 0, np.array(images), np.array(images), data))
+        data = [np.frombuffer(copied.read(image), np.uint8) if image >= 0 else BLANK for image in images]
+        supplies.append(Supply(step, 0, np.array(images), np.array(images), data))
     assert not found.find(supplies[:1], None)
     assert found.find(supplies, None)
     assert "decoded" in found.reason(7) and "5x7 now" in found.reason(8)
@@ -419,7 +421,7 @@ def test_shards_give_what_a_folder_gives(manifest, good, tmp_path):
 def test_images_of_a_shard_that_vanished_are_replaced(manifest, good, tmp_path):
     packed = pack(manifest, tmp_path / "shards", count=8)
     os.unlink(tmp_path / "shards/3.tar")
-    shards._opened.cache_clear()  # as in a process that begins now
+    opened.cache_clear()  # as in a process that begins now
     lost = range(39, 52)
     assert "/3.tar/" in packed.path(39) and "/3.tar/" in packed.path(51) and "/3.tar/" not in packed.path(52)
     batches = run(packed)
@@ -435,7 +437,7 @@ def test_images_of_a_shard_that_vanished_are_replaced(manifest, good, tmp_path):
 def test_shards_that_all_vanished_end_with_a_message(manifest, tmp_path):
     packed = pack(manifest, tmp_path / "shards")
     shutil.rmtree(tmp_path / "shards")
-    shards._opened.cache_clear()
+    opened.cache_clear()
     with pytest.raises(DataError, match=r"shards/[01]\.tar/\d+\.jpg: neither it nor"):
         run(packed)
 

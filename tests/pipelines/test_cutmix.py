@@ -7,7 +7,7 @@ from scipy import stats
 
 from unigrad_fast.pipelines import CutMix, DataError, Loader, Mix
 from unigrad_fast.pipelines.cutmix import _beta, draw
-from unigrad_fast.pipelines.parameters import philox
+from unigrad_fast.pipelines.philox import philox
 
 SIZE = 20
 

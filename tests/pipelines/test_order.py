@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unigrad_fast.pipelines.order import batch_indices, epoch_order
-from unigrad_fast.pipelines.parameters import philox4x32
+from unigrad_fast.pipelines.philox import philox4x32
 
 seeds = st.integers(0, 2**64 - 1)
 

@@ -10,7 +10,9 @@ import torch
 
 from unigrad_fast.pipelines import DataError, Loader, Manifest, reading
 from unigrad_fast.pipelines.damage import Damaged
-from unigrad_fast.pipelines.reading import BLANK, Source, substitute
+from unigrad_fast.pipelines.reading import Source
+from unigrad_fast.pipelines.reading_step import Reading, Turn
+from unigrad_fast.pipelines.replacement import BLANK, substitute
 
 COUNT = 40
 
@@ -156,10 +158,10 @@ def test_late_answer_changes_nothing(reader):
 
 
 def test_result_of_a_turn_that_was_given_up_does_not_count(reader):
-    step = reading._Reading(0, 0, np.arange(2))
+    step = Reading(0, 0, np.arange(2))
     source = reader(Files())
-    late, other = (reading._Turn(source, step, place) for place in (0, 1))
-    instead = reading._Turn(source, step, 0, 1)
+    late, other = (Turn(source.candidates, step, place) for place in (0, 1))
+    instead = Turn(source.candidates, step, 0, 1)
     step.set(late, "late")
     assert step.results == [None, None]
     step.set(other, "other")

@@ -17,15 +17,19 @@ from hypothesis import strategies as st
 
 from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines import scan as scanning
+from unigrad_fast.pipelines.scan_decoder import Decoder
+from unigrad_fast.pipelines.scan_files import BAD as BEGINS_BAD
+from unigrad_fast.pipelines.scan_files import as_csv
+from unigrad_fast.pipelines.scan_summary import Summary, summarize
 
 IMAGES = 24
 
 
-def scan(root: Path, output: Path, threads: int = 1) -> scanning.Summary:
+def scan(root: Path, output: Path, threads: int = 1) -> Summary:
     manifest = Manifest.open(root)
     for _ in scanning.scan(manifest, output, threads):
         pass
-    return scanning.summarize(manifest, output)
+    return summarize(manifest, output)
 
 
 def rows(output: Path, name: str = "manifest.csv") -> list[dict[str, str]]:
@@ -73,8 +77,8 @@ def decoding(monkeypatch):
     """Calls a function with the image's bytes before each decoding, in the worker."""
 
     def install(before) -> None:
-        decode = scanning._Decoder.decode
-        monkeypatch.setattr(scanning._Decoder, "decode", lambda self, data: before(data) or decode(self, data))
+        decode = Decoder.decode
+        monkeypatch.setattr(Decoder, "decode", lambda self, data: before(data) or decode(self, data))
 
     return install
 
@@ -107,7 +111,7 @@ NOTES = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_training_cannot_decode_is_bad(scanned, name):
-    assert scanned[name]["note"].startswith(scanning.BAD + REASONS[name])
+    assert scanned[name]["note"].startswith(BEGINS_BAD + REASONS[name])
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -204,7 +208,7 @@ NAMES = st.text(st.sampled_from("\r\n\t\",;' a\xe9\x85\u2028\udcff\udc80"), max_
 
 @given(st.lists(st.tuples(NAMES, NAMES), max_size=4))
 def test_rows_of_all_names_are_read_as_they_were_written(written):
-    content = scanning._csv(written).decode("utf-8", "surrogateescape")
+    content = as_csv(written).decode("utf-8", "surrogateescape")
     assert [tuple(row) for row in csv.reader(io.StringIO(content, newline=""))] == written
     assert content.endswith("\n") or not written
 

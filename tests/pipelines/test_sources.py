@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tarfile
 import threading
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, Manifest
+from unigrad_fast.pipelines import DataError, Manifest, listing_shards, open_files, slow_storage, tar_format
 from unigrad_fast.pipelines import manifest as manifest_module
 from unigrad_fast.pipelines import shards as shards_module
 
@@ -72,8 +73,8 @@ def listed(manifest, tmp_path):
 @pytest.fixture
 def tar_walks(monkeypatch):
     walked = []
-    original = shards_module._walk_shard
-    monkeypatch.setattr(shards_module, "_walk_shard", lambda path: walked.append(path) or original(path))
+    original = listing_shards._walk_shard
+    monkeypatch.setattr(listing_shards, "_walk_shard", lambda path: walked.append(path) or original(path))
     return walked
 
 
@@ -141,7 +142,7 @@ def test_change_of_a_shard_or_the_class_names_walks_again(packed, tar_walks, cha
 
 def test_shard_that_changes_during_a_run_is_not_read(packed):
     manifest = Manifest.open(packed)
-    shards_module._opened.cache_clear()
+    open_files.opened.cache_clear()
     (packed / "b-0.tar").write_bytes(b"\0" * (packed / "b-0.tar").stat().st_size)
     with pytest.raises(OSError, match="has changed"):
         manifest.read(0)
@@ -169,7 +170,7 @@ def test_threads_processes_and_pickles_read_the_same(packed, manifest):
 
 
 def test_more_shards_than_are_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "_opened", shards_module.lru_cache(2)(shards_module._opened.__wrapped__))
+    monkeypatch.setattr(shards_module, "opened", lru_cache(2)(open_files.opened.__wrapped__))
     contents = [encoded((8, 6 + number)) for number in range(5)]
     for number, content in enumerate(contents):
         pack(tmp_path / f"{number}.tar", [(f"{number}.jpg", content)])
@@ -214,7 +215,7 @@ def test_walk_finds_what_tarfile_finds(tmp_path_factory, names, form):
             contents[f"x{stem}{number}{ending}".replace("//", "/")] = b"{}" + bytes(100 * number)
     pack(path, contents.items(), form)
     walked = {
-        name: (at, content()) for name, at, _, _, content in shards_module._members(str(path))
+        name: (at, content()) for name, at, _, _, content in tar_format.members(str(path))
     }  # a name that stands twice is the last one in both
     with tarfile.open(path) as tar:
         assert walked == {
@@ -226,7 +227,7 @@ def test_size_of_eight_gigabytes_and_more():
     info = tarfile.TarInfo("x")
     info.size = 9 * 2**30
     header = info.tobuf(tarfile.GNU_FORMAT)
-    assert shards_module._number(header[124:136]) == 9 * 2**30
+    assert tar_format._number(header[124:136]) == 9 * 2**30
 
 
 def test_header_behind_much_metadata_is_found(tmp_path):
@@ -489,9 +490,9 @@ def test_unusable_images_are_remembered_until_something_changes(tmp_path, source
 def test_waiting_storage_is_read_in_threads(monkeypatch):
     seen = []
     clock = iter(range(100))
-    monkeypatch.setattr(manifest_module.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(manifest_module.time, "thread_time", lambda: 0.0)
-    result = manifest_module._spread(lambda task: seen.append(threading.current_thread()) or task, range(20))
+    monkeypatch.setattr(slow_storage.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(slow_storage.time, "thread_time", lambda: 0.0)
+    result = slow_storage.spread(lambda task: seen.append(threading.current_thread()) or task, range(20))
     assert result == list(range(20)) and seen[0] is threading.main_thread() is not seen[-1]
 
 

@@ -23,9 +23,10 @@ class DataSynth(Node):
 
 def data_synth(options: DataSynth) -> None:
     from unigrad_fast.images import drawing
+    from unigrad_fast.images.drawn_pictures import CLASSES
 
     folder = drawing.draw(options.folder, options.seed)
-    print(f"{len(drawing.CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
+    print(f"{len(CLASSES)} classes of drawn images in {folder}/train and {folder}/val")
 
 
 class DataScan(Node):

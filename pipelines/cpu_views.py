@@ -1,0 +1,46 @@
+"""Decoded images to views on the CPU, some images at a time in each of several threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from . import crops, photometric
+from .parameters import Parameters
+from .recipes import View
+
+CHUNK = 8  # images that a thread crops and recolours at once
+
+
+def augment(
+    images: list[torch.Tensor],
+    views: tuple[View, ...],
+    parameters: list[Parameters],
+    exact: bool,
+    pool: ThreadPoolExecutor,
+) -> list[torch.Tensor]:
+    """Views of decoded images, fp32 [N, 3, S, S] each, channels-last and normalised.
+
+    Args:
+        images: uint8 [height, width, 3] each.
+        parameters: of each view.
+        exact: recolour as `photometric` does, and not as `crops`.
+        pool: threads that compute with one core each.
+    """
+    outputs = [torch.empty(len(images), view.size, view.size, 3) for view in views]
+
+    def some(first: int) -> None:
+        part = slice(first, first + CHUNK)
+        for view, whole, output in zip(views, parameters, outputs, strict=True):
+            p = whole[part]
+            crop = torch.empty(output[part].shape, dtype=torch.uint8)
+            crops.crop_and_resize(images[part], view, p, crop)
+            if exact:
+                flipped = replace(p, flip=np.zeros_like(p.flip))  # already
+                output[part] = photometric.apply(view, crop, flipped).permute(0, 2, 3, 1)
+            else:
+                crops.recolour(view, crop, p, output[part])
+
+    list(pool.map(some, range(0, len(images), CHUNK)))
+    return [output.permute(0, 3, 1, 2) for output in outputs]

@@ -1,0 +1,39 @@
+"""Labels as they are written, integers or names, to positions in the classes."""
+
+import os
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from .errors import DataError
+
+_LARGEST = 999_999
+_SHOWN = 20  # characters of a label in a message
+
+
+def number_labels(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.ndarray | None, list[str]]:
+    """Labels as positions in the classes, int64 [n], and the classes; None and nothing without labels.
+
+    Args:
+        texts: of the labels: all integers, which are the positions, or names, which are sorted.
+        place: says where the label of an image stands.
+    """
+    if not texts:
+        return None, []
+    kinds: dict[bytes, int] = {}
+    ids = np.fromiter((kinds.setdefault(text, len(kinds)) for text in texts), np.int64, len(texts))
+    if not all(re.fullmatch(rb"-?\d+", kind) for kind in kinds):
+        names = sorted(kinds)
+        position = {name: number for number, name in enumerate(names)}
+        return np.array([position[kind] for kind in kinds], np.int64)[ids], [os.fsdecode(name) for name in names]
+    numbers = []
+    for text, kind in kinds.items():
+        digits = text.lstrip(b"0") or b"0"
+        # By length first, for int() refuses thousands of digits.
+        if len(digits) > len(str(_LARGEST)) or not 0 <= int(digits) <= _LARGEST:
+            where = place(int(np.argmax(ids == kind)))
+            label = text.decode() if len(text) <= _SHOWN else f"{text[:_SHOWN].decode()}..."
+            raise DataError(f"{where}: label {label} is out of range; integers are to lie in 0 to {_LARGEST}")
+        numbers.append(int(digits))
+    return np.array(numbers, np.int64)[ids], [str(number) for number in range(max(numbers) + 1)]

@@ -1,0 +1,76 @@
+"""What is remembered of a listing between starts: image sizes, the unusable ones, and of shards the index.
+
+A file per source, in `$UNIGRAD_CACHE` or `~/.cache/unigrad-fast`; it counts as long as the fingerprint is the same.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .npz_files import DAMAGED, read_arrays, within
+
+
+def digest(*parts: Any) -> str:
+    """The fingerprint of names, states and whatever else decides what a listing holds."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def cache_file(source: str, cache: str | os.PathLike | None) -> Path | None:
+    """The file that is for a source, in the given folder or the usual one; None where there is no place for it."""
+    try:
+        folder = Path(cache or os.environ.get("UNIGRAD_CACHE") or Path.home() / ".cache" / "unigrad-fast")
+    except RuntimeError:  # a user without a home folder
+        return None
+    return folder / f"manifest-{hashlib.blake2b(os.fsencode(source), digest_size=8).hexdigest()}.npz"
+
+
+def recall(store: Path | None, fingerprint: str) -> dict[str, np.ndarray]:
+    """Arrays in the cache; none where it has none for this fingerprint, or is damaged."""
+    with contextlib.suppress(*DAMAGED):
+        if store is not None:
+            content = read_arrays(store)
+            if content["fingerprint"].tolist() == fingerprint:
+                return content
+    return {}
+
+
+def fits(content: dict[str, np.ndarray], count: int) -> bool:
+    """Whether sizes and marks, where these were remembered, are possible for so many images."""
+    sizes, unusable = sizes_in(content, count), content.get("unusable", np.zeros(0, np.int64))
+    return (
+        sizes.dtype == np.int32
+        and sizes.shape == (count, 2)
+        and bool((sizes >= 0).all())
+        and unusable.dtype == np.int64
+        and unusable.ndim == 1
+        and within(unusable, count)
+    )
+
+
+def sizes_in(content: dict[str, np.ndarray], count: int) -> np.ndarray:
+    """Sizes that were remembered, else zeros."""
+    return content["sizes"] if "sizes" in content else np.zeros((count, 2), np.int32)
+
+
+def remember(store: Path | None, **arrays: Any) -> None:
+    """Writes the arrays for a source; that it cannot be done is no error."""
+    if store is None:
+        return
+    with contextlib.suppress(OSError):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        # Several ranks may write at once: each its own draft, and the last one in place stays.
+        with tempfile.NamedTemporaryFile(dir=store.parent, prefix=f".{store.name}.", delete=False) as draft:
+            try:
+                np.savez(draft, **arrays)
+                draft.flush()
+                os.replace(draft.name, store)
+            except OSError:
+                os.unlink(draft.name)

@@ -1,0 +1,105 @@
+"""The images of a folder, by their names: a tree with a folder per class, or a flat one."""
+
+import errno
+import os
+import warnings
+from collections import Counter
+
+from .errors import DataError
+from .headers import ENDINGS, EXTENSIONS, reason
+from .slow_storage import spread
+
+
+def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
+    """Class names (none for a flat folder), images of each, and all names, class by class."""
+    base = os.fsencode(root)
+    folders, flat, others = _entries(base, b"")
+    folders.sort()
+    trees = spread(lambda folder: _list_class(base, folder), folders)
+    found = [(folder, names) for folder, (names, _) in zip(folders, trees, strict=True) if names]
+    if found and flat:
+        warnings.warn(
+            f"{len(flat)} images lie directly in {root} beside its class folders; they are not used", stacklevel=3
+        )
+    if not found and not flat:
+        raise DataError(_no_image(root, sum((counts for _, counts in trees), others)))
+    if not found:
+        return [], [], flat
+    classes = [os.fsdecode(folder) for folder, _ in found]
+    return classes, [len(names) for _, names in found], [name for _, names in found for name in names]
+
+
+def _list_class(base: bytes, folder: bytes) -> tuple[list[bytes], Counter[str]]:
+    """All images under one class folder, at any depth, sorted by folder and name; and its other files by kind."""
+    waiting, done, seen, others = [folder], {}, set(), Counter()
+    while waiting:
+        here = waiting.pop()
+        try:
+            state = os.stat(os.path.join(base, here))
+        except OSError as error:
+            raise DataError(_unreadable(os.fsdecode(os.path.join(base, here)), error)) from error
+        if (state.st_dev, state.st_ino) in seen:  # a link that leads back up
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        inner, done[here], kinds = _entries(base, here)
+        others += kinds
+        waiting += [os.path.join(here, name) for name in inner]
+    return [name for here in sorted(done) for name in done[here]], others
+
+
+def _entries(base: bytes, folder: bytes) -> tuple[list[bytes], list[bytes], Counter[str]]:
+    """Sub-folders and images of one folder, the images sorted, and its other files by kind."""
+    folders, images, others = [], [], Counter()
+    path = os.path.join(base, folder) if folder else base
+    prefix = os.path.join(folder, b"")
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(b"."):
+                    continue
+                if _is_folder(entry):
+                    folders.append(name)
+                elif name.lower().endswith(ENDINGS):
+                    images.append(prefix + name)
+                else:
+                    others[os.path.splitext(os.fsdecode(name))[1]] += 1
+    except OSError as error:
+        raise DataError(_unreadable(os.fsdecode(path), error)) from error
+    images.sort()
+    return folders, images, others
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    """Whether an entry is a folder or a link to one. Raises OSError where that is unknown and it may be one."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP and not entry.name.lower().endswith(ENDINGS):
+            raise
+        return False
+
+
+def holds_images(root: str) -> bool:
+    """Whether there is an image in a folder, at any depth."""
+    for _, folders, files in os.walk(os.fsencode(root), followlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(b".")]
+        if any(name.lower().endswith(ENDINGS) and not name.startswith(b".") for name in files):
+            return True
+    return False
+
+
+def _no_image(root: str, others: Counter[str]) -> str:
+    wanted = f"it must hold {', '.join(EXTENSIONS)} files, or one folder of them per class, or .tar shards"
+    if not others:
+        return f"{root} holds no files; {wanted}"
+    kinds = ", ".join(kind or "no extension" for kind, _ in others.most_common(3))
+    return f"{root} holds no images, only {others.total()} other files ({kinds}); {wanted}"
+
+
+def _unreadable(folder: str, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{folder} does not exist; give a folder of images, or one with a folder of images per class"
+    if isinstance(error, NotADirectoryError):
+        return f"{folder} is a file, not a folder; give the folder that holds the images, or open it with Manifest.open"
+    return f"{folder} cannot be listed: {reason(error)}; check its permissions"

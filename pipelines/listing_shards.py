@@ -1,0 +1,193 @@
+"""The images of tar shards: as remembered, as the index beside the shards says, or from the tar headers.
+
+The headers are walked once. A sample is an image and what has the same key, the name up to the first dot behind the
+last slash: `a/7.jpg`, `a/7.cls` (an integer), `a/7.json` (with the key `label` or `cls`).
+"""
+
+import json
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .errors import DataError
+from .headers import ENDINGS, EXTENSIONS
+from .labels import number_labels
+from .listing_cache import fits
+from .shard_index import INDEX, Index, load, missing
+from .shards import CLASSES, Shards
+from .tar_format import member, members, text_of
+
+_THREADS = 8  # hides the latency of network storage
+
+
+def list_shards(
+    source: str, shards: Shards, content: dict[str, np.ndarray]
+) -> tuple[Index, dict[str, np.ndarray], bool]:
+    """The index of some shards, the arrays that came with it, and whether both were remembered.
+
+    Args:
+        source: the folder, or the one shard.
+        content: what was remembered of these shards.
+
+    Raises:
+        DataError: as `_walk` and `Shards.classes`; or shards are missing that the index beside them lists.
+    """
+    index = _index_in(content, shards)
+    if index is not None:
+        return index, content, True
+    beside = Path(shards.root, INDEX)
+    if os.path.isdir(source) and (gone := missing(beside, shards)):
+        raise DataError(
+            f"{os.path.join(shards.root, gone[0])}: missing, {len(gone)} of the shards that {beside} lists; "
+            "copy them again, or remove that file to do without them"
+        )
+    content = load(beside, shards) or {}
+    index = _index_in(content, shards)
+    if index is not None:
+        return index, content, False
+    if os.path.isdir(source) and os.path.exists(beside):
+        warnings.warn(f"{beside} is damaged or belongs to other shards; it is not used", stacklevel=3)
+    return _from_headers(shards), {}, False
+
+
+def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
+    """The index that was remembered, if it was and is possible, as is what else was."""
+    with suppress(KeyError, SystemError):
+        index = Index(**{key: content[key] for key in Index.__dataclass_fields__})
+        if index.fits(shards) and fits(content, len(index.shard)):
+            index.classes.tolist()  # raises SystemError for what is no character
+            return index
+    return None
+
+
+def _from_headers(shards: Shards) -> Index:
+    """The index of some shards, from their headers."""
+    found = _walk(shards)
+    names = [os.fsencode(tar) + b"/" + name for tar, one in zip(shards.tars, found, strict=True) for name in one.names]
+    texts = [text for one in found for text in one.labels]
+
+    def place(image: int) -> str:
+        return os.fsdecode(os.path.join(os.fsencode(shards.root), names[image]))
+
+    labels, classes = number_labels(texts, place)
+    given = shards.classes()
+    if labels is not None and given is not None:
+        if labels.max() >= len(given):
+            worst = int(labels.argmax())
+            raise DataError(
+                f"{place(worst)}: label {labels[worst]}, but {CLASSES} beside the shards names {len(given)} "
+                "classes; add the others"
+            )
+        classes = given
+    counts = [len(one.names) for one in found]
+    return Index(
+        names=np.frombuffer(b"".join(names), np.uint8),
+        offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))]),
+        shard=np.repeat(np.arange(len(found), dtype=np.int32), counts),
+        at=np.concatenate([np.array(one.at, np.int64) for one in found]),
+        length=np.concatenate([np.array(one.length, np.int64) for one in found]),
+        labels=np.zeros(0, np.int64) if labels is None else labels,
+        classes=np.array(classes, np.str_),
+    )
+
+
+@dataclass
+class _Found:
+    """Images of one shard: names, where they start, their lengths in bytes and the texts of their labels."""
+
+    names: list[bytes] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    labels: list[bytes] = field(default_factory=list)
+
+
+def _walk(shards: Shards) -> list[_Found]:
+    """Images of every shard, from the tar headers.
+
+    Where nothing is labelled and the images lie in several folders, these are the classes, as in a tar of a tree.
+
+    Raises:
+        DataError: a shard is compressed, cut off or damaged, has two images of one key or none at all, or only some
+            images have labels.
+    """
+    paths = [shards.path(number) for number in range(len(shards.tars))]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(_walk_shard, paths))
+    for path, one in zip(paths, found, strict=True):
+        if bool(one.labels) != bool(found[0].labels):
+            which, other = (path, paths[0]) if not one.labels else (paths[0], path)
+            raise DataError(f"{which}: its images have no labels, those of {other} have; give all of them one, or none")
+    if not found[0].labels:
+        folders = [[name.rpartition(b"/")[0].rpartition(b"/")[2] for name in one.names] for one in found]
+        if len(distinct := {folder for names in folders for folder in names}) > 1 and b"" not in distinct:
+            for one, names in zip(found, folders, strict=True):
+                one.labels = names
+    return found
+
+
+def _walk_shard(path: str) -> _Found:
+    found = _Found()
+    keys: list[bytes] = []
+    labels: dict[bytes, dict[bytes, bytes]] = {b"cls": {}, b"json": {}}
+    dotted, seen = [], set()
+    for name, at, length, link, content in members(path):
+        folder, slash, base = name.rpartition(b"/")
+        stem, dot, ending = base.partition(b".")
+        if not stem or not dot:  # hidden, or without an ending
+            continue
+        key, ending = folder + slash + stem, ending.lower()
+        is_image = b"." + ending in ENDINGS
+        if not is_image and ending not in labels:
+            if ending.endswith(ENDINGS):
+                dotted.append(name)
+            continue
+        if link:
+            raise DataError(f"{member(path, name)}: a link; pack it with `tar --dereference --hard-dereference`")
+        mark = (key, b"" if is_image else ending)
+        if mark in seen:
+            what = "image" if is_image else f".{ending.decode()} file"
+            raise DataError(f"{member(path, name)}: the second {what} of the key {text_of(key)}; rename one of them")
+        seen.add(mark)
+        if is_image:
+            keys.append(key)
+            found.names.append(name)
+            found.at.append(at)
+            found.length.append(length)
+        elif (label := _label(ending, content(), path, name)) is not None:
+            labels[ending][key] = label
+    if not found.names:
+        why = f"; {text_of(dotted[0])} has more than one dot, which WebDataset takes for another kind" if dotted else ""
+        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}){why}; leave it out, or pack it anew")
+    texts = {**labels[b"json"], **labels[b"cls"]}
+    found.labels = [texts[key] for key in keys if key in texts]
+    if found.labels and len(found.labels) < len(keys):
+        bare = next(name for name, key in zip(found.names, keys, strict=True) if key not in texts)
+        count = f"{len(found.labels)} of {len(keys)} images have a label"
+        raise DataError(f"{member(path, bare)}: no label (.cls or .json), but {count}; give all of them one, or none")
+    return found
+
+
+def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | None:
+    """Text of a label; None for a .json file without one."""
+    if ending == b"cls":
+        label = content.strip()
+        if not label.isdigit():
+            said = text_of(label[:20]) or "nothing"
+            raise DataError(f"{member(path, name)}: says {said}; a .cls file is to hold an integer from 0")
+        return label
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{member(path, name)}: not valid JSON ({error}); repair or remove it") from error
+    value = next((tree[key] for key in ("label", "cls") if key in tree), None) if isinstance(tree, dict) else None
+    if value is None:
+        return None
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and (text := str(value).strip()):
+        with suppress(UnicodeEncodeError):  # JSON can write half a character
+            return text.encode("utf-8", "surrogateescape")
+    raise DataError(f"{member(path, name)}: its label is {value!r}; it is to be an integer or a name")

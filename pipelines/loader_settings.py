@@ -1,0 +1,69 @@
+"""What loaders are told, checked, and resolved to the number of a GPU and a count of threads."""
+
+import os
+
+import torch
+
+from .cutmix import CutMix
+from .errors import DataError
+from .manifest import Manifest
+
+TIMEOUT = 60.0  # seconds
+
+
+def device_number(device: str | torch.device) -> int | None:
+    """The number of a GPU; None for the CPU."""
+    device = torch.device("cuda" if device == "gpu" else device)
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise DataError(f"device {device} cannot decode images; use cpu or cuda")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def thread_count(threads: int | None) -> int:
+    """The threads that were asked for; for None the cores of this rank less one, at least one."""
+    if threads is not None:
+        if threads < 1:
+            raise DataError(f"{threads} threads cannot decode images; use at least 1")
+        return threads
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # The machine's cores are shared by its ranks, unless the launcher already gave each rank cores of its own.
+    return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises `DataError` where there is no such rank."""
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank {rank} of {world_size} ranks does not exist; use 0 to {world_size - 1}")
+
+
+def check_division(batch_size: int, accumulation_steps: int, world_size: int) -> None:
+    """Raises `DataError` where ranks and accumulation steps cannot share a batch evenly."""
+    parts = accumulation_steps * world_size
+    if batch_size > 0 and batch_size % parts == 0:
+        return
+    low = batch_size // parts * parts
+    nearest = f"{low} or {low + parts}" if low > 0 else str(parts)
+    over = f"{world_size} ranks" + (f" and {accumulation_steps} accumulation steps" if accumulation_steps > 1 else "")
+    raise DataError(f"batch size {batch_size} does not divide over {over}; use {nearest}")
+
+
+def check_groups(cutmix: CutMix, share: int, views: int) -> None:
+    """Raises `DataError` where a rank's share of a batch cannot be mixed."""
+    if views < 2:
+        raise DataError(f"CutMix mixes the two global views, and the recipe has {views}; take a recipe of two or more")
+    if share % cutmix.group:
+        fitting = [group for group in range(2, share + 1) if share % group == 0 and group <= cutmix.group]
+        remedy = f"use {fitting[-1]}" if fitting else f"use more than {share} image{'s' if share > 1 else ''} per rank"
+        raise DataError(f"a CutMix group of {cutmix.group} does not divide the {share} images per rank; {remedy}")
+
+
+def too_few(manifest: Manifest, batch_size: int, parts: int) -> str:
+    """What to say of a manifest that cannot fill a batch."""
+    count = len(manifest)
+    found = f"{manifest.root}: {count} image{'s' if count > 1 else ''} cannot fill a batch of {batch_size}"
+    largest = count // parts * parts
+    remedy = f"a batch size of {largest} or less, or" if largest else ""
+    return f"{found}; use {remedy} at least {batch_size} images".replace("  ", " ")

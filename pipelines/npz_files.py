@@ -1,0 +1,28 @@
+"""Reads .npz files that may be absent, damaged or something else."""
+
+import lzma
+import struct
+import tokenize
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+# What numpy and zipfile raise for an .npz file that is absent, cut off, overwritten or something else.
+DAMAGED = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError),
+    *(NotImplementedError, RuntimeError, MemoryError, SystemError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, tokenize.TokenError),
+)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file. Raises one of `DAMAGED` where it is absent or damaged."""
+    with np.load(path) as content:
+        return {key: np.asarray(content[key]) for key in content.files}  # numpy hands out foreign members as bytes
+
+
+def within(positions: np.ndarray, count: int) -> bool:
+    """Whether all integers are positions among so many."""
+    return not positions.size or bool(positions.min() >= 0 and positions.max() < count)

@@ -1,0 +1,43 @@
+"""Files that stay open and are read by offset, from any thread or forked process."""
+
+import errno
+import os
+from collections.abc import Callable
+from functools import lru_cache
+
+_OPEN = 256  # files kept open; the usual limit is 1,024 per process
+
+
+class File:
+    """An open file that is closed when nobody needs it any more, in whatever thread that is."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.number = path, -1
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as `os` is gone when the interpreter ends
+        if self.number >= 0:
+            close(self.number)
+
+
+# pread has no position that threads or forked processes could move for one another.
+@lru_cache(_OPEN)
+def opened(path: str, size: int, changed: int) -> File:
+    """A file of so many bytes and that modification time in ns. Raises OSError where it has others, or is gone."""
+    file = File(path)
+    found = os.fstat(file.number)
+    if (found.st_size, found.st_mtime_ns) != (size, changed):
+        raise OSError(errno.ESTALE, "It has changed since it was listed", path)
+    return file
+
+
+def read_at(file: File, at: int, length: int) -> bytes:
+    """Bytes of a file. Raises OSError where it ends early."""
+    parts, missing = [], length
+    while missing:
+        part = os.pread(file.number, missing, at + length - missing)
+        if not part:
+            raise OSError(errno.EIO, "It ends early", file.path)
+        parts.append(part)
+        missing -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

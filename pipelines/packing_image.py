@@ -1,0 +1,68 @@
+"""An image as it is to be written into a shard: its file's bytes, or a smaller copy of it."""
+
+import io
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from PIL import Image
+
+from .headers import FORMATS, reason
+from .manifest import Manifest
+
+_ENDINGS = {"JPEG": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"}
+_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that RGB of 8 bits holds
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image as it is to be written, or why it is left out."""
+
+    image: int
+    content: bytes = b""
+    ending: bytes = b""
+    size: tuple[int, int] = (0, 0)
+    before: int = 0  # bytes
+    again: bool = False  # whether it was encoded again
+    defect: str | None = None
+
+
+def prepare(manifest: Manifest, image: int, short: int | None, quality: int) -> Prepared:
+    """Reads and decodes an image, and makes it smaller where its short side has more pixels than `short`."""
+    try:
+        content = manifest.read(image)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+            decoded.load()  # what cannot be decoded must not be found out by a training run
+            ending, size, before = _ENDINGS[decoded.format], decoded.size, len(content)
+            again = short is not None and min(size) > short and decoded.mode in _COLOURS
+            if again:
+                size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
+                content, ending = _smaller(decoded, size, quality), b".jpg"
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        return Prepared(image, defect=str(error) or type(error).__name__)
+    return Prepared(image, content, ending, size, before, again)
+
+
+def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
+    # Lanczos keeps the most detail, and Pillow widens it to what falls into a pixel, so nothing aliases.
+    image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+    encoded = io.BytesIO()
+    image.resize(size, Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
+    return encoded.getvalue()
+
+
+def ahead(
+    pool: ThreadPoolExecutor, function: Callable[[int], Prepared], images: list[int], depth: int
+) -> Iterator[Prepared]:
+    """Results in order, made in the pool at most `depth` ahead."""
+    waiting: deque = deque()
+    for image in images:
+        waiting.append(pool.submit(function, image))
+        if len(waiting) >= depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

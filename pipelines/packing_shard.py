@@ -1,0 +1,125 @@
+"""Writes one shard, and beside it what the index is to say of its images."""
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .manifest import Manifest
+from .npz_files import read_arrays
+from .packing_image import Prepared
+from .shards import UNFINISHED
+from .tar_format import BLOCK, header_of, padded
+
+ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: bytes
+
+
+def write_shard(
+    folder: Path,
+    number: int,
+    manifest: Manifest,
+    keys: list[bytes],
+    prepared: Iterator[Prepared],
+    told: Callable[[int], None],
+) -> None:
+    """Writes one shard, and before it takes its name what the index is to say of it."""
+    names, rows, left_out = [], [], []
+    digest, position = hashlib.blake2b(digest_size=16), 0
+
+    def pieces() -> Iterator[bytes]:
+        for one in prepared:
+            if one.defect:
+                line = f"{_escaped(manifest.path(one.image))}\t{' '.join(one.defect.split())}"
+                left_out.append(line.encode("utf-8", "surrogateescape"))
+            else:
+                name, label = keys[one.image] + one.ending, -1
+                head = header_of(name, len(one.content))
+                if manifest.labels is not None:
+                    label = int(manifest.labels[one.image])
+                names.append(name)
+                rows.append(
+                    (
+                        position + len(head),
+                        len(one.content),
+                        label,
+                        *one.size,
+                        short_digest(one.content),
+                        one.before,
+                        one.again,
+                    )
+                )
+                yield head + padded(one.content)
+                if manifest.labels is not None:
+                    text = str(label).encode()
+                    yield header_of(keys[one.image] + b".cls", len(text)) + padded(text)
+            told(1)
+        yield bytes(2 * BLOCK)  # the end mark
+
+    def counted() -> Iterator[bytes]:
+        nonlocal position
+        for piece in pieces():
+            digest.update(piece)
+            position += len(piece)
+            yield piece
+
+    def describe() -> None:
+        encoded = io.BytesIO()
+        np.savez(
+            encoded,
+            rows=np.array(rows, np.int64).reshape(-1, len(ROW)),
+            names=np.frombuffer(b"\0".join(names), np.uint8),
+            left_out=np.frombuffer(b"\n".join(left_out), np.uint8),
+            bytes=position,
+            digest=np.frombuffer(digest.digest(), np.uint8),
+        )
+        (folder / UNFINISHED).mkdir(exist_ok=True)
+        write_whole(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
+
+    write_whole(folder / shard_name(number), counted(), describe)
+    if not rows:
+        os.unlink(folder / shard_name(number))
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06}.tar"
+
+
+def read_part(folder: Path, number: int) -> dict[str, np.ndarray]:
+    """What the index is to say of a shard. Raises one of `DAMAGED` where the shard was not begun."""
+    return read_arrays(folder / UNFINISHED / f"{number:06}.npz")
+
+
+def _escaped(name: str) -> str:
+    """A name that fits into a line, with control characters and backslashes as in Python."""
+    return re.sub(r"[\0-\x1f\x7f\\]", lambda match: repr(match[0])[1:-1], name)
+
+
+def short_digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def write_whole(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
+    """Writes a file that is there as a whole and on the disk, or not at all. Raises OSError with its name."""
+    draft = path.with_name(f".{path.name}.unfinished")
+    try:
+        with open(draft, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        before_rename()
+        os.replace(draft, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # of the new name
+        finally:
+            os.close(folder)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # a full disk names no file
+        raise
+    finally:
+        draft.unlink(missing_ok=True)

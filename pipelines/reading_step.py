@@ -1,0 +1,101 @@
+"""The images of one step while threads read them: a result per place, and the files that do not answer."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .errors import DataError
+from .reading_threads import Threads
+from .replacement import BLANK, TRIES, Candidates
+from .supply import SILENT, Failure
+
+
+class Turn:
+    """A thread's search for the image of one place of a step, beginning with the given attempt."""
+
+    def __init__(self, candidates: Candidates, reading: "Reading", place: int, attempt: int = 0, why: str = "") -> None:
+        self.candidates, self.reading, self.place, self.attempt, self.why = candidates, reading, place, attempt, why
+        self.image = -1
+        self.began: float | None = None  # when the file was asked for that it waits for
+        reading.turns[place] = self
+
+    def __call__(self) -> None:
+        try:
+            result = self._find()
+        except BaseException as error:  # it is raised where the step is taken
+            result = error
+        self.reading.set(self, result)
+
+    def _find(self) -> tuple[int, np.ndarray]:
+        """The image asked for, or the first substitute that can be used, and its bytes."""
+        candidates, reading = self.candidates, self.reading
+        asked = int(reading.asked[self.place])
+        while self.attempt <= TRIES:
+            image = candidates.image(reading.epoch, asked, self.attempt)
+            if image is None:
+                return -1, BLANK
+            self.image, self.began = image, time.monotonic()
+            data, why = candidates.read(reading.step, image)
+            if why is None:
+                return image, np.frombuffer(data, np.uint8)
+            if not self.fail(why):
+                break
+        raise DataError(
+            f"{candidates.manifest.path(asked)}: neither it nor {TRIES} other images can be read in its place; the "
+            f"last one failed with: {self.why}; is the storage reachable?"
+        )
+
+    def fail(self, why: str) -> bool:
+        """Notes that the image cannot be used, and goes on to the next; False if this turn was given up meanwhile."""
+        reading = self.reading
+        with reading.changed:
+            if reading.turns[self.place] is not self:
+                return False
+            path = self.candidates.manifest.path(self.image)
+            reading.failures.append(Failure(reading.step, self.image, path, why))
+            self.attempt, self.why, self.began = self.attempt + 1, why, None
+        return True
+
+
+class Reading:
+    """One step that is being read: a result per place, in whatever order they come."""
+
+    def __init__(self, step: int, epoch: int, asked: np.ndarray) -> None:
+        self.step, self.epoch, self.asked = step, epoch, asked
+        self.results: list = [None] * len(asked)
+        self.turns: list[Turn | None] = [None] * len(asked)  # whose result counts
+        self.stalls = [0] * len(asked)
+        self.failures: list[Failure] = []
+        self._left = len(asked)
+        self.changed = threading.Condition()
+
+    def set(self, turn: Turn, result: object) -> None:
+        with self.changed:
+            if self.turns[turn.place] is turn:
+                self.results[turn.place] = result
+                self._left -= 1
+                self.changed.notify()
+
+    def wait(self, timeout: float, threads: Threads, stopped: Callable[[], bool]) -> list[Turn]:
+        """Waits until all is read, or until some files have not answered in time; their turns, which are given up."""
+        with self.changed:
+            while self._left:
+                if self.changed.wait(min(timeout, 1.0)):
+                    continue
+                if stopped():
+                    raise InterruptedError("the iteration was closed")
+                threads.relieve(timeout)
+                late = time.monotonic() - timeout
+                stalled = [
+                    turn
+                    for turn, result in zip(self.turns, self.results, strict=True)
+                    if result is None and turn.began is not None and turn.began < late
+                ]
+                for turn in stalled:
+                    turn.fail(f"{SILENT} {timeout:g} s")
+                    self.turns[turn.place] = None
+                if stalled:
+                    return stalled
+        return []

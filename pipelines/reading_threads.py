@@ -1,0 +1,48 @@
+"""Threads that outlive no one: one that waits for a dead disk does not keep the process from ending."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+
+class Threads:
+    """Calls functions in the next free one of `count` threads, not counting those that hang."""
+
+    def __init__(self, count: int) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._busy: dict[int, float] = {}  # since when, by thread
+        self._count = 0
+        for _ in range(count):
+            self._add()
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
+
+    def relieve(self, timeout: float) -> None:
+        """A new thread for each that has been at the same call for longer than `timeout` seconds."""
+        late = time.monotonic() - timeout
+        for number, since in list(self._busy.items()):
+            if since < late:
+                self._busy.pop(number, None)
+                self._add()
+
+    def close(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _add(self) -> None:
+        self._count += 1
+        arguments = self._calls, self._busy, self._count
+        threading.Thread(target=_work, args=arguments, name="image reader", daemon=True).start()
+
+
+def _work(calls: "SimpleQueue[Callable[[], None] | None]", busy: dict[int, float], number: int) -> None:
+    while (function := calls.get()) is not None:
+        busy[number] = time.monotonic()
+        function()
+        busy.pop(number, None)

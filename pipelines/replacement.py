@@ -1,0 +1,63 @@
+"""What stands in for an image that cannot be used: another one, chosen without a state.
+
+Every decision is a function of the seed, the epoch, the image and the state of its file, so all ranks and a run that
+is resumed decide alike. What depends on the moment, a disk that did not answer, is kept by the run and given back to
+a loader that repeats a step.
+"""
+
+import numpy as np
+
+from .damage import Damaged
+from .headers import reason
+from .manifest import Manifest
+from .philox import SUBSTITUTE, philox
+
+TRIES = 16  # substitutes for one image, before the data counts as lost
+
+# A black pixel, as a PNG file: stands where no image does.
+BLANK = np.frombuffer(
+    bytes.fromhex(
+        "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de"
+        "0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
+    ),
+    np.uint8,
+)
+
+
+class Candidates:
+    """The image that is asked for, and those that may take its place.
+
+    Args:
+        manifest: the images.
+        seed: of the choice of substitutes; None takes none, and `BLANK` stands in for the image.
+        known: steps and images that failed when this run made them before, and why.
+        damaged: reasons of images that were found to be bad.
+    """
+
+    def __init__(
+        self, manifest: Manifest, seed: int | None, known: dict[tuple[int, int], str], damaged: Damaged
+    ) -> None:
+        self.manifest, self.seed, self.known, self.damaged = manifest, seed, known, damaged
+
+    def image(self, epoch: int, asked: int, attempt: int) -> int | None:
+        """The image of an attempt: the one asked for, afterwards its substitutes; None where none is to be taken."""
+        if not attempt:
+            return asked
+        return None if self.seed is None else substitute(self.seed, epoch, asked, attempt, len(self.manifest))
+
+    def read(self, step: int, image: int) -> tuple[bytes, str | None]:
+        """An image's encoded bytes, and why it cannot be used; None if it can."""
+        why = self.known.get((step, image)) or self.damaged.reason(image, step)
+        if why is not None:
+            return b"", why
+        try:
+            data = self.manifest.read(image)
+        except OSError as error:
+            return b"", f"the file cannot be opened: {reason(error)}"
+        return data, None if data else "the file is empty"
+
+
+def substitute(seed: int, epoch: int, image: int, attempt: int, count: int) -> int:
+    """Which of `count` images stands in for one that cannot be used: another one, if there is."""
+    bits = philox(seed, epoch, np.array(image), stream=SUBSTITUTE, block=attempt)
+    return (image + 1 + (int(bits[0]) << 32 | int(bits[1])) % max(1, count - 1)) % count

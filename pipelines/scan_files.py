@@ -1,0 +1,147 @@
+"""The files of a scan: rows are appended, everything else is replaced as a whole.
+
+    FOLDER/scan.json       which images are scanned; the rows of others are not continued
+    FOLDER/manifest.csv    a row per image, in the manifest's order; COLUMNS
+    FOLDER/bad.csv         path and reason of those that cannot be decoded; written at the end
+    FOLDER/duplicates.csv  path of each image whose bytes equal those of an earlier one, and that one's
+
+All that is said at the end is read from manifest.csv, so a scan that was interrupted ends as one that was not.
+"""
+
+import contextlib
+import csv
+import errno
+import fcntl
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import DataError
+from .headers import reason
+from .manifest import Manifest
+
+COLUMNS = ("path", "label", "width", "height", "format", "colour", "bytes", "digest", "note")
+BAD = "bad: "  # begins the note of an image that cannot be used; a kind and details in brackets follow
+FILES = ("manifest.csv", "bad.csv", "duplicates.csv")
+TEXT = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}  # a file's name need not be UTF-8
+
+_DESCRIPTION = "scan.json"
+_VERSION = 1  # raise when rows change: those of an older version are not continued
+
+
+@contextlib.contextmanager
+def open_rows(folder: Path) -> Iterator[io.FileIO]:
+    """The file of rows, for this scan alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in FILES if (folder / name).exists() and (folder / name).stat().st_size]
+        if taken and not (folder / _DESCRIPTION).exists():
+            raise DataError(f"{folder} holds a {taken[0]} that no scan wrote; give another folder")
+        file = open(folder / "manifest.csv", "ab", buffering=0)  # noqa: SIM115  closed below
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        raise DataError(f"{folder} cannot be written: {reason(error)}; give another folder") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another scan is writing there; wait for it, or give another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield file
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[IO[str]]:
+    """A text file that is replaced as a whole, or not at all."""
+    draft = path.with_name(f".{path.name}.unfinished")
+    try:
+        with open(draft, "w", **TEXT) as file:
+            yield file
+        os.replace(draft, path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # a full disk names no file
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> None:
+    """Drops what a scan of other files has left, and notes which are scanned now."""
+    now = {"version": _VERSION, "path": source, "fingerprint": manifest.fingerprint, "images": len(manifest)}
+    before: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        before = json.loads((folder / _DESCRIPTION).read_text())
+    state = ("version", "fingerprint", "images")
+    if before and all(before.get(key) == now[key] for key in state):
+        return
+    if before and before.get("path") != now["path"]:
+        raise DataError(f"{folder} holds the scan of {before.get('path')}; give another folder")
+    if before:
+        warnings.warn(f"the images have changed since the scan in {folder}; it starts anew", stacklevel=4)
+    rows.truncate(0)
+    for name in FILES[1:]:
+        (folder / name).unlink(missing_ok=True)
+    with whole(folder / _DESCRIPTION) as draft:
+        json.dump(now, draft, indent=2)
+
+
+def go_on(manifest: Manifest, rows: io.FileIO) -> tuple[int, int]:
+    """Cuts off what follows the complete rows, for the scan may have been killed as it wrote.
+
+    Returns how many images have a row, and how many of them are bad.
+    """
+    end = read = done = bad = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal read
+        with open(rows.name, "rb") as file:
+            for line in file:
+                read += len(line)
+                if not line.endswith(b"\n"):
+                    return
+                yield line.decode(TEXT["encoding"], TEXT["errors"])
+
+    with contextlib.suppress(csv.Error):
+        for number, row in enumerate(csv.reader(lines())):
+            name = "path" if not number else name_of(manifest, number - 1) if number <= len(manifest) else None
+            if len(row) != len(COLUMNS) or row[0] != name:
+                break
+            end = read
+            done = number
+            bad += row[-1].startswith(BAD)
+    rows.truncate(end)
+    if not end:
+        append(rows, as_csv([COLUMNS]))
+    return done, bad
+
+
+def append(rows: io.FileIO, content: bytes) -> None:
+    """Writes all of it, or raises OSError with the name of the file."""
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[rows.write(rest) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, rows.name) from error  # which the system's lacks
+
+
+def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
+    return "".join(map(csv_line, rows)).encode(TEXT["encoding"], TEXT["errors"])
+
+
+def csv_line(row: Iterable[Any]) -> str:
+    text = io.StringIO(newline="")
+    # Before Python 3.13 the writer quotes a carriage return only where it ends the lines.
+    csv.writer(text, lineterminator="\r\n").writerow(row)
+    return text.getvalue().removesuffix("\r\n") + "\n"
+
+
+def name_of(manifest: Manifest, index: int) -> str:
+    """The path of an image from the manifest's root."""
+    return manifest.path(index).removeprefix(os.path.join(manifest.root, ""))

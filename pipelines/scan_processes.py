@@ -1,0 +1,108 @@
+"""The worker processes of a scan: who decodes which images, and what follows when an image crashes its worker.
+
+They are forked, because they then share the manifest's memory. A task is a run of images.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+
+from .manifest import Manifest
+from .scan_worker import work
+
+_CHUNK = 64  # images of a task at most
+_REFRESH = 0.2  # seconds between two reports at most
+
+Task = tuple[int, int]  # first position, and the one behind the last
+Result = tuple[bytes, int, int]  # the rows as CSV, how many, how many are bad
+
+
+class _Worker:
+    def __init__(self, manifest: Manifest, inherited: list[Connection]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.task: Task | None = None
+        self.image = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # shared, which one it is at; -1: none
+        self.image.value = -1
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=work, args=(manifest, theirs, [*inherited, self.connection], self.image), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def give(self, task: Task, crashing: dict[int, str]) -> None:
+        self.task = task
+        with contextlib.suppress(BrokenPipeError):  # it has died, which shows when its result is read
+            self.connection.send((task, {image: why for image, why in crashing.items() if task[0] <= image < task[1]}))
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+def results(manifest: Manifest, start: int, threads: int) -> Iterator[Result | None]:
+    """Rows of the images from `start` on, in order; None where there is nothing new for a while."""
+    count = len(manifest) - start
+    if not count:
+        return
+    import nvidia.dali.fn
+    import nvidia.dali.pipeline  # noqa: F401  once, for all workers
+
+    threads = min(threads, count)
+    size = max(1, min(_CHUNK, count // (8 * threads)))
+    tasks = deque((first, min(first + size, len(manifest))) for first in range(start, len(manifest), size))
+    window = 4 * threads * size  # how far a slow task may fall behind the others, whose rows wait for it
+    finished: dict[int, Result] = {}
+    crashing: dict[int, str] = {}  # images that crash the decoder, and how
+    crashed_once: set[int] = set()
+    workers: list[_Worker] = []
+    try:
+        for _ in range(threads):
+            workers.append(_Worker(manifest, [other.connection for other in workers]))
+        while start < len(manifest):
+            for worker in workers:
+                if worker.task is None and tasks and tasks[0][0] < start + window:
+                    worker.give(tasks.popleft(), crashing)
+            ready = wait([worker.connection for worker in workers if worker.task], _REFRESH)
+            for place, worker in enumerate(workers):
+                if worker.connection not in ready:
+                    continue
+                try:
+                    result = worker.connection.recv()
+                except (EOFError, ConnectionResetError):
+                    _bury(worker, crashed_once, crashing)
+                    tasks.appendleft(worker.task)
+                    others = [other.connection for other in workers if other is not worker]
+                    workers[place] = _Worker(manifest, others)
+                    continue
+                if isinstance(result, str):
+                    raise RuntimeError(f"a scan's worker failed:\n{result}")
+                finished[worker.task[0]] = result
+                worker.task = None
+            if start not in finished:
+                yield None
+            while start in finished:
+                result = finished.pop(start)
+                start += result[1]
+                yield result
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _bury(worker: _Worker, crashed_once: set[int], crashing: dict[int, str]) -> None:
+    """Notes the image at which a worker has died; only the second time is the image blamed for it."""
+    worker.end()
+    image, status = worker.image.value, worker.process.exitcode
+    if image < 0 or status is None or status >= 0:
+        raise RuntimeError(f"a scan's worker ended with status {status}, at no image")
+    if image in crashed_once:
+        killed = ", perhaps for want of memory" if -status == signal.SIGKILL else ""
+        crashing[image] = f"crashes the decoder ({signal.Signals(-status).name}{killed})"
+    crashed_once.add(image)

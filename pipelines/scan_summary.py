@@ -1,0 +1,96 @@
+"""What the rows of a finished scan say: bad images, duplicates, formats and sizes."""
+
+import csv
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .manifest import Manifest
+from .scan_files import BAD, TEXT, csv_line, name_of, whole
+
+
+@dataclass
+class Summary:
+    """What a finished scan found.
+
+    Attributes:
+        images, bytes: how many images, and the sum of their files.
+        bad: int64, positions in the manifest of the images that cannot be used.
+        unread: int64, those of them whose bytes could not be read, which may be the storage's fault.
+        reasons: bad images per kind of reason.
+        first: path and reason of the first few bad ones.
+        notes: usable images per kind of note.
+        formats, colours: usable images per format and per colour mode.
+        sizes: width and height of the smallest, the median and the largest usable image, by number of pixels.
+        duplicates: images whose bytes equal those of an earlier one.
+    """
+
+    images: int
+    bad: np.ndarray
+    unread: np.ndarray
+    bytes: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: list[tuple[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
+    colours: Counter[str] = field(default_factory=Counter)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    duplicates: int = 0
+
+
+def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> Summary:
+    """Reads the rows of a finished scan and writes bad.csv and duplicates.csv beside them; `first` as in `Summary`."""
+    folder = Path(folder)
+    bad: list[int] = []
+    unread: list[int] = []
+    found = Summary(images=len(manifest), bad=np.zeros(0, np.int64), unread=np.zeros(0, np.int64))
+    sides = np.zeros((len(manifest), 2), np.int32)
+    digests = np.zeros(len(manifest), np.uint64)
+    with open(folder / "manifest.csv", **TEXT) as file, whole(folder / "bad.csv") as draft:
+        draft.write(csv_line(("path", "reason")))
+        for index, row in enumerate(csv.DictReader(file)):
+            found.bytes += int(row["bytes"] or 0)
+            if row["bytes"] and int(row["bytes"]):
+                digests[index] = int(row["digest"], 16)
+            if row["note"].startswith(BAD):
+                reason = row["note"].removeprefix(BAD)
+                bad.append(index)
+                unread += [] if row["bytes"] else [index]
+                found.reasons[_kind(reason)] += 1
+                found.first += [(row["path"], reason)] if len(bad) <= first else []
+                draft.write(csv_line((row["path"], reason)))
+                continue
+            found.formats[row["format"]] += 1
+            found.colours[row["colour"]] += 1
+            found.notes.update(_kind(note) for note in row["note"].split("; ") if note)
+            sides[index] = int(row["width"]), int(row["height"])
+    found.bad, found.unread = np.array(bad, np.int64), np.array(unread, np.int64)
+    found.sizes = _spread(sides[sides[:, 0] > 0])
+    found.duplicates = _write_duplicates(manifest, digests, folder / "duplicates.csv")
+    return found
+
+
+def _kind(note: str) -> str:
+    return note.partition(" (")[0]
+
+
+def _spread(sides: np.ndarray) -> list[tuple[int, int]]:
+    if not len(sides):
+        return []
+    order = np.argsort(sides.prod(axis=1, dtype=np.int64), kind="stable")
+    return [tuple(sides[order[place]].tolist()) for place in (0, len(order) // 2, -1)]
+
+
+def _write_duplicates(manifest: Manifest, digests: np.ndarray, path: Path) -> int:
+    """Writes who equals whom; 0 is the digest of files without content. Returns how many equal an earlier one."""
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    original = first[inverse.reshape(-1)]
+    later = np.flatnonzero((original != np.arange(len(digests))) & (digests != 0))
+    with whole(path) as draft:
+        draft.write(csv_line(("path", "same_as")))
+        for index in later.tolist():
+            draft.write(csv_line((name_of(manifest, index), name_of(manifest, int(original[index])))))
+    return len(later)

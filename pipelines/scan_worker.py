@@ -1,0 +1,57 @@
+"""A worker of a scan: it decodes each image of a task once, and answers with their rows."""
+
+import hashlib
+import signal
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .headers import reason
+from .manifest import Manifest
+from .scan_decoder import Decoder
+from .scan_defects import find_defect
+from .scan_files import BAD, COLUMNS, as_csv, name_of
+
+
+def work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any) -> None:
+    """Of a worker: takes tasks and answers with rows, until its connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that gives the tasks
+    for other in inherited:
+        other.close()  # so that each worker ends when the scan is killed
+    try:
+        decoder = Decoder()
+        warnings.simplefilter("ignore")
+        while True:
+            try:
+                (first, end), crashing = connection.recv()
+            except EOFError:
+                return
+            rows = []
+            for image.value in range(first, end):
+                rows.append(_row(manifest, image.value, decoder, crashing.get(image.value)))
+            image.value = -1
+            connection.send((as_csv(rows), len(rows), sum(row[-1].startswith(BAD) for row in rows)))
+    except BrokenPipeError:
+        return
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+def _row(manifest: Manifest, index: int, decoder: Decoder, crash: str | None) -> list[Any]:
+    facts = dict.fromkeys(COLUMNS, "")
+    facts["path"] = name_of(manifest, index)
+    if manifest.labels is not None:
+        facts["label"] = manifest.classes[manifest.labels[index]]
+    try:
+        data = manifest.read(index)
+    except FileNotFoundError:
+        facts["note"] = f"{BAD}missing"
+    except OSError as error:
+        facts["note"] = f"{BAD}cannot be read ({reason(error)})"
+    else:
+        facts |= {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}
+        defect = crash or find_defect(data, facts, decoder)
+        if defect:
+            facts["note"] = BAD + defect
+    return list(facts.values())

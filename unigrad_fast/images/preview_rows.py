@@ -1,0 +1,132 @@
+"""A few images with their views: the first ones of an epoch, as the loader of training makes them.
+
+The boxes come out of the function that gives the loader its random numbers. Shapes: S the side of a view, pixels.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from unigrad_fast.pipelines import CutMix, Loader, Manifest, View
+from unigrad_fast.pipelines.parameters import Parameters, sample
+from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import count
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom, pixels
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A global view with a box of another image.
+
+    Attributes:
+        pixels: uint8 [S, S, 3].
+        partner: which of the images the box comes from, from 0.
+        ratio: share of the area that is still this image's; 1 where nothing was mixed.
+        box: what was pasted, in the view.
+    """
+
+    pixels: np.ndarray
+    partner: int
+    ratio: float
+    box: Box
+
+    def shares(self) -> list[str]:
+        """Whose the area is, for people, who count images from 1."""
+        if self.ratio == 1:
+            return ["not mixed"]
+        own = round(100 * self.ratio)
+        return [f"{own} % its own", f"{100 - own} % of image {self.partner + 1}"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image and its views.
+
+    Attributes:
+        name: of the file.
+        original: the whole image, RGB.
+        boxes: the crop of each view, in the image.
+        views: uint8 [S, S, 3] each, as the network sees them, but for the normalisation.
+        applied: what was done to each view after the crop.
+        mixed: the global views after CutMix, if any.
+    """
+
+    name: str
+    original: Image.Image
+    boxes: list[Box]
+    views: list[np.ndarray]
+    applied: list[list[str]]
+    mixed: list[Mixed] = field(default_factory=list)
+
+    def share(self, number: int) -> float:
+        """A crop's share of the image's area."""
+        left, top, right, bottom = self.boxes[number]
+        return (right - left) * (bottom - top) / (self.original.width * self.original.height)
+
+
+def collect(
+    manifest: Manifest,
+    views: tuple[View, ...],
+    images: int,
+    seed: int,
+    epoch: int,
+    cutmix: bool = False,
+    photometric: str = "dali",
+) -> list[Row]:
+    """The first images of an epoch with their views, from the loader."""
+    if cutmix and images < 2:
+        raise UserError(f"cutmix = true: mixes an image with another, and there is {count(images, 'image')}; give two")
+    mixing = CutMix(group=images) if cutmix else None
+    loader = Loader(manifest, views, images, seed, cutmix=mixing, photometric=photometric)
+    step = epoch * loader.steps_per_epoch
+    (batch,) = loader.iterate(step, step + 1)
+    index = batch.index.numpy()
+    asked = loader.indices(step)[1]  # other images may have taken the place of some, with their randomness
+    drawn = [sample(view, number, seed, epoch, asked, manifest.sizes[index]) for number, view in enumerate(views)]
+    pixels = [_pixels(view) for view in batch.views]
+    rows = []
+    for place, image in enumerate(index.tolist()):
+        with Image.open(io.BytesIO(manifest.read(image))) as file:
+            original = file.convert("RGB")
+        rows.append(
+            Row(
+                name=Path(manifest.path(image)).name,
+                original=original,
+                boxes=[crop_box(parameters, place) for parameters in drawn],
+                views=[view[place] for view in pixels],
+                applied=[operations(parameters, place) for parameters in drawn],
+            )
+        )
+    if batch.mix is not None:
+        mix = batch.mix
+        for view, mixed in enumerate(_pixels(view) for view in mix.apply(batch.views[:GLOBALS])):
+            for place, row in enumerate(rows):
+                box = tuple(mix.box[view, place].tolist())
+                row.mixed.append(Mixed(mixed[place], int(mix.partner[view, place]), float(mix.ratio[view, place]), box))
+    return rows
+
+
+def crop_box(parameters: Parameters, place: int) -> Box:
+    """The crop of one image."""
+    left, top = int(parameters.x[place]), int(parameters.y[place])
+    return left, top, left + int(parameters.width[place]), top + int(parameters.height[place])
+
+
+def operations(parameters: Parameters, place: int) -> list[str]:
+    """What is done to one image's view after the crop, in that order."""
+    done = [name for name in ("jitter", "gray", "blur", "solarize", "flip") if getattr(parameters, name)[place]]
+    return [f"blur {parameters.sigma[place]:.1f}" if name == "blur" else name for name in done]
+
+
+def _pixels(view: torch.Tensor) -> np.ndarray:
+    """uint8 [N, S, S, 3] of a normalised view, fp32 [N, 3, S, S]."""
+    values = view.permute(0, 2, 3, 1).numpy() * np.float32(DEVIATION) + np.float32(MEAN)
+    return np.rint(255 * values).clip(0, 255).astype(np.uint8)

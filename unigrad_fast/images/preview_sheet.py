@@ -1,0 +1,149 @@
+"""Draws the sheet of a preview: each image with the boxes of its views, and the views beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from unigrad_fast.images.preview_layout import (
+    BADGE,
+    FRAME,
+    GAP,
+    HEAD,
+    LINE,
+    MARGIN,
+    NARROWEST,
+    ORIGINAL,
+    Layout,
+    load_font,
+    shortened,
+    wrapped,
+)
+from unigrad_fast.images.preview_rows import Box, Row
+from unigrad_fast.pipelines import View
+from unigrad_fast.pipelines.recipes import GLOBALS
+
+GLOBAL_COLOURS = ("#D55E00", "#0072B2")  # of Okabe and Ito, which the colour-blind tell apart
+LOCAL_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#F0E442")
+INK, FAINT, RULE, PAPER = "#1A1A1A", "#666666", "#DDDDDD", "#FFFFFF"
+
+
+def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Image.Image:
+    """The picture of some images and their views.
+
+    Args:
+        rows: what `collect` found.
+        views: the recipe.
+        title: first the name, then what else is to be said.
+    """
+    layout = Layout(views, bool(rows[0].mixed))
+    left, end = layout.row(len(rows))
+    sheet = Image.new("RGB", (layout.width + 2 * MARGIN, end - GAP + MARGIN), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pen.text((left, MARGIN), title[0], INK, load_font(22, bold=True))
+    beside = left + load_font(22, bold=True).getlength(title[0]) + 14
+    pen.text((beside, MARGIN + 6), "   ".join(title[1:]), FAINT, load_font(16))
+    _write(pen, left, MARGIN + 34, layout.legend)
+    for number, row in enumerate(rows):
+        left, top = layout.row(number)
+        pen.line((left, top - GAP // 2, left + layout.width, top - GAP // 2), RULE)
+        _draw_original(sheet, left, top, layout, number, row)
+        for view, (x, y) in enumerate(layout.places):
+            share, done = row.share(view), row.applied[view] or ["crop only"]
+            head = f"{100 * share:.{int(share < 0.1)}f} % of area"
+            _draw_view(sheet, left + x, top + y, layout.sides[view], view, row.views[view], head, done)
+        for view, (x, y) in enumerate(layout.mixed):
+            mixed, side = row.mixed[view], layout.sides[view]
+            _draw_view(sheet, left + x, top + y, side, view, mixed.pixels, "mixed", mixed.shares())
+            if mixed.ratio < 1:
+                box = _scaled(mixed.box, layout.zoom)
+                _outline(pen, [left + x + box[0], top + y + box[1], left + x + box[2], top + y + box[3]], PAPER, 2)
+    return sheet
+
+
+def _draw_original(sheet: Image.Image, left: int, top: int, layout: Layout, number: int, row: Row) -> None:
+    """The whole image with its boxes, as large as its place allows; small ones in whole multiples."""
+    pen = ImageDraw.Draw(sheet)
+    image = row.original
+    head, bold = f"image {number + 1}", load_font(14, bold=True)
+    pen.text((left, top + 3), head, INK, bold)
+    pen.text((left + bold.getlength(head) + 12, top + 4), f"{image.width} × {image.height} px", FAINT, load_font(13))
+    zoom = layout.original_zoom(image)
+    size = max(1, round(image.width * zoom)), max(1, round(image.height * zoom))
+    shown = image.resize(size, Image.Resampling.NEAREST if zoom >= 2 else Image.Resampling.LANCZOS)
+    top += HEAD
+    sheet.paste(shown, (left, top))
+    pen.text((left, top + size[1] + 4), shortened(row.name, ORIGINAL, load_font(13)), FAINT, load_font(13))
+    taken: list[list[int]] = []
+    boxes = [_scaled(box, zoom) for box in row.boxes]
+    boxes = [[left + box[0], top + box[1], left + box[2], top + box[3]] for box in boxes]
+    for view, box in enumerate(boxes):
+        _outline(pen, box, _colour(view), 3 if view < GLOBALS else 2)
+    for view, box in enumerate(boxes):
+        spot = _free_spot(box, taken, (left, top, left + ORIGINAL, top + layout.original_height))
+        taken.append(spot)
+        _badge(pen, spot[0], spot[1], view)
+
+
+def _free_spot(box: Sequence[int], taken: list[list[int]], within: Box) -> list[int]:
+    """Where the number of a box can stand without covering another: in a corner of it, else nearby."""
+    left, top, right, bottom = box
+    corners = [(left, top), (right - BADGE, top), (left, bottom - BADGE), (right - BADGE, bottom - BADGE)]
+    steps = range(-16 * (BADGE + 1), 17 * (BADGE + 1), BADGE + 1)
+    # Along the top and down, before what lies to the left or above.
+    near = sorted(((x, y) for x in steps for y in steps), key=lambda step: (min(step) < 0, abs(step[1]), abs(step[0])))
+    for x, y in [*corners, *((left + across, top + down) for across, down in near)]:
+        spot = [x, y, x + BADGE, y + BADGE]
+        inside = within[0] <= x and within[1] <= y and spot[2] <= within[2] and spot[3] <= within[3]
+        if inside and all(spot[2] <= a or c <= x or spot[3] <= b or d <= y for a, b, c, d in taken):
+            return spot
+    return [left, top, left + BADGE, top + BADGE]
+
+
+def _draw_view(
+    sheet: Image.Image, left: int, top: int, side: int, view: int, pixels: np.ndarray, head: str, done: list[str]
+) -> None:
+    """A view in its frame, with its number and a text above, and what was done to it beneath."""
+    pen = ImageDraw.Draw(sheet)
+    _badge(pen, left - FRAME, top - FRAME - BADGE - 4, view)
+    pen.text((left - FRAME + BADGE + 7, top - FRAME - BADGE - 3), head, INK, load_font(13))
+    pen.rectangle((left - FRAME, top - FRAME, left + side + FRAME - 1, top + side + FRAME - 1), _colour(view))
+    picture = Image.fromarray(pixels)
+    whole = side % picture.width == 0
+    picture = picture.resize((side, side), Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
+    sheet.paste(picture, (left, top))
+    lines = wrapped([f"{name}," for name in done[:-1]] + done[-1:], max(NARROWEST, side), load_font(13))
+    _write(pen, left - FRAME, top + side + FRAME + 5, lines)
+
+
+def _badge(pen: ImageDraw.ImageDraw, left: int, top: int, view: int) -> None:
+    """The number of a view on its colour."""
+    colour = _colour(view)
+    pen.rounded_rectangle((left, top, left + BADGE - 1, top + BADGE - 1), 4, colour)
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    ink = INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else PAPER
+    text = str(view + 1)
+    pen.text((left + BADGE / 2, top + BADGE / 2), text, ink, load_font(12 if len(text) == 1 else 10, bold=True), "mm")
+
+
+def _outline(pen: ImageDraw.ImageDraw, box: Sequence[int], colour: str, width: int) -> None:
+    """A box with its colour inside its border and a thin dark line around, so that it is seen on any image."""
+    left, top, right, bottom = box
+    right, bottom = max(right, left + 1), max(bottom, top + 1)
+    pen.rectangle((left - 1, top - 1, right, bottom), outline=INK)
+    pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=width)
+
+
+def _scaled(box: Box, zoom: float) -> list[int]:
+    return [round(side * zoom) for side in box]
+
+
+def _colour(view: int) -> str:
+    return GLOBAL_COLOURS[view] if view < GLOBALS else LOCAL_COLOURS[(view - GLOBALS) % len(LOCAL_COLOURS)]
+
+
+def _write(pen: ImageDraw.ImageDraw, left: int, top: int, lines: Sequence[str]) -> None:
+    for number, line in enumerate(lines):
+        pen.text((left, top + number * LINE), line, FAINT, load_font(13))
