@@ -7,6 +7,7 @@ is a Sequential of Sequentials of linear, batch norm and ReLU.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -192,11 +193,7 @@ def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
 def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
     """Name of the backbone whose names and shapes both encoders have."""
     online, target = (_shapes(parts[encoder]) for encoder, _ in BRANCHES.values())
-    with torch.device("meta"):
-        expected = {
-            name: _shapes(build_backbone(name).state_dict())
-            for name in get_args(Model.model_fields["backbone"].annotation)
-        }
+    expected = _backbones()
     nearest = min(expected, key=lambda name: len(expected[name].items() ^ online.items()))
     problems = []
     for (encoder, _), found in zip(BRANCHES.values(), (online, target), strict=True):
@@ -210,6 +207,14 @@ def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
         said = f"{file}: fits none of {', '.join(expected)}; the nearest is {nearest}:"
         raise UserError("\n".join([said, *problems]))
     return nearest
+
+
+@functools.cache
+def _backbones() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names and shapes of the weights of every backbone; making them all takes seconds."""
+    with torch.device("meta"):
+        names = get_args(Model.model_fields["backbone"].annotation)
+        return {name: _shapes(build_backbone(name).state_dict()) for name in names}
 
 
 def _projector_of(backbone: str, parts: Mapping[str, State]) -> tuple[Projector, State] | str:
