@@ -25,7 +25,11 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=packages,
     package_dir={f"unigrad_fast.{folder}": folder for folder in MAPPED},
-    package_data={"unigrad_fast": ["recipes/*.yaml"], "unigrad_fast.kernels": ["tiles.json"]},
+    package_data={
+        "unigrad_fast": ["py.typed"],
+        "unigrad_fast.recipes": ["*.yaml"],
+        "unigrad_fast.kernels": ["tiles.json"],
+    },
     install_requires=[
         "torch>=2.11,<2.15",
         "torchvision>=0.26",

@@ -65,7 +65,7 @@ from unigrad_fast.benchmarks.record import append, spread
 from unigrad_fast.images import drawing
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.pipelines import recipe as views_of
-from unigrad_fast.pipelines.headers import EXTENSIONS
+from unigrad_fast.pipelines.files.headers import EXTENSIONS
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, View
 from unigrad_fast.runtime.errors import DataError, UserError
 

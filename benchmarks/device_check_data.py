@@ -113,7 +113,7 @@ class Ground:
 
     def lossless(self) -> list[np.ndarray]:
         """The same images as PNG files, which every decoder turns into the same pixels."""
-        from unigrad_fast.pipelines.damage import as_png
+        from unigrad_fast.pipelines.reading.damage import as_png
 
         return [as_png(data) for data in self.data()]
 
@@ -269,7 +269,7 @@ def decodings(data: list[np.ndarray], ground: Ground, repeats: int) -> Iterator[
 
 def bad_files(ground: Ground) -> Iterator[Said]:
     """What the decoder says of damaged and odd files, and a loader that meets them."""
-    from unigrad_fast.pipelines.damage import defects
+    from unigrad_fast.pipelines.reading.damage import defects
 
     data = draw(0, (80, 60))
     damaged, files = damaged_files(data), {**damaged_files(data), **odd_files(data)}
@@ -293,7 +293,7 @@ def judge_names(what: str, found: set[str], expected: set[str]) -> Said:
 
 def loading(ground: Ground) -> Iterator[Said]:
     """A loader on the device against one on the CPU, and against itself; also where the CPU decodes for the GPU."""
-    from unigrad_fast.pipelines.damage import as_png
+    from unigrad_fast.pipelines.reading.damage import as_png
 
     def views(stop: int, start: int = 0, device: torch.device = ground.device, **change: object) -> list[Tensor]:
         batches = first_batches(ground, ground.manifest, stop, min(16, ground.batch_size), start, device, **change)

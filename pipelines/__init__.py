@@ -1,12 +1,13 @@
 """JPEG files on disk to augmented views on the device.
 
-    which images there are   manifest, by listing_folders, listing_text, listing_shards; remembered in listing_cache
+    which images there are   manifest, by the modules of listing, which remember what they found
     which are in a step      order, and parameters of their augmentation, both from the random bits of philox
-    reading them             reading; damage finds what cannot be used, replacement puts others in its place
+    reading them             reading; its damage finds what cannot be used, its replacement chooses others
     decoding, augmenting     stream runs a graph of DALI, on a CPU followed by cpu_views; cutmix mixes
     handing them over        loader, evaluation_loader
-    tar shards               shards, shard_index, tar_format; packing writes them, shard_verification compares them
+    tar shards               shards, which reads, packs and verifies them
     looking at every image   scan
+    what lies on the disk    files
 
 Nothing heavy is imported until it is used: torch, Pillow and DALI load on the first access of a name
 that needs them.
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from .evaluation_loader import EvaluationLoader
     from .loader import Loader
     from .manifest import Manifest
+    from .reading.supply import Failure
     from .recipes import RECIPES, Growth, Recipe, View, recipe
-    from .supply import Failure
 
 _HOME = {
     "Batch": "batch",
     "CutMix": "cutmix",
     "DataError": "errors",
     "EvaluationLoader": "evaluation_loader",
-    "Failure": "supply",
+    "Failure": "reading.supply",
     "Growth": "recipes",
     "Loader": "loader",
     "Manifest": "manifest",

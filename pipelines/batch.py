@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .cutmix import Mix
-from .supply import Failure
+from .reading.supply import Failure
 
 
 @dataclass

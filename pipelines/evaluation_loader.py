@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from . import graph
-from .damage import Damaged
 from .errors import DataError
 from .loader_settings import TIMEOUT, check_rank, device_number, thread_count
 from .manifest import Manifest
-from .reading import Source
+from .reading.damage import Damaged
+from .reading.source import Source
+from .reading.supply import Failure, Supply
 from .stream import Stream
-from .supply import Failure, Supply
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline

@@ -19,17 +19,17 @@ from .batch import Batch
 from .compute_threads import one_thread_each
 from .cpu_views import augment
 from .cutmix import CutMix, draw
-from .damage import Damaged
 from .errors import DataError
 from .loader_settings import TIMEOUT, check_division, check_groups, check_rank, device_number, thread_count, too_few
 from .manifest import Manifest
 from .order import batch_indices
 from .parameters import Parameters, sample
-from .reading import Source
+from .reading.damage import Damaged
+from .reading.source import Source
+from .reading.supply import SILENT, Supply
 from .recipes import Growth, View
 from .recipes import recipe as make_recipe
 from .stream import Stream
-from .supply import SILENT, Supply
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline

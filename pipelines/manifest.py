@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .headers import EXTENSIONS, read_size, reason, size_in
-from .labels import number_labels
-from .listing_cache import cache_file, digest, fits, recall, remember, sizes_in
-from .listing_folders import holds_images, list_folder
-from .listing_shards import list_shards
-from .listing_text import list_text, not_there
-from .shard_index import Index
-from .shards import Shards, tar_files
-from .slow_storage import CHUNK, file_states, spread
+from .files.headers import EXTENSIONS, read_size, reason, size_in
+from .files.slow_storage import CHUNK, file_states, spread
+from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
+from .listing.folders import holds_images, list_folder
+from .listing.labels import number_labels
+from .listing.shards import list_shards
+from .listing.text import list_text, not_there
+from .shards.archives import Shards, tar_files
+from .shards.index import Index
 
 _HEAD = 1 << 16  # bytes of an image in a shard that are read for its header, before all are
 _TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")

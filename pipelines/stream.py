@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from .errors import DataError
-from .reading import Source
-from .supply import Supply
+from .reading.source import Source
+from .reading.supply import Supply
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline

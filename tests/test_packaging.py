@@ -49,7 +49,7 @@ def test_wheel_holds_every_module_under_its_installed_name(wheel):
     expected = set()
     for source in SOURCES:
         prefix = "" if source == "unigrad_fast" else "unigrad_fast/"
-        files = [file for kind in ("*.py", "*.yaml", "tiles.json") for file in (ROOT / source).rglob(kind)]
+        files = [file for kind in ("*.py", "*.yaml", "tiles.json", "py.typed") for file in (ROOT / source).rglob(kind)]
         expected |= {prefix + str(file.relative_to(ROOT)) for file in files}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}

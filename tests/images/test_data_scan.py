@@ -18,9 +18,10 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.pipelines import Manifest, scan_files, scan_summary
-from unigrad_fast.pipelines import scan as scanning
-from unigrad_fast.pipelines.scan_decoder import Decoder
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.scan import files, summary
+from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.pipelines.scan.decoder import Decoder
 
 IMAGES = 12
 BAD = [2, 7]
@@ -109,7 +110,7 @@ def test_without_output_the_folder_is_named_after_the_images(images, tmp_path, c
     monkeypatch.chdir(tmp_path)
     assert scan(images) == 0
     assert f"into {tmp_path}/scan-photos" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "scan-photos").iterdir()} == {"scan.json", *scan_files.FILES}
+    assert {path.name for path in (tmp_path / "scan-photos").iterdir()} == {"scan.json", *files.FILES}
 
 
 def test_interrupted_scan_says_how_to_go_on_and_does(images, tmp_path, capsys, decoding, monkeypatch, new_processes):
@@ -129,7 +130,7 @@ def test_interrupted_scan_says_how_to_go_on_and_does(images, tmp_path, capsys, d
     assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 0
     assert "5 of them were scanned before" in capsys.readouterr().out
     scan(images, "--output", tmp_path / "whole")
-    for name in scan_files.FILES:
+    for name in files.FILES:
         assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -142,7 +143,7 @@ def test_a_finished_scan_is_only_reported_again(images, tmp_path, capsys, decodi
 
 
 def test_a_full_disk_ends_with_status_3_and_the_file(images, tmp_path, capsys, monkeypatch):
-    append, rows = scan_files.append, []
+    append, rows = files.append, []
 
     def full(file: io.FileIO, content: bytes) -> None:
         rows.append(content)
@@ -152,7 +153,7 @@ def test_a_full_disk_ends_with_status_3_and_the_file(images, tmp_path, capsys, m
             return append(device, content)
 
     with monkeypatch.context() as patch:
-        for module in (scanning, scan_files):
+        for module in (scanning, files):
             patch.setattr(module, "append", full)
         assert scan(images, "--output", tmp_path / "found", "--threads", 1) == 3
     assert "/dev/full cannot be written: No space left on device" in capsys.readouterr().err
@@ -180,7 +181,7 @@ def test_a_limit_that_the_last_file_meets_names_it(images, tmp_path, capsys, mon
         raise OSError(errno.EFBIG, "File too large")
 
     assert scan(images, "--output", tmp_path / "found") == 0
-    monkeypatch.setattr(scan_summary, "csv_line", too_large)
+    monkeypatch.setattr(summary, "csv_line", too_large)
     capsys.readouterr()
     assert scan(images, "--output", tmp_path / "found") == 3
     assert capsys.readouterr().err == f"stopped: {tmp_path}/found/bad.csv cannot be written: File too large\n"

@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.pipelines import DataError, Manifest, listing_shards, packing, packing_shard, shard_verification
+from unigrad_fast.pipelines import DataError, Manifest
+from unigrad_fast.pipelines.listing import shards
+from unigrad_fast.pipelines.shards import packing, verification, writing
 
 
 def draw(path: Path, number: int, size: tuple[int, int] = (24, 20), **options: int) -> Path:
@@ -82,7 +84,7 @@ def test_start_on_another_machine_reads_only_the_index(tree, tmp_path, monkeypat
     shard(tree, tmp_path / "out", "--images_per_shard", "4")
     for path in (tmp_path / "out").glob("*.tar"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(listing_shards, "_walk_shard", None)
+    monkeypatch.setattr(shards, "_walk_shard", None)
     packed = Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
     assert packed.sizes.tolist() == [[24, 20]] * 11
 
@@ -212,7 +214,7 @@ class Stopped(Exception):
 def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path, monkeypatch, capsys, after, error):
     words = ["--images_per_shard", "3", "--short_side", "16"]
     shard(tree, tmp_path / "whole", *words)
-    original, calls = packing_shard.short_digest, []
+    original, calls = writing.short_digest, []
 
     def interrupted(content):
         calls.append(content)
@@ -220,7 +222,7 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path
             raise error
         return original(content)
 
-    monkeypatch.setattr(packing_shard, "short_digest", interrupted)
+    monkeypatch.setattr(writing, "short_digest", interrupted)
     if error is Stopped:
         with pytest.raises(Stopped):
             shard(tree, tmp_path / "out", *words)
@@ -232,7 +234,7 @@ def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(tree, tmp_path
         assert "its shards are unfinished" in capsys.readouterr().err
 
     calls.clear()
-    monkeypatch.setattr(packing_shard, "short_digest", lambda content: calls.append(content) or original(content))
+    monkeypatch.setattr(writing, "short_digest", lambda content: calls.append(content) or original(content))
     assert shard(tree, tmp_path / "out", *words) == 0
     assert len(calls) == 11 - after // 3 * 3
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
@@ -282,7 +284,7 @@ def test_full_disk_stops_with_the_name_of_the_shard(tree, tmp_path, capsys, monk
     def full(content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(packing_shard, "padded", full)
+    monkeypatch.setattr(writing, "padded", full)
     assert shard(tree, tmp_path / "out") == 3
     assert f"{tmp_path}/out/shard-000000.tar cannot be written: No space left" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shards.json"]
@@ -432,7 +434,7 @@ def test_progress_reaches_the_end(tree, tmp_path):
         packing.pack(manifest, "tree", tmp_path / "out", packing.Packing(4), 2, told.append)
         assert sum(told) == 11
     told.clear()
-    assert shard_verification.verify(tmp_path / "out", 2, told.append) == []
+    assert verification.verify(tmp_path / "out", 2, told.append) == []
     assert sum(told) == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.t*"))
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, reading, stream
-from unigrad_fast.pipelines.damage import Damaged
-from unigrad_fast.pipelines.open_files import opened
-from unigrad_fast.pipelines.replacement import BLANK, TRIES, substitute
-from unigrad_fast.pipelines.supply import Supply
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest, graph, stream
+from unigrad_fast.pipelines.files.open_files import opened
+from unigrad_fast.pipelines.reading.damage import Damaged
+from unigrad_fast.pipelines.reading.replacement import BLANK, TRIES, substitute
+from unigrad_fast.pipelines.reading.source import THREADS
+from unigrad_fast.pipelines.reading.supply import Supply
 
 STEPS = 6
 BATCH = 6
@@ -285,7 +286,7 @@ def test_substitute_that_does_not_answer_is_replaced_and_known(copied, good, mak
 
 def test_more_files_that_do_not_answer_than_there_are_threads(copied, good, make_fifo):
     stalled = [int(image) for batch in good[:2] for image in batch.index]
-    assert len(stalled) > reading.THREADS
+    assert len(stalled) > THREADS
     for image in stalled:
         make_fifo(copied.path(image))
     batches = run(copied, 0, 4, timeout=0.5)

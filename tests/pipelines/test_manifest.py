@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from unigrad_fast.pipelines import DataError, Manifest
-from unigrad_fast.pipelines.listing_folders import _is_folder
+from unigrad_fast.pipelines.listing.folders import _is_folder
 
 
 def save(path, size=(8, 6), **options):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from unigrad_fast.pipelines import DataError, Loader, Manifest, reading
-from unigrad_fast.pipelines.damage import Damaged
-from unigrad_fast.pipelines.reading import Source
-from unigrad_fast.pipelines.reading_step import Reading, Turn
-from unigrad_fast.pipelines.replacement import BLANK, substitute
+from unigrad_fast.pipelines import DataError, Loader, Manifest
+from unigrad_fast.pipelines.reading.damage import Damaged
+from unigrad_fast.pipelines.reading.replacement import BLANK, substitute
+from unigrad_fast.pipelines.reading.source import THREADS, Source
+from unigrad_fast.pipelines.reading.step import Reading, Turn
 
 COUNT = 40
 
@@ -191,7 +191,7 @@ def test_late_failure_is_not_told_and_starts_no_search(reader):
 
 def test_all_threads_that_wait_are_replaced(reader):
     answer = threading.Event()
-    stalled = range(2 * reading.THREADS)
+    stalled = range(2 * THREADS)
     files = Files(**{f"image{image}": answer.wait for image in stalled})
     supply = reader(files, size=20, timeout=0.5).take(0)
     assert supply.replaced[: len(stalled)].all() and not supply.replaced[len(stalled) :].any()
@@ -233,12 +233,12 @@ def test_closing_drops_what_was_to_be_read(reader):
     taking = threading.Thread(target=source._begin, args=(0,))
     taking.start()
     taking.join()
-    for _ in range(reading.THREADS):
+    for _ in range(THREADS):
         entered.acquire()
     source.close()
     answer.set()
     ended(before)
-    assert len(files.asked) == reading.THREADS
+    assert len(files.asked) == THREADS
 
 
 def test_an_image_that_did_not_answer_is_not_waited_for_again(tree, tmp_path):

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unigrad_fast.pipelines import DataError, Manifest
-from unigrad_fast.pipelines import scan as scanning
-from unigrad_fast.pipelines.scan_decoder import Decoder
-from unigrad_fast.pipelines.scan_files import BAD as BEGINS_BAD
-from unigrad_fast.pipelines.scan_files import as_csv
-from unigrad_fast.pipelines.scan_summary import Summary, summarize
+from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.pipelines.scan.decoder import Decoder
+from unigrad_fast.pipelines.scan.files import BAD as BEGINS_BAD
+from unigrad_fast.pipelines.scan.files import as_csv
+from unigrad_fast.pipelines.scan.summary import Summary, summarize
 
 IMAGES = 24
 

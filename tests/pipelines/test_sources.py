@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, Manifest, listing_shards, open_files, slow_storage, tar_format
+from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines import manifest as manifest_module
-from unigrad_fast.pipelines import shards as shards_module
+from unigrad_fast.pipelines.files import open_files, slow_storage, tar_format
+from unigrad_fast.pipelines.listing import shards
+from unigrad_fast.pipelines.shards import archives as shards_module
 
 
 def encoded(size=(8, 6), kind="JPEG", colour=(200, 30, 60)):
@@ -73,8 +75,8 @@ def listed(manifest, tmp_path):
 @pytest.fixture
 def tar_walks(monkeypatch):
     walked = []
-    original = listing_shards._walk_shard
-    monkeypatch.setattr(listing_shards, "_walk_shard", lambda path: walked.append(path) or original(path))
+    original = shards._walk_shard
+    monkeypatch.setattr(shards, "_walk_shard", lambda path: walked.append(path) or original(path))
     return walked
 
 

@@ -70,7 +70,7 @@ class DataShard(Node):
 
 def data_shard(options: DataShard) -> None:
     from unigrad_fast.images import shard
-    from unigrad_fast.pipelines.packing import Packing
+    from unigrad_fast.pipelines.shards.packing import Packing
 
     packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
     shard.shard(options.source, options.folder, packing, options.threads, options.verify)

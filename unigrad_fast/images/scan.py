@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from unigrad_fast.pipelines import Manifest, scan_files, scan_summary
-from unigrad_fast.pipelines import scan as scanning
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.scan import files, summary
+from unigrad_fast.pipelines.scan import scanning as scanning
 from unigrad_fast.runtime.validation import count
 
 PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
@@ -47,7 +48,7 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None) -> 
         begun = time.monotonic()
         images = _run(console, manifest, path, output, threads)
     seconds = time.monotonic() - begun
-    found = scan_summary.summarize(manifest, output)
+    found = summary.summarize(manifest, output)
     if len(found.bad):
         # Training tries again to read what could not be read now.
         manifest.mark_unusable(np.setdiff1d(found.bad, found.unread).tolist())
@@ -99,7 +100,7 @@ def _run(console: Console, manifest: Manifest, path: Path, output: Path, threads
     return done - before
 
 
-def _report(console: Console, found: scan_summary.Summary, output: Path, images: int, seconds: float) -> None:
+def _report(console: Console, found: summary.Summary, output: Path, images: int, seconds: float) -> None:
     bad = len(found.bad)
     rows = {
         "images": f"{found.images:,}, {_size(found.bytes)}",
@@ -112,7 +113,7 @@ def _report(console: Console, found: scan_summary.Summary, output: Path, images:
     }
     if images:
         rows["scanned now"] = f"{count(images, 'image')} in {seconds:,.0f} s, {images / seconds:,.0f} images/s"
-    rows["files"] = "\n".join([f"{output}/", *(f"  {name}" for name in scan_files.FILES)])
+    rows["files"] = "\n".join([f"{output}/", *(f"  {name}" for name in files.FILES)])
     table = Table(title="Scan finished", title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)

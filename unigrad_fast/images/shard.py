@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from unigrad_fast.pipelines import Manifest, packing, shard_verification
-from unigrad_fast.pipelines.shard_index import INDEX
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.shards import packing, verification
+from unigrad_fast.pipelines.shards.index import INDEX
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.validation import count
 
@@ -70,7 +71,7 @@ def _verify(folder: Path, threads: int, console: Console) -> None:
     with _bar(console, DownloadColumn()) as bar:
         total = sum(file.stat().st_size for file in folder.glob("*.tar"))
         task = bar.add_task("comparing", total=total)
-        problems = shard_verification.verify(folder, threads, lambda size: bar.advance(task, size))
+        problems = verification.verify(folder, threads, lambda size: bar.advance(task, size))
     if problems:
         more = f"\nand {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
         remedy = "copy the shards again, or pack them into a new folder"

@@ -8,8 +8,8 @@ from contextlib import suppress
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from . import graph
-from .manifest import Manifest
+from .. import graph
+from ..manifest import Manifest
 from .supply import Supply
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import DataError
-from .headers import ENDINGS, EXTENSIONS
+from ..errors import DataError
+from ..files.headers import ENDINGS, EXTENSIONS
+from ..files.tar_format import member, members, text_of
+from ..shards.archives import CLASSES, Shards
+from ..shards.index import INDEX, Index, load, missing
+from .cache import fits
 from .labels import number_labels
-from .listing_cache import fits
-from .shard_index import INDEX, Index, load, missing
-from .shards import CLASSES, Shards
-from .tar_format import member, members, text_of
 
 _THREADS = 8  # hides the latency of network storage
 

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import DataError
-from .headers import reason
-from .manifest import Manifest
+from ..errors import DataError
+from ..files.headers import reason
+from ..manifest import Manifest
 
 COLUMNS = ("path", "label", "width", "height", "format", "colour", "bytes", "digest", "note")
 BAD = "bad: "  # begins the note of an image that cannot be used; a kind and details in brackets follow

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import DataError
-from .manifest import Manifest
-from .scan_files import append, begin, go_on, open_rows
-from .scan_processes import results
+from ..errors import DataError
+from ..manifest import Manifest
+from .files import append, begin, go_on, open_rows
+from .processes import results
 
 
 @dataclass

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .npz_files import DAMAGED, read_arrays, within
-from .shards import Shards
+from ..files.npz_files import DAMAGED, read_arrays, within
+from .archives import Shards
 
 INDEX = "index.npz"  # beside the shards: what `Index` holds, and more
 _DTYPES = {

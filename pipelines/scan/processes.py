@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
-from .manifest import Manifest
-from .scan_worker import work
+from ..manifest import Manifest
+from .worker import work
 
 _CHUNK = 64  # images of a task at most
 _REFRESH = 0.2  # seconds between two reports at most

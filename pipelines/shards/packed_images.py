@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from .headers import FORMATS, reason
-from .manifest import Manifest
+from ..files.headers import FORMATS, reason
+from ..manifest import Manifest
 
 _ENDINGS = {"JPEG": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"}
 _COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that RGB of 8 bits holds

@@ -4,7 +4,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 
-from .errors import DataError
+from ..errors import DataError
 from .headers import reason
 from .open_files import File, read_at
 

@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DataError
-from .manifest import Manifest
-from .npz_files import DAMAGED
-from .order import epoch_order
-from .packing_image import ahead, prepare
-from .packing_shard import ROW, read_part, shard_name, write_shard, write_whole
-from .shard_index import INDEX
-from .shards import CLASSES, UNFINISHED
-from .tar_format import BLOCK
+from ..errors import DataError
+from ..files.npz_files import DAMAGED
+from ..files.tar_format import BLOCK
+from ..manifest import Manifest
+from ..order import epoch_order
+from .archives import CLASSES, UNFINISHED
+from .index import INDEX
+from .packed_images import ahead, prepare
+from .writing import ROW, read_part, shard_name, write_shard, write_whole
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 

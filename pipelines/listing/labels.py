@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .errors import DataError
+from ..errors import DataError
 
 _LARGEST = 999_999
 _SHOWN = 20  # characters of a label in a message

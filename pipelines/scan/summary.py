@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .manifest import Manifest
-from .scan_files import BAD, TEXT, csv_line, name_of, whole
+from ..manifest import Manifest
+from .files import BAD, TEXT, csv_line, name_of, whole
 
 
 @dataclass

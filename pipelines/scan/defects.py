@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from .headers import FORMATS
-from .scan_decoder import Decoder
+from ..files.headers import FORMATS
+from .decoder import Decoder
 
 _EXTENSIONS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
 

@@ -7,11 +7,11 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .headers import reason
-from .manifest import Manifest
-from .scan_decoder import Decoder
-from .scan_defects import find_defect
-from .scan_files import BAD, COLUMNS, as_csv, name_of
+from ..files.headers import reason
+from ..manifest import Manifest
+from .decoder import Decoder
+from .defects import find_defect
+from .files import BAD, COLUMNS, as_csv, name_of
 
 
 def work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any) -> None:

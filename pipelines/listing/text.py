@@ -3,8 +3,8 @@
 import os
 import re
 
-from .errors import DataError
-from .headers import ENDINGS, reason
+from ..errors import DataError
+from ..files.headers import ENDINGS, reason
 
 
 def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:

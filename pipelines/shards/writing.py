@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .manifest import Manifest
-from .npz_files import read_arrays
-from .packing_image import Prepared
-from .shards import UNFINISHED
-from .tar_format import BLOCK, header_of, padded
+from ..files.npz_files import read_arrays
+from ..files.tar_format import BLOCK, header_of, padded
+from ..manifest import Manifest
+from .archives import UNFINISHED
+from .packed_images import Prepared
 
 ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: bytes
 

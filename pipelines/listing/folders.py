@@ -5,9 +5,9 @@ import os
 import warnings
 from collections import Counter
 
-from .errors import DataError
-from .headers import ENDINGS, EXTENSIONS, reason
-from .slow_storage import spread
+from ..errors import DataError
+from ..files.headers import ENDINGS, EXTENSIONS, reason
+from ..files.slow_storage import spread
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .errors import DataError
-from .headers import reason
-from .open_files import opened, read_at
+from ..errors import DataError
+from ..files.headers import reason
+from ..files.open_files import opened, read_at
 
 ENDING = ".tar"
 CLASSES = "classes.txt"  # beside the shards: a class name per line, in the order of the integer labels

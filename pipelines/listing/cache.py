@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .npz_files import DAMAGED, read_arrays, within
+from ..files.npz_files import DAMAGED, read_arrays, within
 
 
 def digest(*parts: Any) -> str:

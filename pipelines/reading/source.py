@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..errors import DataError
+from ..manifest import Manifest
 from .damage import Damaged
-from .errors import DataError
-from .manifest import Manifest
-from .reading_step import Reading, Turn
-from .reading_threads import Threads
 from .replacement import Candidates
+from .step import Reading, Turn
 from .supply import Supply
+from .threads import Threads
 
 THREADS = 8  # hides the latency of network storage
 STALLS = 3  # images for one place that do not answer, before the storage counts as lost

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import DataError
-from .headers import reason
-from .npz_files import DAMAGED
+from ..errors import DataError
+from ..files.headers import reason
+from ..files.npz_files import DAMAGED
+from .archives import CLASSES, tar_files
+from .index import INDEX
 from .packing import read_description
-from .packing_shard import short_digest
-from .shard_index import INDEX
-from .shards import CLASSES, tar_files
+from .writing import short_digest
 
 _PIECE = 1 << 24  # bytes that are read at once
 

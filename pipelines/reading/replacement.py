@@ -7,10 +7,10 @@ a loader that repeats a step.
 
 import numpy as np
 
+from ..files.headers import reason
+from ..manifest import Manifest
+from ..philox import SUBSTITUTE, philox
 from .damage import Damaged
-from .headers import reason
-from .manifest import Manifest
-from .philox import SUBSTITUTE, philox
 
 TRIES = 16  # substitutes for one image, before the data counts as lost
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .errors import DataError
-from .reading_threads import Threads
+from ..errors import DataError
 from .replacement import BLANK, TRIES, Candidates
 from .supply import SILENT, Failure
+from .threads import Threads
 
 
 class Turn:

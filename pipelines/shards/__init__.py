@@ -1,0 +1,1 @@
+"""Tar shards in the layout of WebDataset: reading, indexing, packing and verifying them."""
