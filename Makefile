@@ -9,14 +9,15 @@ SHELL := /bin/bash
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help quickstart test test-slow lint
+.PHONY: help quickstart test test-quick test-slow lint
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   draw images, pretrain an encoder on them, judge it"
 	@echo "make test         the tests, but the slow ones"
+	@echo "make test-quick   those that start no processes, in a minute and a half"
 	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
-	@echo "make lint         Ruff"
+	@echo "make lint         Ruff, and mypy on the public interface"
 
 quickstart: $(READY)
 	@$(BIN)/unigrad-fast data synth data/quickstart
@@ -25,14 +26,27 @@ quickstart: $(READY)
 	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
 	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
 
+# Each of two processes takes whole files; TESTS=tests/objectives runs those alone.
+TESTS ?=
+PYTEST := $(BIN)/python -m pytest
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	@$(BIN)/python -m pytest
+	@$(PYTEST) $(TWO) $(TESTS)
+
+test-quick: $(READY)
+	@$(PYTEST) $(TWO) --quick -q $(TESTS)
 
 test-slow: $(READY)
-	@$(BIN)/python -m pytest -m slow --slow-results tests/slow-results.md
+	@$(PYTEST) -m slow --slow-results tests/slow-results.md
 
+# mypy sees the package as it is installed, with its three folders in it.
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@rm -rf build/lint && $(BIN)/python setup.py -q build_py --build-lib build/lint 2>/dev/null
+	@cp tests/typing/public_interface.py build/lint
+	@cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --no-error-summary
 
 $(READY): setup.py pyproject.toml constraints.txt
 	@python=""; \

@@ -52,8 +52,10 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",
+            "mypy>=1.13",
             "scikit-learn>=1.4",  # the nearest neighbours that ours are compared with
             "scipy>=1.11",  # the Beta distribution that CutMix is compared with
             "setuptools>=77",  # builds the wheel that the packaging tests look into

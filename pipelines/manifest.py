@@ -228,7 +228,10 @@ class Manifest:
 
     def state(self, index: int) -> tuple[int, int]:
         """Bytes and modification time in ns, now, of an image's file or shard. Raises OSError where it is gone."""
-        found = os.stat(self.path_bytes(index) if self.index is None else self.shards.path(self.index.shard[index]))
+        if self.index is None or self.shards is None:
+            found = os.stat(self.path_bytes(index))
+        else:
+            found = os.stat(self.shards.path(self.index.shard[index]))
         return found.st_size, found.st_mtime_ns
 
     def unreadable(self) -> np.ndarray:
@@ -261,6 +264,7 @@ class Manifest:
         return f"{self.path(index)}: it has changed since it was listed"
 
     def _read_shard(self, index: int, most: int | None = None) -> bytes:
+        assert self.index is not None and self.shards is not None
         length = int(self.index.length[index])
         return self.shards.read(
             int(self.index.shard[index]), int(self.index.at[index]), length if most is None else min(most, length)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import yaml
 from pydantic import Field, model_validator
@@ -346,11 +346,21 @@ class Config(Node):
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
+@overload
+def resolve(recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ...) -> Config: ...
+
+
+@overload
+def resolve(
+    recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ..., *, model: type[AnyConfig]
+) -> AnyConfig: ...
+
+
 def resolve(
     recipe: str | Path | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
-    model: type[AnyConfig] = Config,
-) -> AnyConfig:
+    model: type[Config] = Config,
+) -> Config:
     """The checked tree: defaults, then the recipe, then the overrides.
 
     Args:

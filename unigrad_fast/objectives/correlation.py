@@ -31,6 +31,10 @@ class MovingCorrelation(nn.Module):
         width: C.
     """
 
+    correlation: Tensor
+    updates: Tensor
+    _working: Tensor | None
+
     def __init__(self, width: int):
         super().__init__()
         self.register_buffer("correlation", torch.zeros(width, width))

@@ -241,7 +241,7 @@ class UniGrad(nn.Module):
         # The other global view's target, of the image and of its partner.
         second_2N = torch.cat([mix.partner[0] + images, mix.partner[1].to(layout.first.dtype)])
         ratio_2N = torch.cat([mix.ratio[0], mix.ratio[1]]).float()
-        if layout.second is None:
+        if layout.second is None or layout.ratio is None:
             return layout.first, second_2N, ratio_2N
         rest = slice(2 * images, None)
         return layout.first, torch.cat([second_2N, layout.second[rest]]), torch.cat([ratio_2N, layout.ratio[rest]])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from unigrad_fast.kernels.ops import use_triton
+
+Tensors: TypeAlias = "list[Tensor] | tuple[Tensor, ...]"
 
 
 class LARS(torch.optim.Optimizer):
@@ -67,9 +70,9 @@ class LARS(torch.optim.Optimizer):
 
 
 def lars_(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    velocities: Sequence[Tensor],
+    weights: Tensors,
+    gradients: Tensors,
+    velocities: Tensors,
     *,
     lr: float,
     momentum: float,

@@ -79,7 +79,7 @@ class SGD(torch.optim.SGD):
         return self.state[parameter]["momentum_buffer"]
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             self.momentum_of(parameter)

@@ -288,14 +288,14 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
     Without a process group it is a plain call. Errors are those a user can cause: wrong input, a full disk.
     """
-    failure, result = None, None
+    failure: Exception | None = None
     try:
         result = work()
     except (DataError, OSError, RunStopped, UserError) as error:
         failure = error
-    for error in gather(failure):
-        if error is not None:
-            raise error
+    for each in gather(failure):
+        if each is not None:
+            raise each
     return result
 
 
@@ -311,6 +311,7 @@ def gather(value: Result) -> list[Result]:
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.size == 1:
         return dist.HashStore()
+    assert launch.address is not None
     host = f"[{launch.address}]" if ":" in launch.address else launch.address
     url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size={launch.size}"
     store, _, _ = next(dist.rendezvous(url, timeout=timeout))

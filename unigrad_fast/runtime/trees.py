@@ -31,7 +31,8 @@ def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -
                 raise UserError(f"{word}: unexpected argument; options are written --key value")
             tree[unnamed.pop(0)] = word
             continue
-        key, equals, value = word[2:].partition("=")
+        key, equals, text = word[2:].partition("=")
+        value: str | bool = text
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else True
         *groups, leaf = key.replace("-", "_").split(".")

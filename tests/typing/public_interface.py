@@ -1,0 +1,64 @@
+"""The public interface as users call it: read by mypy in `make lint`, run by `test_public_interface.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.kernels import unigrad_gradient, unit_embeddings, update_correlation_
+from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
+from unigrad_fast.pipelines import Batch, Loader, Manifest
+from unigrad_fast.training.optimizers import LARS
+
+
+def use_the_objective() -> None:
+    objective = UniGrad(width=8, balance=100.0, decay=0.99, correlation_source="target")
+    online = [torch.randn(4, 8, requires_grad=True) for _ in range(4)]
+    target = [torch.randn(4, 8) for _ in range(2)]
+    out: ObjectiveOutput = objective(online=online[:2], target=target)
+    assert_type(out.loss, Tensor)
+    out.loss.backward()
+    assert_type(out.metrics["positive_cosine"], Tensor)
+    assert_type(objective.correlation, Tensor)
+    objective(online=online, target=target)
+    build("unigrad", width=8, balance=50.0)
+
+
+def use_the_kernels() -> None:
+    correlation = torch.zeros(8, 8)
+    unit, inverse_norm = unit_embeddings([torch.randn(4, 8), torch.randn(4, 8)])
+    assert_type(inverse_norm, Tensor)
+    update_correlation_(correlation, unit, decay=0.99, count=8)
+    gradient, terms = unigrad_gradient(unit, inverse_norm, correlation, unit, balance=100.0, scale=1 / 8)
+    assert_type(gradient, Tensor)
+    assert_type(terms, Tensor)
+
+
+def use_the_optimizer() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = LARS([weight], lr=0.1, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.001)
+    weight.sum().backward()
+    optimizer.step()
+
+
+def use_the_loader(folder: Path) -> None:
+    manifest = Manifest.from_folder(folder)
+    assert_type(manifest, Manifest)
+    loader = Loader(
+        manifest, recipe="simsiam", batch_size=4, seed=0, rank=0, world_size=1, device="cpu", image_size=16, threads=1
+    )
+    for batch in loader.iterate(start_step=1, stop_step=2):
+        assert_type(batch, Batch)
+        assert_type(batch.views[0], Tensor)
+        assert_type(batch.index, Tensor)
+        assert_type(batch.replaced, Tensor)
+
+
+def use_the_configuration() -> None:
+    config = resolve("quickstart", ["--seed", "3"])
+    assert_type(config, Config)
+    assert_type(config.data.batch_size, int)
