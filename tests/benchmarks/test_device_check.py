@@ -72,7 +72,7 @@ def test_without_dali_one_line_says_so_and_torchs_operations_are_checked():
 DATA = "from unigrad_fast.benchmarks import device_check_data as data; from unigrad_fast.pipelines import "
 NOTHING_SOLARIZED = DATA + "graph; graph._SOLARIZED = list(range(256)); data.CHECKS = (data.operations,)"
 EVERY_FILE_IS_GOOD = (
-    DATA + "damage; damage.defects = lambda images, *more: [None] * len(images); data.CHECKS = (data.bad_files,)"
+    DATA.replace("pipelines import", "pipelines.reading import") + "damage; damage.defects = lambda images, *more: [None] * len(images); data.CHECKS = (data.bad_files,)"
 )
 
 

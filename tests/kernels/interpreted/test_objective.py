@@ -40,7 +40,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_three_steps_agree_with_float64(dtype, count, mix):
-    images, width = 9, 136
+    images, width = 5, 136
     objective, exact = UniGrad(width, compute_dtype=dtype), UniGrad(width)
     for step in range(3):
         online, target = views(count, images, width, step), views(2, images, width, step + 100)
