@@ -2,20 +2,24 @@
 # Two choices take effect when .venv is made:
 #   make PYTHON=python3.12 ...   the interpreter (3.10 to 3.13; otherwise the first one that fits)
 #   make DALI=cuda12 ...         DALI's flavour (without a GPU either will do)
+# Measurements go into a folder of the user's: make bench OUTPUT=FOLDER
 
 PYTHON ?=
 DALI ?= cuda13
 SHELL := /bin/bash
 BIN := .venv/bin
+OUTPUT ?= bench-results
 READY := .venv/ready
 
-.PHONY: help quickstart test test-slow lint
+.PHONY: help quickstart test test-slow bench bench-compare lint
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   draw images, pretrain an encoder on them, judge it"
 	@echo "make test         the tests, but the slow ones"
 	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
+	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
+	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
 	@echo "make lint         Ruff"
 
 quickstart: $(READY)
@@ -30,6 +34,15 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --slow-results tests/slow-results.md
+
+bench: $(READY)
+	@mkdir -p "$(OUTPUT)"
+	@$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-disable-gc --benchmark-min-time 0.005 \
+	    --benchmark-sort name --benchmark-columns median,iqr,min,max,rounds \
+	    --benchmark-json "$(OUTPUT)/micro-$$(date -u +%Y%m%dT%H%M%SZ).json"
+
+bench-compare: $(READY)
+	@$(BIN)/python -m unigrad_fast.benchmarks.compare --base "$(BASE)" --output "$(OUTPUT)"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

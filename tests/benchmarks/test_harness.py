@@ -53,7 +53,7 @@ def test_output_that_is_a_file_is_refused_before_anything_is_measured(command, t
     assert f"output = {file}: is a file or lies below one; name a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench_manifest", "bench_small_convolution"])
+@pytest.mark.parametrize("name", ["bench_manifest", "bench_small_convolution", "compare"])
 def test_benchmarks_without_a_command_show_their_help(name, monkeypatch, capsys):
     module = f"unigrad_fast.benchmarks.{name}"
     monkeypatch.setattr(sys, "argv", [name, "--help"])
