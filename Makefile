@@ -2,14 +2,16 @@
 # Two choices take effect when .venv is made:
 #   make PYTHON=python3.12 ...   the interpreter (3.10 to 3.13; otherwise the first one that fits)
 #   make DALI=cuda12 ...         DALI's flavour (without a GPU either will do)
+# Measurements go into a folder of the user's: make bench OUTPUT=FOLDER
 
 PYTHON ?=
 DALI ?= cuda13
 SHELL := /bin/bash
 BIN := .venv/bin
+OUTPUT ?= bench-results
 READY := .venv/ready
 
-.PHONY: help quickstart test test-quick test-slow lint
+.PHONY: help quickstart test test-quick test-slow bench bench-compare lint
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +19,8 @@ help:
 	@echo "make test         the tests, but the slow ones"
 	@echo "make test-quick   those that start no processes, in a minute and a half"
 	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
+	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
+	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
 	@echo "make lint         Ruff, and mypy on the public interface"
 
 quickstart: $(READY)
@@ -39,6 +43,15 @@ test-quick: $(READY)
 
 test-slow: $(READY)
 	@$(PYTEST) -m slow --slow-results tests/slow-results.md
+
+bench: $(READY)
+	@mkdir -p "$(OUTPUT)"
+	@$(PYTEST) benchmarks --benchmark-enable --benchmark-disable-gc --benchmark-min-time 0.005 \
+	    --benchmark-sort name --benchmark-columns median,iqr,min,max,rounds \
+	    --benchmark-json "$(OUTPUT)/micro-$$(date -u +%Y%m%dT%H%M%SZ).json"
+
+bench-compare: $(READY)
+	@$(BIN)/python -m unigrad_fast.benchmarks.compare --base "$(BASE)" --output "$(OUTPUT)"
 
 # mypy sees the package as it is installed, with its three folders in it.
 lint: $(READY)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = (ROOT / "unigrad_fast/__init__.py").read_text(encoding="utf-8")
@@ -13,6 +14,15 @@ MAPPED = ("kernels", "pipelines", "benchmarks")
 packages = find_packages(include=["unigrad_fast", "unigrad_fast.*"])
 for folder in MAPPED:
     packages += [f"unigrad_fast.{name}" for name in find_packages(include=[folder, f"{folder}.*"])]
+
+
+class BuildWithoutTests(build_py):
+    """Leaves out the micro-benchmarks, `benchmarks/test_*.py`, which pytest runs in a checkout."""
+
+    def find_package_modules(self, package, package_dir):
+        modules = super().find_package_modules(package, package_dir)
+        return [found for found in modules if not found[1].startswith(("test_", "conftest"))]
+
 
 setup(
     name="unigrad-fast",
@@ -53,6 +63,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
+            "pytest-benchmark>=5.3",
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.13",
@@ -61,5 +72,6 @@ setup(
             "setuptools>=77",  # builds the wheel that the packaging tests look into
         ],
     },
+    cmdclass={"build_py": BuildWithoutTests},
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.cli:main"]},
 )

@@ -1,16 +1,16 @@
 """Starting on many images: seconds and memory of a manifest, cold and from the cache.
 
     python -m unigrad_fast.benchmarks.bench_manifest [--files 1300000] [--members 20000] [--folder DIR]
+        [--output FOLDER]
 
 A tree like ImageNet's, 1,000 class folders of tiny JPEG files with an inode each (about 4 KB of disk per file), then
 a tar shard of as many members as told, with labels. "Cold" is without our cache; what the operating system has in
 memory stays there. Every row is a process of its own, and memory its peak, the interpreter's included. Rows go to
-results/manifest.jsonl.
+OUTPUT/manifest.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -23,7 +23,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from unigrad_fast.benchmarks.record import append
+from unigrad_fast.benchmarks import script
+from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
+from unigrad_fast.runtime.errors import UserError
 
 CLASSES = 1000
 READ = r"""
@@ -75,23 +77,35 @@ def measure(what: str, path: Path, cache: Path) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--files", type=int, default=1_300_000)
-    parser.add_argument("--members", type=int, default=20_000)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the temporary files go")
-    options = parser.parse_args()
-    needed, free = options.files * 4600, shutil.disk_usage(options.folder).free
+def main(
+    files: int = 1_300_000,
+    members: int = 20_000,
+    folder: Path | None = None,
+    output: Path = OUTPUT,
+) -> None:
+    """Measure, print and append the rows.
+
+    Args:
+        files: of the tree.
+        members: of the shard.
+        folder: where the temporary files go; None is the system's folder for them.
+        output: folder of the rows.
+
+    Raises:
+        UserError: the files would not fit onto the disk; `output` is a file.
+    """
+    needed, free = files * 4600, shutil.disk_usage(folder or tempfile.gettempdir()).free
     if needed > free:
-        sys.exit(f"{options.files} files take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; use fewer --files")
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        make_shard(folder / "shard.tar", options.members)
-        rows = measure("shard", folder / "shard.tar", folder / "cache")
-        make_tree(folder / "tree", options.files)
-        rows += measure("tree", folder / "tree", folder / "cache")
-    print(append("manifest", rows))
+        raise UserError(f"{files} files take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; use fewer --files")
+    make_folder(output)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        made = Path(name)
+        make_shard(made / "shard.tar", members)
+        rows = measure("shard", made / "shard.tar", made / "cache")
+        make_tree(made / "tree", files)
+        rows += measure("tree", made / "tree", made / "cache")
+    print(f"rows appended to {append(output, 'manifest', rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

@@ -1,21 +1,24 @@
 """3×3 convolutions on few pixels: torch's against one matrix product, forward and backward, on the CPU.
 
-    python -m unigrad_fast.benchmarks.bench_small_convolution
+    python -m unigrad_fast.benchmarks.bench_small_convolution [--output FOLDER]
 
-Rows go to results/small_convolution.jsonl. Also the whole step of a ResNet-18 (target forward, online forward,
-backward over two views), with and without.
+Also the whole step of a ResNet-18 (target forward, online forward, backward over two views), with and without. Rows go
+to OUTPUT/small_convolution.jsonl.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from unigrad_fast.benchmarks.record import append
+from unigrad_fast.benchmarks import script
+from unigrad_fast.benchmarks.harness import seconds, spread, take_turns
+from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.config import resolve
 from unigrad_fast.networks import small_convolution
 from unigrad_fast.networks.encoder import Encoder
@@ -24,18 +27,14 @@ from unigrad_fast.networks.small_convolution import SmallConv2d, use_small_convo
 REPEATS, WARMUP = 11, 2
 SHAPES = ((64, 8), (128, 4), (256, 4), (256, 2), (512, 2), (512, 1))  # channels, pixels per side
 IMAGES = 128
+CPU = torch.device("cpu")
 
 
-def interleaved(variants: Sequence[Callable[[], None]]) -> list[list[float]]:
-    """Milliseconds of each variant, one after the other in every repetition."""
-    times: list[list[float]] = [[] for _ in variants]
-    for repeat in range(WARMUP + REPEATS):
-        for variant, kept in zip(variants, times, strict=True):
-            start = time.perf_counter()
-            variant()
-            if repeat >= WARMUP:
-                kept.append((time.perf_counter() - start) * 1e3)
-    return times
+def interleaved(library: Callable[[], None], product: Callable[[], None]) -> dict[str, list[float]]:
+    """Milliseconds of torch's convolutions and of ours, one after the other in every repetition."""
+    blocks = {"torch": partial(seconds, library, CPU), "product": partial(seconds, product, CPU)}
+    times = take_turns(blocks, REPEATS, warmup=WARMUP)
+    return {variant: [taken * 1e3 for taken in kept] for variant, kept in times.items()}
 
 
 def convolution(module: nn.Module, channels: int, side: int, dtype: torch.dtype) -> Callable[[], None]:
@@ -63,15 +62,22 @@ def step(encoder: nn.Module, images: int, side: int, dtype: torch.dtype) -> Call
     return run
 
 
-def row(what: str, dtype: torch.dtype, times: list[list[float]]) -> dict:
-    library, product = (statistics.median(kept) for kept in times)
+def row(what: str, dtype: torch.dtype, times: dict[str, list[float]]) -> dict:
+    spreads = {variant: spread(kept) for variant, kept in times.items()}
+    library, product = (each["median"] for each in spreads.values())
     name = str(dtype).removeprefix("torch.")
     print(f"{what:42} {name:8}  torch {library:7.1f} ms   product {product:7.1f} ms   {library / product:5.2f} x")
-    spread = [round(max(kept) / min(kept), 2) for kept in times]
-    return {"what": what, "dtype": name, "torch_ms": library, "product_ms": product, "spread": spread}
+    ranges = [round(each["most"] / each["least"], 2) for each in spreads.values()]
+    return {"what": what, "dtype": name, "torch_ms": library, "product_ms": product, "spread": ranges}
 
 
-def main() -> None:
+def main(output: Path = OUTPUT) -> None:
+    """Measure, print the figures and append the rows.
+
+    Args:
+        output: folder of the rows.
+    """
+    make_folder(output)
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         limit, small_convolution.MOST_PIXELS = small_convolution.MOST_PIXELS, 10**9
@@ -79,15 +85,15 @@ def main() -> None:
             plain = nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
             small = SmallConv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
             variants = [convolution(module, channels, side, dtype) for module in (plain, small)]
-            rows.append(row(f"{channels} channels, {side} x {side}, {IMAGES} images", dtype, interleaved(variants)))
+            rows.append(row(f"{channels} channels, {side} x {side}, {IMAGES} images", dtype, interleaved(*variants)))
         small_convolution.MOST_PIXELS = limit
         for images, side in ((128, 32), (64, 48)):
             settings = resolve("cifar_subset").model
             encoders = [Encoder(settings), use_small_convolutions(Encoder(settings))]
             variants = [step(e.to(memory_format=torch.channels_last), images, side, dtype) for e in encoders]
-            rows.append(row(f"ResNet-18 step, {images} images, {side} px", dtype, interleaved(variants)))
-    print(append("small_convolution", rows))
+            rows.append(row(f"ResNet-18 step, {images} images, {side} px", dtype, interleaved(*variants)))
+    print(f"rows appended to {append(output, 'small_convolution', rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

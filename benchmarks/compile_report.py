@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels, for GPUs that need not be there.
 
-    unigrad-fast bench kernels --compile_only true [--output FILE]
+    unigrad-fast bench kernels --compile_only true [--output FOLDER]
 
 Every kernel is compiled as its launcher launches it: the launchers themselves run, on tensors without memory, and a
 launch ends after compilation. So tiles, constants and what Triton assumes of each argument are those of training.
@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from unigrad_fast.benchmarks.record import make_folder
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.runtime.errors import RunStopped
 
@@ -309,18 +310,23 @@ def prepare_worker() -> None:
     torch.set_num_threads(1)
 
 
-def main(output: Path | None) -> None:
+def main(output: Path) -> None:
     """Compile everything, print a line per kernel, architecture and arithmetic, and write all lines to a CSV file.
 
+    Args:
+        output: folder of the file, compile_report.csv, which is written anew.
+
     Raises:
+        UserError: `output` is a file.
         RunStopped: a kernel does not compile, or wants more shared memory than its architecture has.
     """
+    make_folder(output)
     console = Console()
     rows = compile_all([*dot_cases(), *row_cases()], console)
     console.print(summary(rows))
-    if output is not None:
-        write_csv(rows, output)
-        console.print(f"{len(rows)} lines in {output}")
+    path = output / "compile_report.csv"
+    write_csv(rows, path)
+    console.print(f"{len(rows)} lines in {path}")
     failures = [f"{row.case}: {failure}" for row in rows if (failure := failure_of(row))]
     if failures:
         raise RunStopped("; ".join(failures))

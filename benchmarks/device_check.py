@@ -1,12 +1,13 @@
 """Proves and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
 
-    python -m unigrad_fast.benchmarks.device_check [--only kernels|data] [--seconds 170] [--images PHOTOGRAPHS] [--cpu]
+    python -m unigrad_fast.benchmarks.device_check [--only kernels|data] [--seconds 170] [--images PHOTOGRAPHS]
+        [--output FOLDER] [--cpu]
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, the time of each kernel beside
 its least time by count; then `bench_objective` for as many shapes as the seconds allow, the most telling ones first.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
-results/objective.jsonl and results/device_data.jsonl with card, versions and commit.
+OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
 With `--cpu` everything that the interpreter and DALI's CPU backend can do runs at small sizes, and nothing is recorded.
 """
@@ -23,6 +24,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from unigrad_fast.benchmarks.record import OUTPUT, make_folder
 
 BALANCE = 100.0
 GATES = {"ieee": 1e-6, "tf32x3": 1e-5, "tf32": 2e-3, "fp16": 1e-3, "bf16": 5e-3}  # relative norm of dz's error
@@ -398,6 +401,7 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=("kernels", "data"), help="leave the other out")
     parser.add_argument("--images", type=Path, help="photographs for the data path, as Manifest.open takes them")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder that the rows are appended to")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     if options.cpu:
@@ -407,9 +411,14 @@ def main() -> int:
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
     from unigrad_fast.benchmarks import bench_objective
-    from unigrad_fast.benchmarks.record import RESULTS
-    from unigrad_fast.pipelines.errors import DataError
+    from unigrad_fast.runtime.errors import DataError, UserError
 
+    output = None if options.cpu else options.output
+    try:
+        if output is not None:
+            make_folder(output)
+    except UserError as error:
+        parser.error(str(error))
     findings, rows = [], []
     if options.only != "data":
         findings += run_checks(scene)
@@ -422,12 +431,12 @@ def main() -> int:
             block_seconds=0.0 if options.cpu else 0.1,
             most_seconds=15.0,
             compiled=not options.cpu,
-            output=None if options.cpu else RESULTS / "objective.jsonl",
+            output=output,
             end=end,
         )
     if options.only != "kernels":
         try:
-            findings += run_data(scene, options.images, None if options.cpu else RESULTS / "device_data.jsonl")
+            findings += run_data(scene, options.images, output)
         except DataError as error:
             parser.error(str(error))
     print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")

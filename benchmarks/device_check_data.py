@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unigrad_fast.benchmarks.record import append_to, spread
+from unigrad_fast.benchmarks.harness import seconds, spread, synchronize
+from unigrad_fast.benchmarks.record import append
 from unigrad_fast.pipelines import RECIPES, View, photometric, recipe
 from unigrad_fast.pipelines.manifest import Manifest
 from unigrad_fast.pipelines.parameters import Parameters, sample
@@ -177,12 +178,7 @@ def torch_operations(ground: Ground) -> Iterator[Said]:
         yield TORCH.judge(f"photometric torch, {name}", ours, theirs)
     crop, repeats = crop.to(ground.device), 50 if ground.on_gpu else 1
     photometric.apply(view, crop, drawn)
-    synchronize(ground)
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        photometric.apply(view, crop, drawn)
-    synchronize(ground)
-    each = (time.perf_counter() - begin) / repeats
+    each = seconds(lambda: photometric.apply(view, crop, drawn), ground.device, repeats)
     yield "photometric torch, a view", f"{count / each:,.0f} images/s in batches of {count}", True
 
 
@@ -320,7 +316,7 @@ def read_views(ground: Ground, wait: bool) -> list[Tensor]:
             copies.append(batch.views[0].clone())
             del batch
             if not wait:
-                synchronize(ground)
+                synchronize(ground.device)
     return copies
 
 
@@ -410,23 +406,18 @@ def timed(ground: Ground, what: str, name: str, load: float = LOADS[2], epoch: i
         if not ground.on_gpu:
             return what, f"runs at {shape[-1]} pixels", True
         for _ in range(BLOCKS):
-            synchronize(ground)
+            synchronize(ground.device)
             begin, count = time.perf_counter(), 0
             while time.perf_counter() - begin < BLOCK_SECONDS:
                 next(batches)
                 count += 1
-            synchronize(ground)
+            synchronize(ground.device)
             speeds.append(count * ground.batch_size / (time.perf_counter() - begin))
         memory = used_memory()
     common = {"recipe": name, "hw_decoder_load": load, "side": shape[-1], "threads": loader.threads}
     ground.rows.append({"what": what, "unit": "images/s", **spread(speeds), **memory, **common})
     used = ", ".join(f"{name.removesuffix('_mib')} {mib:,.0f} MiB" for name, mib in memory.items())
     return what, f"{ground.rows[-1]['median']:,.0f} images/s, {used}", True
-
-
-def synchronize(ground: Ground) -> None:
-    if ground.on_gpu:
-        torch.cuda.synchronize()
 
 
 def used_memory() -> dict[str, float]:
@@ -474,7 +465,7 @@ CHECKS: tuple[Check, ...] = (decoding, operations, recipes, loading, bad_files, 
 
 
 def check(device: torch.device, images: Path | None = None, output: Path | None = None) -> Iterator[Said]:
-    """All findings; measurements are appended to `output`, if there is one.
+    """All findings; measurements are appended to device_data.jsonl in the folder `output`, if there is one.
 
     Raises:
         DataError: `images` cannot be used.
@@ -498,4 +489,4 @@ def check(device: torch.device, images: Path | None = None, output: Path | None 
                 yield each.__name__, f"{type(error).__name__}: {error}".replace("\n", " ")[:300], False
         if output and ground.rows:
             common = {"images": what, "batch_size": ground.batch_size, "dali": nvidia.dali.__version__}
-            append_to(output, [{**common, **row} for row in ground.rows])
+            append(output, "device_data", [{**common, **row} for row in ground.rows])

@@ -1,10 +1,12 @@
-"""Peak of the memory that a piece of code takes through torch's allocators, custom operators included."""
+"""Memory: what a piece of code takes at its peak through torch's allocators, and what this process holds."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -13,7 +15,7 @@ MEASURED = "measured"
 
 
 def peak_bytes(run: Callable[[], object], release: Callable[[], object], device: torch.device, warmup: int = 1) -> int:
-    """The most bytes that a run holds at a time beyond what was held before it.
+    """The most bytes that a run holds at a time beyond what was held before it, custom operators included.
 
     On the CPU it is the sum of the allocator's own reports, so what oneDNN or MKL take for themselves is not seen.
 
@@ -46,3 +48,17 @@ def peak_bytes(run: Callable[[], object], release: Callable[[], object], device:
     start = next(event.start_ns() for event in events if event.name() == MEASURED)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return max(itertools.accumulate((change for time, change in changes if time >= start), initial=0))
+
+
+def process_bytes(field: str) -> int:
+    """Bytes of this process by Linux's count: "VmRSS" is what it holds, "VmHWM" the most that it held.
+
+    `ru_maxrss` would also know the process that this one was forked from.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
+
+
+def give_back_free_memory() -> None:
+    """Returns memory that is free and was kept for later to the system."""
+    ctypes.CDLL(None).malloc_trim(0)

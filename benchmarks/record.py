@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
+from unigrad_fast.runtime.errors import UserError
 
-RESULTS = Path(__file__).resolve().parent / "results"
+OUTPUT = Path("bench-results")
+"""Where rows go unless the user says otherwise; the project's own lie in benchmarks/results."""
 
 
 def machine() -> dict[str, str | int]:
     """Processor, cores, card, versions, commit and time."""
+    import torch  # here: the command line names OUTPUT in its help, which is to answer at once
+
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     flags = Path("/proc/cpuinfo").read_text()
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=RESULTS.parent,
+            cwd=Path(__file__).resolve().parent,
             capture_output=True,
             text=True,
         ).stdout.strip()
@@ -40,19 +43,22 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+def make_folder(output: Path) -> None:
+    """Make the folder of the rows, if it is not there; called before anything is measured.
+
+    Raises:
+        UserError: there is a file of that name, or above it.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"output = {output}: is a file or lies below one; name a folder") from None
 
 
-def append(name: str, rows: list[dict]) -> Path:
-    """Append rows, with the machine in each, to results/NAME.jsonl."""
-    return append_to(RESULTS / f"{name}.jsonl", rows)
-
-
-def append_to(path: Path, rows: list[dict]) -> Path:
-    """Append rows, with the machine in each, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    where = machine()
+def append(output: Path, name: str, rows: Iterable[Mapping]) -> Path:
+    """Append rows, with the machine in each, to OUTPUT/NAME.jsonl."""
+    make_folder(output)
+    path, where = output / f"{name}.jsonl", machine()
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
     return path

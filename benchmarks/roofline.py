@@ -10,12 +10,12 @@ M: rows that a kernel takes, C: embedding width, N: images per view.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from unigrad_fast.benchmarks.harness import seconds
 from unigrad_fast.kernels.heuristics import TRIANGLE
 from unigrad_fast.kernels.reference import PANEL_ROWS
 
@@ -113,21 +113,6 @@ def float32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Mean seconds of some runs, until the device is done with them."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - start) / times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_peaks(precisions: set[str], device: torch.device, side: int, elements: int) -> Peaks:

@@ -14,12 +14,14 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton
 
 from unigrad_fast.benchmarks.bench_objective import IMAGES, WIDTHS
-from unigrad_fast.benchmarks.roofline import DTYPES, seconds
+from unigrad_fast.benchmarks.harness import seconds, take_turns
+from unigrad_fast.benchmarks.roofline import DTYPES
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.kernels.heuristics import TRIANGLE, Tile
 from unigrad_fast.runtime.errors import UserError
@@ -56,16 +58,14 @@ def runner(kernel: str, precision: str, rows: int, width: int) -> Callable[[Tile
 def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
     """The candidate of the least median; candidates take turns."""
     run, device = runner(kernel, precision, rows, width), torch.device("cuda")
-    times: dict[Tile, list[float]] = {}
+    blocks: dict[Tile, Callable[[], float]] = {}
     for tile in candidates(kernel, precision):
         with contextlib.suppress(triton.TritonError, RuntimeError):
             run(tile)
-            times[tile] = []
-    if not times:
+            blocks[tile] = partial(seconds, partial(run, tile), device, STEPS)
+    if not blocks:
         raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card")
-    for _ in range(ROUNDS):
-        for tile, taken in times.items():
-            taken.append(seconds(lambda tile=tile: run(tile), device, STEPS))
+    times = take_turns(blocks, ROUNDS)
     return min(times, key=lambda tile: statistics.median(times[tile]))
 
 

@@ -16,12 +16,12 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_loader, record
+from unigrad_fast.benchmarks import bench_loader, images, loader_measure, loader_variants
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, RECIPES, View
-from unigrad_fast.runtime.errors import DataError
+from unigrad_fast.runtime.errors import DataError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,11 @@ def drawn(tmp_path_factory) -> Path:
     return drawing.draw(folder / "drawn", train_per_class=1, val_per_class=1, size=48) / "train"
 
 
-def setting(folder: Path, views: tuple[View, ...], threads: int = 1) -> bench_loader.Setting:
-    return bench_loader.Setting(views, folder, folder.parent / "cache", 4, threads, "cpu")
+def setting(folder: Path, views: tuple[View, ...], threads: int = 1) -> loader_variants.Setting:
+    return loader_variants.Setting(views, folder, folder.parent / "cache", 4, threads, "cpu")
 
 
-@pytest.mark.parametrize("what", bench_loader.TORCHVISION)
+@pytest.mark.parametrize("what", loader_variants.TORCHVISION)
 def test_without_chance_torchvisions_views_are_the_resized_image(what, tmp_path):
     sure = View(
         size=16,
@@ -51,7 +51,7 @@ def test_without_chance_torchvisions_views_are_the_resized_image(what, tmp_path)
     folder.mkdir()
     for number in range(4):
         Image.fromarray(draw_pictures(np.random.default_rng(0), "plain-star", 1, 32)[0]).save(folder / f"{number}.png")
-    batches = bench_loader.VARIANTS[what](setting(folder, (sure,)))
+    batches = loader_variants.VARIANTS[what](setting(folder, (sure,)))
     views = next(batches)
     batches.close()
     with Image.open(folder / "0.png") as image:
@@ -64,22 +64,21 @@ def test_without_chance_torchvisions_views_are_the_resized_image(what, tmp_path)
     assert (255 * shown - expected).abs().median() <= 2
 
 
-@pytest.mark.parametrize("what", [bench_loader.OURS, *bench_loader.TORCHVISION])
+@pytest.mark.parametrize("what", [loader_variants.OURS, *loader_variants.TORCHVISION])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_has_the_views_of_ours(what, recipe, drawn):
     views = tuple(View(**{**vars(view), "size": 8 + view.size // 32}) for view in RECIPES[recipe].views)
-    batches = bench_loader.VARIANTS[what](setting(drawn, views))
+    batches = loader_variants.VARIANTS[what](setting(drawn, views))
     made = next(batches)
     batches.close()
     assert [tuple(view.shape) for view in made] == [(4, 3, view.size, view.size) for view in views]
 
 
 def test_processor_time_counts_the_worker_processes(drawn, monkeypatch):
-    monkeypatch.setitem(bench_loader.VARIANTS, "burning", lambda chosen: bench_loader.torch_batches(chosen, burn))
-    worker = bench_loader.Worker("burning", setting(drawn, ()))
-    monkeypatch.setattr(bench_loader.Worker, "current", worker, raising=False)
-    block = bench_loader.Worker.block(2)
-    bench_loader.Worker.stop()
+    monkeypatch.setitem(loader_variants.VARIANTS, "burning", lambda chosen: loader_variants.torch_batches(chosen, burn))
+    worker = loader_measure.LoaderWorker("burning", setting(drawn, ()))
+    block = worker.block(2)
+    worker.close()
     assert block.cpu_ms > 10  # of the 20 that each image burns there
 
 
@@ -97,10 +96,10 @@ def test_images_of_a_tar_are_used_and_damaged_ones_left_out(drawn, tmp_path):
         broken = tarfile.TarInfo("tree/train/broken.jpg")
         broken.size = 4
         tar.addfile(broken, io.BytesIO(b"none"))
-    paths, what = bench_loader.find_images(archive, tmp_path / "found")
+    paths, what = images.find_images(archive, tmp_path / "found")
     assert len(paths) == 10
     assert what == "10 images of some.tar (1 left out, they cannot be decoded)"
-    linked = Manifest.open(bench_loader.link_images(paths, tmp_path / "linked", 25))
+    linked = Manifest.open(images.link_images((paths[i] for i in images.spread_evenly(10, 25)), tmp_path / "linked"))
     assert len(linked) == 25
     assert len({Path(linked.path(i)).resolve() for i in range(25)}) == 10
 
@@ -109,20 +108,20 @@ def test_archive_without_images_is_refused(tmp_path):
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
     with pytest.raises(DataError, match=r"empty\.tar.*give a folder of images"):
-        bench_loader.find_images(tmp_path / "empty.tar", tmp_path / "found")
+        images.find_images(tmp_path / "empty.tar", tmp_path / "found")
 
 
 def test_large_manifest_is_thinned_out_evenly(drawn, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_loader, "ENTRIES", 4)
+    monkeypatch.setattr(images, "ENTRIES", 4)
     found = Manifest.open(drawn)
-    paths, _ = bench_loader.find_images(drawn, tmp_path / "found")
+    paths, _ = images.find_images(drawn, tmp_path / "found")
     assert [str(path) for path in paths] == [found.path(i) for i in (0, 3, 6, 9)]
 
 
 def test_median_and_range_are_over_the_rounds_and_the_best_of_torchvision_is_named():
     blocks = {
-        what: [bench_loader.Block(factor * speed, 10.0 * factor) for speed in (1.0, 4.0, 2.0)]
-        for factor, what in enumerate(bench_loader.VARIANTS, start=1)
+        what: [loader_measure.Block(factor * speed, 10.0 * factor) for speed in (1.0, 4.0, 2.0)]
+        for factor, what in enumerate(loader_variants.VARIANTS, start=1)
     }
     rows = {row["what"]: row for row in bench_loader.rows_of(blocks, views=8)}
     mine = rows["ours"]
@@ -141,17 +140,17 @@ def test_slope_of_memory_is_per_epoch():
 
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_loader, "SMALL_ENTRIES", 16)
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     # There is one server of forked processes: started otherwise than for commands, it would change what they compute.
-    monkeypatch.setattr(bench_loader, "new_process", lambda: ProcessPoolExecutor(1, forked.CONTEXT))
+    monkeypatch.setattr(loader_measure, "new_process", lambda: ProcessPoolExecutor(1, forked.CONTEXT))
     for variable, value in forked.ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     arguments = {"images": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
+    arguments["output"] = tmp_path / "results"
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
     assert cli.main(["bench", "loader", *words, "--rounds", "1", "--steps", "1", "--epochs", "2"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results/loader.jsonl").read_text().splitlines()]
     variants = [row for row in rows if row["unit"] == "images/s"]
-    assert [row["what"] for row in variants] == list(bench_loader.VARIANTS)
+    assert [row["what"] for row in variants] == list(loader_variants.VARIANTS)
     for row in variants:
         assert 0 < row["least"] <= row["median"] <= row["most"]
         assert 0 < row["cpu_ms_least"] <= row["cpu_ms_median"] <= row["cpu_ms_most"]
@@ -175,5 +174,5 @@ def test_gpu_is_refused_where_there_is_none(monkeypatch, capsys):
 
 
 def test_batches_beyond_shared_memory_are_refused(tmp_path):
-    with pytest.raises(bench_loader.UserError, match="--shm-size"):
+    with pytest.raises(UserError, match="--shm-size"):
         bench_loader.require_shared_memory(setting(tmp_path, (View(size=100_000),) * 8))

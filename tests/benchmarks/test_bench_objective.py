@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_objective
-from unigrad_fast.benchmarks.bench_objective import Authors, InPlace, Lerp, Ours
+from unigrad_fast.benchmarks import objective_measure
 from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.benchmarks.objective_variants import (
+    BALANCE,
+    DECAY,
+    Authors,
+    InPlace,
+    Lerp,
+    Ours,
+    release,
+    variants,
+)
 from unigrad_fast.benchmarks.roofline import Design, Peaks, launches, measure_peaks
+from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.precision import has_fast_bf16
 
 CPU = torch.device("cpu")
@@ -52,27 +62,27 @@ def test_variant_has_the_authors_gradient_and_correlation(make):
 def test_half_precision_is_the_same_up_to_its_rounding(kind):
     device = torch.device("cuda")
     variant = kind("bf16", 256, device, *([False] if kind is Lerp else []))
-    views = bench_objective.draw_embeddings(64, 256, device, torch.bfloat16)
+    views = objective_measure.draw_embeddings(64, 256, device, torch.bfloat16)
     for _ in range(3):
         variant.step(*views)
-    assert bench_objective.gradient_error(*views) < 2e-2
+    assert objective_measure.gradient_error(*views) < 2e-2
     assert variant.correlation.dtype == (torch.bfloat16 if kind is Authors else torch.float32)
 
 
 def test_exact_gradient_is_that_of_float64():
-    online, target = bench_objective.draw_embeddings(8, 48, CPU, torch.float64)
-    objective = bench_objective.UniGrad(48, bench_objective.BALANCE, bench_objective.DECAY)
+    online, target = objective_measure.draw_embeddings(8, 48, CPU, torch.float64)
+    objective = UniGrad(48, BALANCE, DECAY)
     for _ in range(2):
-        bench_objective.release(online)
+        release(online)
         objective(online=online, target=target).loss.backward()
-    assert bench_objective.gradient_error(online, target) < 1e-12
+    assert objective_measure.gradient_error(online, target) < 1e-12
 
 
 def test_gradient_error_knows_half_of_the_gradient():
-    online, target = bench_objective.draw_embeddings(8, 48, CPU, torch.float32)
-    for z, gradient in zip(online, bench_objective.exact_gradient(online, target).chunk(2), strict=True):
+    online, target = objective_measure.draw_embeddings(8, 48, CPU, torch.float32)
+    for z, gradient in zip(online, objective_measure.exact_gradient(online, target).chunk(2), strict=True):
         z.grad = gradient.float() / 2
-    assert bench_objective.gradient_error(online, target) == pytest.approx(0.5, rel=1e-5)
+    assert objective_measure.gradient_error(online, target) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_bytes_are_the_sum_of_the_arrays_that_pass():
@@ -159,13 +169,13 @@ def test_compiled_variant_that_cannot_be_compiled_says_so(monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
-    chosen = bench_objective.variants(32, CPU, compiled=True)
-    measured = bench_objective.measure(chosen, 4, 32, 1, 0.0, 0.0, lambda _: None)
+    chosen = variants(32, CPU, compiled=True)
+    measured = objective_measure.measure(chosen, 4, 32, 1, 0.0, 0.0, lambda _: None)
     rows = {row["what"]: row for row in (each.row(Peaks({"fp32": 1.0, "bf16": 1.0}, 1.0)) for each in measured)}
     assert rows["torch compiled, fp32"]["failed"] == "RuntimeError: no compiler"
     assert rows["torch compiled, fp32"]["median"] is None
     assert rows["torch, fp32"]["median"] > 0
-    assert all("compiled" not in row["what"] for row in bench_objective.ratio_rows(measured))
+    assert all("compiled" not in row["what"] for row in objective_measure.ratio_rows(measured))
 
 
 def test_ratios_are_against_the_better_and_no_less_exact():
@@ -178,7 +188,7 @@ def test_ratios_are_against_the_better_and_no_less_exact():
         "fp32": Ours("fp32", 8, CPU),
         "bf16": Ours("bf16", 8, CPU),
     }.items():
-        measured[name] = bench_objective.Measured(variant, 4, 8)
+        measured[name] = objective_measure.Measured(variant, 4, 8)
     for name, times in {
         "authors": [80.0, 40.0, 40.0],
         "torch": [20.0, 20.0, 20.0],
@@ -188,7 +198,7 @@ def test_ratios_are_against_the_better_and_no_less_exact():
         "bf16": [2.0, 4.0, 4.0],
     }.items():
         measured[name].milliseconds = times
-    rows = {(row["what"], row["against"]): row for row in bench_objective.ratio_rows(list(measured.values()))}
+    rows = {(row["what"], row["against"]): row for row in objective_measure.ratio_rows(list(measured.values()))}
     assert {key: row["median"] for key, row in rows.items()} == {
         ("ours, fp32 / authors, fp32", "authors"): 4.0,
         ("ours, fp32 / torch, fp32", "best of torch"): 2.0,
@@ -200,12 +210,12 @@ def test_ratios_are_against_the_better_and_no_less_exact():
 
 
 def test_every_variant_is_measured_and_recorded(tmp_path, capsys):
-    file = tmp_path / "new" / "rows.jsonl"
+    output = tmp_path / "new" / "rows"
     options = ["--width", "64", "--images", "8", "--repetitions", "2", "--block_seconds", "0", "--compiled", "false"]
-    assert cli.main(["bench", "kernels", *options, "--output", str(file)]) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert cli.main(["bench", "kernels", *options, "--output", str(output)]) == 0
+    rows = [json.loads(line) for line in (output / "objective.jsonl").read_text().splitlines()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = bench_objective.variants(64, torch.device(device), compiled=False)
+    chosen = variants(64, torch.device(device), compiled=False)
     measured = [row for row in rows if row["unit"] == "ms"]
     assert [row["what"] for row in measured] == [str(variant) for variant in chosen]
     for row in measured:
@@ -226,8 +236,3 @@ def test_every_variant_is_measured_and_recorded(tmp_path, capsys):
         assert row.keys() >= {"commit", "processor", "torch", "threads", "peak_tflops", "peak_gb_per_s"}
     shown = capsys.readouterr().out
     assert all(row["what"] in shown for row in rows)
-
-
-def test_output_that_is_a_folder_is_refused(tmp_path, capsys):
-    assert cli.main(["bench", "kernels", "--output", str(tmp_path)]) == 2
-    assert "name a file" in capsys.readouterr().err

@@ -15,7 +15,10 @@ import torch
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_step, record
+from unigrad_fast.benchmarks import bench_step
+from unigrad_fast.benchmarks.authors import authors_loss
+from unigrad_fast.benchmarks.step_measure import SUBJECTS, Block, Case
+from unigrad_fast.benchmarks.step_variants import simsiam_augmentation
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.objectives import UniGrad
@@ -32,7 +35,7 @@ def test_authors_loss_has_our_objectives_gradient():
         values = torch.randn(4, 16, 24, generator=generator)
         targets = list(values[2:])
         theirs = [z.clone().requires_grad_() for z in values[:2]]
-        loss, correlation = bench_step.authors_loss(theirs, targets, correlation, objective.balance, objective.decay)
+        loss, correlation = authors_loss(theirs, targets, correlation, objective.balance, objective.decay)
         loss.backward()
         ours = [z.clone().requires_grad_() for z in values[:2]]
         out = objective(online=ours, target=targets)
@@ -44,7 +47,7 @@ def test_authors_loss_has_our_objectives_gradient():
 
 
 def test_augmentation_gives_normalised_views_that_differ():
-    augment = bench_step.simsiam_augmentation(32)
+    augment = simsiam_augmentation(32)
     image = Image.fromarray(draw_pictures(np.random.default_rng(0), "plain-star", 1, 64)[0])
     first, second = augment(image), augment(image)
     assert first.shape == (3, 32, 32) and first.dtype == torch.float32
@@ -59,15 +62,14 @@ def drawn(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("count", "images"), [(4, 4), (25, 10)])
 def test_images_are_linked_evenly_or_repeatedly(count, images, drawn, tmp_path):
     found = Manifest.from_folder(drawn)
-    linked = Manifest.from_folder(bench_step.link_images(found, tmp_path / "linked", count))
+    linked = Manifest.from_folder(bench_step.link_tree(found, tmp_path / "linked", count))
     assert len(linked) == count
     assert len({Path(linked.path(i)).resolve() for i in range(count)}) == images
 
 
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setitem(bench_step.CASES, "tiny", bench_step.Case("resnet18", 32, 8))
-    bench_step.main("tiny", drawn, repetitions=1, steps=1)
+    monkeypatch.setitem(bench_step.CASES, "tiny", Case("resnet18", 32, 8))
+    bench_step.main("tiny", drawn, repetitions=1, steps=1, output=tmp_path / "results")
     rows = [json.loads(line) for line in (tmp_path / "results/step.jsonl").read_text().splitlines()]
     variants = [row for row in rows if row["unit"] == "images/s"]
     assert [row["what"] for row in variants] == [
@@ -91,8 +93,8 @@ def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, ca
 
 def test_median_and_range_are_over_the_rounds():
     blocks = {
-        variant: [bench_step.Block(speed * factor, 1.0 + speed, {"ms_data": speed}) for speed in (1.0, 4.0, 2.0)]
-        for factor, variant in enumerate(bench_step.VARIANTS, start=1)
+        subject: [Block(speed * factor, 1.0 + speed, {"ms_data": speed}) for speed in (1.0, 4.0, 2.0)]
+        for factor, subject in enumerate(SUBJECTS, start=1)
     }
     rows = {row["what"]: row for row in bench_step.rows_of(blocks, shipped="bf16")}
     assert [rows["authors, bf16"][key] for key in ("median", "least", "most")] == [4.0, 2.0, 8.0]
@@ -111,14 +113,14 @@ def test_one_of_several_processes_is_refused(monkeypatch, capsys):
 
 def test_variant_ends_when_its_parent_is_killed():
     code = """
-import multiprocessing, os
-from concurrent.futures import ProcessPoolExecutor
-from unigrad_fast.benchmarks.bench_step import Worker
+import os
+from functools import partial
+from unigrad_fast.benchmarks.processes import in_processes
+from unigrad_fast.benchmarks.step_measure import StepWorker, new_process
 from unigrad_fast.config import resolve
-pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-pool.submit(Worker.start, "ceiling", resolve("cifar_subset")).result()
-print("started", flush=True)
-os._exit(0)
+with in_processes({"ceiling": partial(StepWorker, "ceiling", resolve("cifar_subset"))}, new_process):
+    print("started", flush=True)
+    os._exit(0)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]

@@ -6,7 +6,7 @@ import pytest
 
 from unigrad_fast.benchmarks.roofline import Design, Peaks, launches
 
-ROOFLINE = Path(__file__).resolve().parent.parent / "benchmarks/ROOFLINE.md"
+ROOFLINE = Path(__file__).resolve().parents[2] / "benchmarks/ROOFLINE.md"
 CARDS = {"H100": Peaks({"bf16": 798e12}, 3.0e12), "A100": Peaks({"bf16": 312e12}, 2.0e12)}
 DESIGN = Design("bf16", "bf16", "bf16", 128)
 NAMES = {

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from unigrad_fast.benchmarks.record import OUTPUT
 from unigrad_fast.commands.requirements import require_dali, require_triton
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
@@ -28,6 +29,8 @@ class BenchStep(Node):
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
     """Steps before them."""
+    output: AbsolutePath = OUTPUT
+    """Folder of step.jsonl, which the rows are appended to."""
 
 
 def bench_step(options: BenchStep) -> None:
@@ -58,6 +61,8 @@ class BenchLoader(Node):
     """Measured batches per turn, rounded up to equally many per thread."""
     epochs: int = Field(default=5, ge=2)
     """Epochs of a small manifest after which memory is read."""
+    output: AbsolutePath = OUTPUT
+    """Folder of loader.jsonl, which the rows are appended to."""
 
 
 def bench_loader(options: BenchLoader) -> None:
@@ -85,9 +90,10 @@ class BenchKernels(Node):
     compile_only: bool = False
     """Compile every kernel at every tile shape for all architectures, which needs no GPU, and measure nothing."""
     tune: bool = False
-    """Search this GPU's fastest tiles on scratch data, write them into the kernels' table, and measure nothing else."""
-    output: AbsolutePath | None = None
-    """File that the rows are appended to as JSON lines, or that holds --compile_only's as CSV; null writes none."""
+    """Search this GPU's fastest tiles on scratch data, write them into the kernels' table, the package's own file
+    kernels/tiles.json, and measure nothing else."""
+    output: AbsolutePath = OUTPUT
+    """Folder of objective.jsonl, which the rows are appended to, or of --compile_only's compile_report.csv."""
 
 
 def bench_kernels(options: BenchKernels) -> None:

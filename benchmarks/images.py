@@ -1,0 +1,106 @@
+"""The images that a benchmark reads: the user's or drawn ones, as files, linked as often as it takes."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from unigrad_fast.images import drawing
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.files.headers import EXTENSIONS
+from unigrad_fast.runtime.errors import DataError
+
+DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # pixels, about those of a photograph of ImageNet
+ENTRIES = 2048  # files, at most, of those that are looked at
+
+
+def draw(folder: Path) -> tuple[Path, str]:
+    """A folder of drawn images, and what they are."""
+    return drawing.draw(folder, 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train", f"drawn images of {DRAWN_SIZE} pixels"
+
+
+def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
+    """Up to ENTRIES images as files, those that are none yet written into `folder`, and what they are.
+
+    Args:
+        given: what `Manifest.open` takes, or a tar with images in folders; None draws some.
+        folder: is made.
+
+    Raises:
+        DataError: there is none that can be decoded.
+    """
+    folder.mkdir()
+    if given is None:
+        source, what = draw(folder / "drawn")
+        found = Manifest.open(source, folder)
+        paths = [Path(found.path(i)) for i in range(len(found))]
+    elif given.is_file() and tarfile.is_tarfile(given):
+        paths, what = extract(given, folder), f"images of {given.name}"
+    else:
+        paths, what = choose(Manifest.open(given, folder), folder), f"images of {given.name}"
+    with ThreadPoolExecutor() as pool:
+        usable = [path for path, decodes in zip(paths, pool.map(is_decodable, paths), strict=True) if decodes]
+    if not usable:
+        raise DataError(f"images = {given}: none of {len(paths)} images can be decoded; give a folder of images")
+    if len(usable) < len(paths):
+        what += f" ({len(paths) - len(usable)} left out, they cannot be decoded)"
+    return usable, f"{len(usable):,} {what}"
+
+
+def extract(archive: Path, folder: Path) -> list[Path]:
+    """The first ENTRIES images of a tar, at any depth, written into a folder."""
+    paths: list[Path] = []
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if len(paths) == ENTRIES:
+                break
+            if member.isfile() and member.name.lower().endswith(EXTENSIONS):
+                paths.append(folder / f"{len(paths):06}{Path(member.name).suffix}")
+                with paths[-1].open("wb") as file:
+                    shutil.copyfileobj(tar.extractfile(member), file)
+    return paths
+
+
+def choose(found: Manifest, folder: Path) -> list[Path]:
+    """Up to ENTRIES images of a manifest, spread evenly; those that are no files are written into a folder."""
+    positions = np.setdiff1d(np.arange(len(found)), found.unreadable())
+    paths = []
+    for index in positions[:: -(-len(positions) // ENTRIES)].tolist():
+        paths.append(Path(found.path(index)))
+        if not paths[-1].is_file():
+            paths[-1] = folder / f"{index:09}{paths[-1].suffix}"
+            paths[-1].write_bytes(found.read(index))
+    return paths
+
+
+def is_decodable(path: Path) -> bool:
+    """Whether Pillow decodes a file, which is in the page cache afterwards."""
+    try:
+        read_image(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return False
+    return True
+
+
+def read_image(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def spread_evenly(available: int, count: int) -> list[int]:
+    """`count` of the numbers below `available`: some of them, spread evenly, or each equally often or once more."""
+    return [number * available // count if count < available else number % available for number in range(count)]
+
+
+def link_images(paths: Iterable[Path], folder: Path) -> Path:
+    """A new flat folder of links to images, in their order."""
+    folder.mkdir(parents=True)
+    for number, path in enumerate(paths):
+        (folder / f"{number:06}{path.suffix}").symlink_to(path)
+    return folder

@@ -1,0 +1,163 @@
+"""Measures ways to compute the objective on the same embeddings: time, block by block in turn, memory and error."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unigrad_fast.benchmarks.harness import ratio_row, seconds, spread, take_turns
+from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.benchmarks.objective_variants import (
+    BALANCE,
+    KINDS,
+    Authors,
+    Ours,
+    PlainTorch,
+    Variant,
+    Views,
+    release,
+)
+from unigrad_fast.benchmarks.roofline import DTYPES, Peaks, launches
+from unigrad_fast.runtime.quiet import without_warnings
+
+WARMUP = 2  # steps of a variant before its first block
+LEAST_ROUNDS = 3
+MOST_STEPS = 1000  # of a block
+EXACTNESS = ("fp32", "tf32", "fp16", "bf16")  # from the most exact on
+
+
+def draw_embeddings(images: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Views, Views]:
+    """Two views' online embeddings, which take gradients, and target embeddings: related, of unit deviation, [N, C]."""
+    generator = torch.Generator().manual_seed(0)
+    image_NC = torch.randn(images, width, generator=generator)
+    noise = (torch.randn(images, width, generator=generator) for _ in range(4))
+    views = [((image_NC + noise_NC) / 2**0.5).to(device, dtype) for noise_NC in noise]
+    return [z.requires_grad_() for z in views[:2]], views[2:]
+
+
+def exact_gradient(online: Views, target: Views) -> Tensor:
+    """dz [2·N, C] in float64 where F is this batch's correlation, as it is after any number of equal batches.
+
+    u·F is (u·mᵀ)·m / (2·N): no matrix of size C×C.
+    """
+    z = torch.cat([*online]).detach().double()
+    norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    unit, targets = z / norm, F.normalize(torch.cat([*target]).double(), dim=-1)
+    gradient = BALANCE * (unit @ targets.T) @ targets / len(targets) - targets.roll(len(online[0]), 0)
+    along = torch.linalg.vecdot(unit, gradient).unsqueeze(-1)
+    return (gradient - unit * along) / (norm * len(unit))
+
+
+def gradient_error(online: Views, target: Views) -> float:
+    """Relative norm of what the gradients of the online embeddings lack to those of float64."""
+    exact = exact_gradient(online, target)
+    error = torch.cat([z.grad for z in online]).double() - exact
+    return (torch.linalg.vector_norm(error) / torch.linalg.vector_norm(exact)).item()
+
+
+class Measured:
+    """A variant on its embeddings, and what was found: `milliseconds`, one per round, or why it `failed`."""
+
+    def __init__(self, variant: Variant, images: int, width: int):
+        self.variant, self.images, self.width = variant, images, width
+        self.views = draw_embeddings(images, width, variant.device, DTYPES[variant.design.embedding])
+        self.milliseconds: list[float] = []
+        self.memory = self.error = self.correlation_bytes = self.failed = None
+
+    def __str__(self) -> str:
+        return str(self.variant)
+
+    def step(self) -> None:
+        self.variant.step(*self.views)
+
+    def prepare(self, block_seconds: float) -> None:
+        """Warm up, take memory and error, and set how many steps make a block."""
+        try:
+            with without_warnings():
+                memory = peak_bytes(self.step, lambda: release(self.views[0]), self.variant.device, WARMUP)
+        except Exception as problem:
+            if not getattr(self.variant, "compiled", False):
+                raise
+            # A machine without a compiler, or a torch that cannot compile this.
+            self.failed = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+            return
+        self.memory = memory / (4 * self.images * self.width)
+        self.error = gradient_error(*self.views)
+        self.correlation_bytes = self.variant.correlation_bytes()
+        self.step()  # F's copies are there again after F was looked at
+        self.estimate = seconds(self.step, self.variant.device)
+        self.steps = min(MOST_STEPS, max(1, int(block_seconds / self.estimate)))
+
+    def block(self) -> float:
+        """Milliseconds per step of a block; of short ones, a step before it fills the caches."""
+        if self.steps > 1:
+            self.step()
+        return seconds(self.step, self.variant.device, self.steps) * 1e3
+
+    def row(self, peaks: Peaks) -> dict:
+        row = {"what": str(self), "unit": "ms", "failed": self.failed}
+        times = spread(self.milliseconds) if self.milliseconds else dict.fromkeys(("median", "least", "most"))
+        row |= {**times, "tflops": None, "gb_per_s": None, "roofline_share": None}
+        if self.milliseconds:
+            design, took = self.variant.design, row["median"] / 1e3
+            kernels = launches(self.images).items()
+            row["tflops"] = sum(design.flops(kernel, M, self.width) for kernel, M in kernels) / took / 1e12
+            row["gb_per_s"] = sum(design.bytes(kernel, M, self.width) for kernel, M in kernels) / took / 1e9
+            row["roofline_share"] = peaks.least_seconds(design, self.images, self.width) / took
+        return row | {
+            "memory_nc": self.memory,
+            "correlation_bytes": self.correlation_bytes,
+            "gradient_error": self.error,
+        }
+
+
+def measure(
+    chosen: Sequence[Variant],
+    images: int,
+    width: int,
+    repetitions: int,
+    block_seconds: float,
+    most_seconds: float,
+    report: Callable[[str], None],
+) -> list[Measured]:
+    """All variants, block by block in turn; fewer rounds than `repetitions` where they would take `most_seconds`."""
+    shape = f"C = {width}, N = {images}"
+    measured = [Measured(variant, images, width) for variant in chosen]
+    for each in measured:
+        report(f"{shape}: preparing {each}")
+        each.prepare(block_seconds)
+    working = [each for each in measured if each.failed is None]
+    round_seconds = sum(each.estimate * (each.steps + (each.steps > 1)) for each in working)
+    rounds = min(repetitions, max(LEAST_ROUNDS, int(most_seconds / round_seconds)))
+    blocks = take_turns({each: each.block for each in working}, rounds, report=lambda what: report(f"{shape}: {what}"))
+    for each, milliseconds in blocks.items():
+        each.milliseconds = milliseconds
+    return measured
+
+
+def ratio_rows(measured: Sequence[Measured]) -> list[dict]:
+    """How many times as fast ours is, one ratio per round: median, least and most.
+
+    In each precision against the authors' in the same one (else in fp32), against the best of plain torch's that are
+    no less exact, and against ours in fp32.
+    """
+    of = {kind: [each for each in measured if each.milliseconds and isinstance(each.variant, kind)] for kind in KINDS}
+    rows = []
+
+    def compare(ours: Measured, other: Measured, against: str) -> None:
+        rows.append(ratio_row(f"{ours} / {other}", other.milliseconds, ours.milliseconds, against=against))
+
+    authors = {each.variant.precision: each for each in of[Authors]}
+    for ours in of[Ours]:
+        precision = ours.variant.precision
+        compare(ours, authors.get(precision, authors["fp32"]), "authors")
+        exact = EXACTNESS[: EXACTNESS.index(precision) + 1]
+        plain = [each for each in of[PlainTorch] if each.variant.precision in exact]
+        compare(ours, min(plain, key=lambda each: statistics.median(each.milliseconds)), "best of torch")
+        if precision != "fp32":
+            compare(ours, of[Ours][0], "ours in fp32")
+    return rows

@@ -1,0 +1,121 @@
+"""Measures the training step: every variant in a process of its own, block by block in turn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from unigrad_fast.benchmarks.harness import seconds, take_turns
+from unigrad_fast.benchmarks.memory import give_back_free_memory, process_bytes
+from unigrad_fast.benchmarks.processes import in_processes, rest
+from unigrad_fast.benchmarks.step_variants import VARIANTS
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.runtime import process_group
+
+
+class Subject(NamedTuple):
+    """A variant in a precision."""
+
+    who: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.who}, {self.precision}"
+
+
+SUBJECTS = [Subject(who, precision) for who in VARIANTS for precision in ("fp32", "bf16")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its input: images of `image_size` pixels a side, `batch_size` of them per step."""
+
+    backbone: str
+    image_size: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block of steps took: images/s (two views each), GiB at the peak until now, ms per phase of a step."""
+
+    images_per_s: float
+    peak_gib: float
+    phases: dict[str, float]
+
+
+class StepWorker:
+    """A variant in a process of its own."""
+
+    def __init__(self, who: str, config: Config):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self.session = ExitStack()
+        world = self.session.enter_context(process_group.session())
+        self.device = world.device
+        self.variant = VARIANTS[who](config, world)
+
+    def block(self, warmup: int, steps: int) -> Block:
+        """Measures a block of steps, and returns when the process is at rest again."""
+        for _ in range(warmup):
+            self.variant.step()
+        each = seconds(self.variant.step, self.device, steps)
+        block = Block(
+            images_per_s=self.variant.config.data.batch_size / each,
+            peak_gib=self._peak() / 2**30,
+            phases=self.variant.phases(steps),
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_free_memory()
+        rest()
+        return block
+
+    def close(self) -> None:
+        self.session.close()
+
+    def _peak(self) -> int:
+        """Bytes of memory at the peak."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else process_bytes("VmHWM")
+
+
+def configure(case: Case, images: Path, precision: str, least_steps: int) -> Config:
+    """The recipe `imagenet_100ep`, long enough for `least_steps`; every step is reported."""
+    per_epoch = len(list(images.glob("*/*"))) // case.batch_size
+    return resolve(
+        "imagenet_100ep",
+        {
+            "data": {"train": images, "batch_size": case.batch_size, "image_size": case.image_size},
+            "model": {"backbone": case.backbone},
+            "schedule": {"epochs": max(100, -(-least_steps // per_epoch))},
+            "engine": {"precision": precision},
+            "telemetry": {"every": 1},
+        },
+    )
+
+
+def measure(
+    case: Case, images: Path, rounds: int, steps: int, warmup: int, report: Callable[[str], None]
+) -> dict[Subject, list[Block]]:
+    """The blocks of every variant, one per round."""
+    workers = {
+        subject: partial(StepWorker, subject.who, configure(case, images, subject.precision, rounds * (warmup + steps)))
+        for subject in SUBJECTS
+    }
+    with in_processes(workers, new_process) as blocks:
+        turns = {subject: partial(block, warmup, steps) for subject, block in blocks.items()}
+        return take_turns(turns, rounds, report=lambda what: report(f"{case.backbone}, {what}"))
+
+
+def new_process() -> ProcessPoolExecutor:
+    """A process that has nothing of this one's memory."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
