@@ -32,7 +32,8 @@ quickstart: $(READY)
 
 # Each of two processes takes whole files; TESTS=tests/objectives runs those alone.
 TESTS ?=
-PYTEST := $(BIN)/python -m pytest
+# Threads that wait without spinning leave the cores to the other process.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)

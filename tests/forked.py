@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -14,6 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin keep the other processes from computing
     "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     "COLUMNS": "120",
 }
@@ -31,7 +34,19 @@ def start(function: Callable, *arguments: object, environment: Mapping[str, str]
     return process
 
 
+def new_pool() -> ProcessPoolExecutor:
+    """A pool of one process with this process's variables and those above."""
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        if CONTEXT.get_start_method() == "forkserver":
+            forkserver.ensure_running()  # else the pool would start it later, with other variables
+        return ProcessPoolExecutor(1, CONTEXT, initializer=_take, initargs=(dict(os.environ),))
+
+
 def _run(variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+    _take(variables)
+    function(*arguments)
+
+
+def _take(variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
-    function(*arguments)

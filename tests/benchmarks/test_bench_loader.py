@@ -4,7 +4,6 @@ import io
 import json
 import tarfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import forked
@@ -140,10 +139,7 @@ def test_slope_of_memory_is_per_epoch():
 
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_loader, "SMALL_ENTRIES", 16)
-    # There is one server of forked processes: started otherwise than for commands, it would change what they compute.
-    monkeypatch.setattr(loader_measure, "new_process", lambda: ProcessPoolExecutor(1, forked.CONTEXT))
-    for variable, value in forked.ENVIRONMENT.items():
-        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(loader_measure, "new_process", forked.new_pool)
     arguments = {"images": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
     arguments["output"] = tmp_path / "results"
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]

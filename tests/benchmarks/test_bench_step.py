@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_step
+from unigrad_fast.benchmarks import bench_step, step_measure
 from unigrad_fast.benchmarks.authors import authors_loss
 from unigrad_fast.benchmarks.step_measure import SUBJECTS, Block, Case
 from unigrad_fast.benchmarks.step_variants import simsiam_augmentation
@@ -68,6 +69,7 @@ def test_images_are_linked_evenly_or_repeatedly(count, images, drawn, tmp_path):
 
 
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step_measure, "new_process", forked.new_pool)
     monkeypatch.setitem(bench_step.CASES, "tiny", Case("resnet18", 32, 8))
     bench_step.main("tiny", drawn, repetitions=1, steps=1, output=tmp_path / "results")
     rows = [json.loads(line) for line in (tmp_path / "results/step.jsonl").read_text().splitlines()]
