@@ -2,6 +2,10 @@
 
 `torchrun` and `deepspeed` say in the environment who a process is; under SLURM `srun` does so in its own
 words; without a launcher a run is one process, which needs no network.
+
+A rank that dies is noticed by its launcher, which ends the others (torchrun, `srun --kill-on-bad-exit=1`), and on gloo
+by the others themselves, whose next collective fails when the connection breaks (after 0.1 s on one machine). One that
+hangs is noticed when a collective has taken COLLECTIVE_TIMEOUT. `tests/training/test_interruption.py` kills ranks.
 """
 
 from __future__ import annotations
