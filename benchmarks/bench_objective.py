@@ -42,7 +42,7 @@ from unigrad_fast.benchmarks.roofline import (
     measure_peaks,
     seconds,
 )
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError

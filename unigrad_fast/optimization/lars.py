@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 
 
 class LARS(torch.optim.Optimizer):
