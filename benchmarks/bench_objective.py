@@ -31,7 +31,7 @@ from unigrad_fast.benchmarks.objective_measure import measure, ratio_rows
 from unigrad_fast.benchmarks.objective_variants import variants
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.roofline import measure_peaks
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError
 

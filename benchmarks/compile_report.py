@@ -138,6 +138,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def launch(case: Case) -> None:
     """Call the launcher with what training gives it."""
     from unigrad_fast.kernels import correlation, gradient, multi_tensor, normalize
+    from unigrad_fast.kernels.structures import Correlation, Rows, State
 
     precision = case.arithmetic if case.dtype == torch.float32 else "tf32"
     unit_MC, flags = empty(case.rows, case.width, dtype=case.dtype), empty(case.rows, dtype=torch.int32)
@@ -145,25 +146,35 @@ def launch(case: Case) -> None:
     first_row = heuristics.TRIANGLE if case.variant.startswith("rows") else 0
     correlation_RC = empty(case.width - first_row, case.width)
     working_RC = correlation_RC.to(case.dtype) if "working copy" in case.variant else None
-    scale = heuristics.working_scale(case.dtype, case.width)
     if case.kernel == "update":
         correlation.update_correlation_(
-            *(correlation_RC, unit_MC, empty(), empty(), flags, updates, first_row, working_RC, scale, precision)
+            Correlation(matrix=correlation_RC, working=working_RC, first_row=first_row),
+            unit_MC,
+            decay=empty(),
+            count=empty(),
+            skip=flags,
+            updates=updates,
+            input_precision=precision,
         )
     elif case.kernel == "product":
         operand = correlation_RC if working_RC is None else working_RC
-        gradient.correlation_product(unit_MC, operand, scale, precision)
+        gradient.correlation_product(unit_MC, operand, input_precision=precision)
     elif case.kernel == "embedding_gradient":
-        pair = (index_M, empty(case.rows)) if case.variant.startswith("pair") else (None, None)
+        pair = {"second": index_M, "ratio": empty(case.rows)} if case.variant.startswith("pair") else {}
         gradient.embedding_gradient(
-            *(empty(case.rows, case.width), unit_MC, empty(case.rows), unit_MC, index_M, *pair, unit_MC, flags, flags),
-            *(updates, empty(dtype=torch.int32), 100.0, 1.0 / case.rows),
+            empty(case.rows, case.width),
+            Rows(unit=unit_MC, inverse_norm=empty(case.rows), target=unit_MC, first=index_M, **pair),
+            State(nonfinite=flags, skip=flags, updates=updates, ticket=empty(dtype=torch.int32)),
+            gradient_MC=unit_MC,
+            balance=100.0,
+            scale=1.0 / case.rows,
         )
     elif case.kernel == "unit_embeddings":
         views = [unit_MC] * int(case.variant.split()[0])
-        normalize.unit_embeddings(views, case.dtype, empty(len(views) * case.rows, dtype=torch.int32), 1e-12)
+        nonfinite = empty(len(views) * case.rows, dtype=torch.int32)
+        normalize.unit_embeddings(views, dtype=case.dtype, nonfinite=nonfinite, smallest_norm=1e-12)
     elif case.kernel == "target":
-        multi_tensor.lerp_([unit_MC], [unit_MC], 0.01, empty())
+        multi_tensor.lerp_([unit_MC], [unit_MC], weight=0.01, skip=empty())
     else:
         settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-6, "trust_coefficient": 1e-3}
         multi_tensor.lars_([unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant))

@@ -285,10 +285,10 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
 
     targets, onlines, skip = draw(), draw(), torch.zeros((), device=scene.device)
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
-    kernels.lerp_(targets, onlines, 0.004, skip)
+    kernels.lerp_(targets, onlines, weight=0.004, skip=skip)
     error = max(map(distance, targets, exact))
     before = [each.clone() for each in targets]
-    kernels.lerp_(targets, onlines, 0.004, skip + 1)
+    kernels.lerp_(targets, onlines, weight=0.004, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
 
 

@@ -42,17 +42,19 @@ def candidates(kernel: str, precision: str) -> Iterator[Tile]:
 def runner(kernel: str, precision: str, rows: int, width: int) -> Callable[[Tile], None]:
     """A launch of a kernel with a tile on scratch data."""
     from unigrad_fast.kernels import correlation, gradient
+    from unigrad_fast.kernels.structures import Correlation
 
     dtype = DTYPES[precision]
     unit = torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=-1).to(dtype)
     scratch = torch.zeros(width, width, device="cuda")
     working = None if dtype == torch.float32 else torch.zeros_like(scratch, dtype=dtype)
-    scalar = torch.ones((), device="cuda")
     if kernel == "update":
-        fixed = (scratch, unit, scalar, scalar, None, None, 0, working, 1.0, "tf32")
-        return lambda tile: correlation.update_correlation_(*fixed, tile)
+        moved, one = Correlation(matrix=scratch, working=working), torch.ones((), device="cuda")
+        return lambda tile: correlation.update_correlation_(
+            moved, unit, decay=one, count=one, input_precision="tf32", tile=tile
+        )
     operand = scratch if working is None else working
-    return lambda tile: gradient.correlation_product(unit, operand, 1.0, "tf32", tile)
+    return lambda tile: gradient.correlation_product(unit, operand, input_precision="tf32", tile=tile)
 
 
 def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:

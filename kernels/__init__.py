@@ -1,7 +1,7 @@
 """The arithmetic of UniGrad: unit embeddings, correlation update, gradient. Imports torch and, on a GPU, Triton."""
 
-from .ops import (
-    attach_gradient,
+from .attached_gradient import attach_gradient
+from .functional import (
     correlation_product,
     embedding_gradient,
     unigrad_gradient,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .heuristics import TRIANGLE, Tile, tile_for
+from .structures import Correlation
 
 
 @triton.jit
@@ -120,29 +121,28 @@ def update_correlation_kernel(
 
 
 def update_correlation_(
-    correlation_RC: Tensor,
+    correlation: Correlation,
     unit_MC: Tensor,
+    *,
     decay: Tensor,
     count: Tensor,
-    skip: Tensor | None,
-    updates: Tensor | None,
-    first_row: int,
-    working_RC: Tensor | None,
-    working_scale: float,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
     input_precision: str,
     tile: Tile | None = None,
 ) -> None:
-    """See `ops.update_correlation_`; `tile` is the table's unless given."""
-    rows, width = correlation_RC.shape
+    """See `functional.update_correlation_`; `tile` is the table's unless given."""
+    matrix, working = correlation.matrix, correlation.working
+    rows, width = matrix.shape
     if unit_MC.dtype == torch.float32 and input_precision != "ieee":
         unit_MC = unit_MC.T.contiguous().T  # TF32 units multiply rows of operands that are contiguous in memory
     tile = tile or tile_for("update", unit_MC, input_precision)
     row_tiles, column_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.rows)
-    symmetric = rows == width  # whole F
+    symmetric = correlation.is_whole
     tiles = column_tiles * (column_tiles + 1) // 2 if symmetric else row_tiles * column_tiles
     update_correlation_kernel[(tiles,)](
-        correlation_RC,
-        working_RC,
+        matrix,
+        working,
         unit_MC,
         decay,
         count,
@@ -153,10 +153,10 @@ def update_correlation_(
         width,
         *unit_MC.stride(),
         0 if skip is None else skip.numel(),
-        first_row,
-        working_scale,
+        correlation.first_row,
+        correlation.scale,
         SYMMETRIC=symmetric,
-        WORKING=working_RC is not None,
+        WORKING=working is not None,
         TRIANGLE=TRIANGLE,
         PRECISION=input_precision,
         BLOCK=tile.rows,
@@ -164,4 +164,4 @@ def update_correlation_(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    torch.autograd.graph.increment_version([correlation_RC] if working_RC is None else [correlation_RC, working_RC])
+    torch.autograd.graph.increment_version([matrix] if working is None else [matrix, working])

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .correlation import any_raised
-from .heuristics import Tile, row_tile, tile_for
+from .heuristics import Tile, row_tile, tile_for, working_scale
+from .structures import Rows, State
 
 
 @triton.jit
@@ -202,19 +203,16 @@ def embedding_gradient_kernel(
 
 
 def correlation_product(
-    unit_MC: Tensor,
-    correlation_RC: Tensor,
-    working_scale: float,
-    input_precision: str,
-    tile: Tile | None = None,
+    unit_MC: Tensor, correlation_RC: Tensor, *, input_precision: str, tile: Tile | None = None
 ) -> Tensor:
-    """See `ops.correlation_product`; `tile` is the table's unless given."""
+    """See `functional.correlation_product`; `tile` is the table's unless given."""
     rows, width = correlation_RC.shape
     images = unit_MC.shape[0]
     product_MR = torch.empty(images, rows, dtype=torch.float32, device=unit_MC.device)
     if not product_MR.numel():
         return product_MR
     is_working = correlation_RC.dtype != torch.float32
+    scale = working_scale(unit_MC.dtype, width)
     tile = tile or tile_for("product", unit_MC, input_precision)
     tiles = triton.cdiv(images, tile.rows) * triton.cdiv(rows, tile.columns)
     correlation_product_kernel[(tiles,)](
@@ -224,8 +222,8 @@ def correlation_product(
         images,
         rows,
         width,
-        working_scale,
-        1.0 / working_scale if unit_MC.dtype != torch.float32 else 1.0,
+        scale,
+        1.0 / scale,
         TRIANGLE=is_working and rows == width,
         PRECISION=input_precision,
         ROWS=tile.rows,
@@ -238,53 +236,40 @@ def correlation_product(
 
 
 def embedding_gradient(
-    product_MC: Tensor,
-    unit_MC: Tensor,
-    inverse_norm_M: Tensor,
-    target_KC: Tensor,
-    first_M: Tensor | None,
-    second_M: Tensor | None,
-    ratio_M: Tensor | None,
-    gradient_MC: Tensor,
-    nonfinite: Tensor | None,
-    skip: Tensor | None,
-    updates: Tensor | None,
-    ticket: Tensor | None,
-    balance: float,
-    scale: float,
+    product_MC: Tensor, rows: Rows, state: State, *, gradient_MC: Tensor, balance: float, scale: float
 ) -> Tensor:
-    """See `ops.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
-    rows, width = unit_MC.shape
-    rows_2M = torch.empty(2, rows, dtype=torch.float32, device=unit_MC.device)
-    terms = torch.empty(5, dtype=torch.float32, device=unit_MC.device)
-    ticket = torch.zeros((), dtype=torch.int32, device=unit_MC.device) if ticket is None else ticket
-    tile = row_tile(width, arrays=3)
-    embedding_gradient_kernel[(rows,)](
+    """See `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
+    device, (M, C) = product_MC.device, product_MC.shape
+    rows_2M = torch.empty(2, M, dtype=torch.float32, device=device)
+    terms = torch.empty(5, dtype=torch.float32, device=device)
+    ticket = torch.zeros((), dtype=torch.int32, device=device) if state.ticket is None else state.ticket
+    tile = row_tile(C, arrays=3)
+    embedding_gradient_kernel[(M,)](
         product_MC,
-        unit_MC,
-        inverse_norm_M,
-        target_KC,
-        first_M,
-        second_M,
-        ratio_M,
+        rows.unit,
+        rows.inverse_norm,
+        rows.target,
+        rows.first,
+        rows.second,
+        rows.ratio,
         gradient_MC,
         rows_2M[0],
         rows_2M[1],
         terms,
-        nonfinite,
-        skip,
-        updates,
+        state.nonfinite,
+        state.skip,
+        state.updates,
         ticket,
-        rows,
-        width,
-        0 if nonfinite is None else nonfinite.numel(),
-        0 if skip is None else skip.numel(),
+        M,
+        C,
+        0 if state.nonfinite is None else state.nonfinite.numel(),
+        0 if state.skip is None else state.skip.numel(),
         balance,
         scale,
-        WHOLE_ROW=tile.block >= width,
+        WHOLE_ROW=tile.block >= C,
         BLOCK=tile.block,
         num_warps=tile.warps,
     )
-    if updates is not None:
-        torch.autograd.graph.increment_version([updates])
+    if state.updates is not None:
+        torch.autograd.graph.increment_version([state.updates])
     return terms

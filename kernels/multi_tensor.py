@@ -68,7 +68,7 @@ def lerp_kernel(p_chunks, p_addresses, p_skip, weight, BLOCK: tl.constexpr):
         lerp_block(p_target, p_online, o, o < last, weight)
 
 
-def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], weight: float, skip: Tensor) -> None:
+def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], *, weight: float, skip: Tensor) -> None:
     """target ← target + weight · (online − target), in place in one launch; bitwise unchanged where `skip` is not 0.
 
     Args:

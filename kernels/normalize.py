@@ -46,9 +46,9 @@ def unit_embeddings_kernel(
 
 
 def unit_embeddings(
-    views: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tensor, smallest_norm: float
+    views: Sequence[Tensor], *, dtype: torch.dtype, nonfinite: Tensor, smallest_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.unit_embeddings`."""
+    """See `functional.unit_embeddings`."""
     images, width = views[0].shape
     if width > MAX_WIDTH:
         raise ValueError(f"width {width} exceeds the Triton kernels' {MAX_WIDTH} channels; set UNIGRAD_KERNELS=torch")

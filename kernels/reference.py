@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from .heuristics import working_scale
+from .structures import Correlation, Rows, State
 
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
 PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
 CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
 
-def unit_embeddings(views: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
-    """See `ops.unit_embeddings`."""
+def unit_embeddings(views: Sequence[Tensor], *, dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+    """See `functional.unit_embeddings`."""
     images, width = views[0].shape
     exact = torch.float64 if torch.float64 in (dtype, *(view.dtype for view in views)) else torch.float32
     unit_MC = torch.empty(len(views) * images, width, dtype=dtype, device=views[0].device)
@@ -63,36 +64,36 @@ def _scaled(row_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def update_correlation_(
-    correlation_RC: Tensor,
+    correlation: Correlation,
     unit_MC: Tensor,
+    *,
     decay: Tensor,
     count: Tensor,
-    skip: Tensor | None,
-    updates: Tensor | None,
-    first_row: int,
-    working_RC: Tensor | None,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
 ) -> None:
-    """See `ops.update_correlation_`.
+    """See `functional.update_correlation_`.
 
     Of a whole F only the upper triangle is computed, panel by panel, and then mirrored: half the arithmetic, F equal
     to Fᵀ bit for bit, and no temporary larger than one panel. The host reads the scalars.
     """
     if skip is not None and skip.any():
         return
-    rows, width = correlation_RC.shape
-    unit_MC = unit_MC.to(correlation_RC.dtype)
+    matrix_RC, whole = correlation.matrix, correlation.is_whole
+    rows = matrix_RC.shape[0]
+    unit_MC = unit_MC.to(matrix_RC.dtype)
     rho = 0.0 if updates is not None and updates == 0 else decay.item()
     weight = (1.0 - rho) / count.item()
     for first in range(0, rows, PANEL_ROWS):
         last = min(first + PANEL_ROWS, rows)
-        start = first if rows == width else 0
-        panel = correlation_RC[first:last, start:]
-        left_MP = unit_MC[:, first_row + first : first_row + last]
+        start = first if whole else 0
+        panel = matrix_RC[first:last, start:]
+        left_MP = unit_MC[:, correlation.first_row + first : correlation.first_row + last]
         panel.addmm_(left_MP.T, unit_MC[:, start:], beta=rho, alpha=weight)
-        if rows == width:
-            _mirror_panel_(correlation_RC, first, last)
-    if working_RC is not None:
-        round_into_(working_RC, correlation_RC)
+        if whole:
+            _mirror_panel_(matrix_RC, first, last)
+    if correlation.working is not None:
+        round_into_(correlation.working, matrix_RC)
 
 
 def mirror_(correlation_CC: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _mirror_panel_(correlation_CC: Tensor, first: int, last: int) -> None:
 
 
 def correlation_product(unit_MC: Tensor, correlation_RC: Tensor) -> Tensor:
-    """See `ops.correlation_product`."""
+    """See `functional.correlation_product`."""
     exact = torch.promote_types(unit_MC.dtype, torch.float32)
     with torch.autocast(unit_MC.device.type, enabled=False):
         if correlation_RC.dtype in (torch.float32, torch.float64):
@@ -128,45 +129,44 @@ def correlation_product(unit_MC: Tensor, correlation_RC: Tensor) -> Tensor:
 
 
 def embedding_gradient(
-    product_MC: Tensor,
-    unit_MC: Tensor,
-    inverse_norm_M: Tensor,
-    target_KC: Tensor,
-    first_M: Tensor | None,
-    second_M: Tensor | None,
-    ratio_M: Tensor | None,
-    gradient_MC: Tensor,
-    nonfinite: Tensor | None,
-    skip: Tensor | None,
-    updates: Tensor | None,
-    balance: float,
-    scale: float,
+    product_MC: Tensor, rows: Rows, state: State, *, gradient_MC: Tensor, balance: float, scale: float
 ) -> Tensor:
-    """See `ops.embedding_gradient`; `product_MC` is overwritten, `gradient_MC` is written and may be `product_MC`."""
-    rows, width = unit_MC.shape
+    """See `functional.embedding_gradient`.
+
+    `product_MC` is overwritten, `gradient_MC` is written and may be `product_MC`.
+    """
     exact = product_MC.dtype
-    cosine_M, negative_M = (product_MC.new_empty(rows) for _ in range(2))
-    for chunk in _cached_rows(rows, width):
-        step_MC, row_MC = product_MC[chunk], unit_MC[chunk].to(exact)
-        positive_MC = (target_KC[chunk] if first_M is None else target_KC.index_select(0, first_M[chunk])).to(exact)
-        if second_M is not None:
-            second_MC = target_KC.index_select(0, second_M[chunk]).to(exact)
-            positive_MC = torch.lerp(second_MC, positive_MC, ratio_M[chunk].to(exact).unsqueeze(-1))
+    count, width = product_MC.shape
+    cosine_M, negative_M = (product_MC.new_empty(count) for _ in range(2))
+    for chunk in _cached_rows(count, width):
+        step_MC, row_MC = product_MC[chunk], rows.unit[chunk].to(exact)
+        positive_MC = _positives(rows, chunk, exact)
         terms_MC = row_MC * positive_MC
         cosine_M[chunk] = terms_MC.sum(dim=-1)
         negative_M[chunk] = torch.mul(row_MC, step_MC, out=terms_MC).sum(dim=-1)
-        factor_M1 = (inverse_norm_M[chunk] * scale).unsqueeze(-1)
+        factor_M1 = (rows.inverse_norm[chunk] * scale).unsqueeze(-1)
         along_M1 = (balance * negative_M[chunk] - cosine_M[chunk]).unsqueeze(-1)
         step_MC.mul_(balance * factor_M1).addcmul_(positive_MC, factor_M1, value=-1.0)
         step_MC.addcmul_(row_MC, along_M1 * factor_M1, value=-1.0)
         if gradient_MC is not product_MC:
             gradient_MC[chunk] = step_MC
-    if updates is not None:
-        updates += 1 if skip is None else (~skip.any()).to(updates.dtype)
+    if state.updates is not None:
+        state.updates.add_(1 if state.skip is None else (~state.skip.any()).to(state.updates.dtype))
     cosine, negative = cosine_M.sum() * scale, negative_M.sum() * scale
-    flag = cosine.new_zeros(()) if nonfinite is None else nonfinite.any().to(cosine.dtype)
+    flag = cosine.new_zeros(()) if state.nonfinite is None else state.nonfinite.any().to(cosine.dtype)
     objective, surrogate = balance / 2 * negative - cosine, balance * negative - cosine
     return torch.stack([objective, cosine, negative, surrogate, flag])
+
+
+def _positives(rows: Rows, chunk: slice, exact: torch.dtype) -> Tensor:
+    """m⁺ of some rows."""
+    if rows.first is None:
+        return rows.target[chunk].to(exact)
+    first_MC = rows.target.index_select(0, rows.first[chunk]).to(exact)
+    if rows.second is None:
+        return first_MC
+    second_MC = rows.target.index_select(0, rows.second[chunk]).to(exact)
+    return torch.lerp(second_MC, first_MC, rows.ratio[chunk].to(exact).unsqueeze(-1))
 
 
 def effective_rank(correlation_CC: Tensor) -> Tensor:

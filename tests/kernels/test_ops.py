@@ -16,7 +16,7 @@ from unigrad_fast.kernels import (
     unit_embeddings,
     update_correlation_,
 )
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 
 OPERATORS = torch.ops.unigrad_fast
 IMAGES, WIDTH = 5, 24

@@ -43,7 +43,7 @@ def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
 
 def _kernels(device: torch.device) -> Finding:
     from unigrad_fast.kernels import heuristics
-    from unigrad_fast.kernels.ops import use_triton
+    from unigrad_fast.kernels.dispatch import use_triton
 
     try:
         found = f"Triton, tiles of sm_{heuristics.architecture_of(device)}" if use_triton(device) else "plain torch"

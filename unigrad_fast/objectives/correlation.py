@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import mirror_, round_into_, update_correlation_
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 
 
 def require_no_capture(what: str) -> None:
@@ -78,7 +78,7 @@ class MovingCorrelation(nn.Module):
                 self._is_current = True
         return self._working
 
-    def update_(self, unit_MC: Tensor, decay: Tensor, count: Tensor, skip: Tensor) -> None:
+    def update_(self, unit_MC: Tensor, *, decay: Tensor, count: Tensor, skip: Tensor) -> None:
         """Take in the unit embeddings of all ranks; `updates` is counted by whoever computes the gradient.
 
         Args:

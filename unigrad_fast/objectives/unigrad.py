@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, effective_rank, unigrad_gradient, unit_embeddings
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
 
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
@@ -159,7 +159,7 @@ class UniGrad(nn.Module):
         unit_dtype, product_dtype = self._dtypes([*online, *target])
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             nonfinite = torch.empty(rows + 2 * images, dtype=torch.int32, device=device)
-            all_MC, inverse_norm_M = unit_embeddings([*online, *target], unit_dtype, nonfinite)
+            all_MC, inverse_norm_M = unit_embeddings([*online, *target], dtype=unit_dtype, nonfinite=nonfinite)
             unit_MC, target_MC = all_MC[:rows], all_MC[rows:]
             operand = self.average.operand(unit_MC, product_dtype)
             layout = self._layout(len(online), images, unit_MC)
@@ -170,13 +170,13 @@ class UniGrad(nn.Module):
             skip = target_flags if from_target else flags
             counts = self.training and images > 0
             if counts:
-                self.average.update_(source_MC, layout.decay, layout.count, skip)
+                self.average.update_(source_MC, decay=layout.decay, count=layout.count, skip=skip)
             first, second, ratio = self._positives(layout, mix, images)
             gradient_MC, terms = unigrad_gradient(
-                unit_MC,
-                inverse_norm_M[:rows],
-                target_MC,
-                operand,
+                unit_MC=unit_MC,
+                inverse_norm_M=inverse_norm_M[:rows],
+                target_KC=target_MC,
+                correlation=operand,
                 balance=self.balance,
                 scale=1.0 / max(1, rows),
                 first=first,
@@ -187,7 +187,7 @@ class UniGrad(nn.Module):
                 updates=self.average.updates if counts else None,
                 ticket=layout.ticket,
             )
-        loss = attach_gradient(terms, gradient_MC, online)
+        loss = attach_gradient(terms, gradient_MC, embeddings=online)
         metrics = {name: terms[number] for number, name in enumerate(TERMS)}
         return ObjectiveOutput(loss, metrics, terms[len(TERMS)], unit_MC[: 2 * images])
 

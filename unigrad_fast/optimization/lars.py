@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 
 Tensors: TypeAlias = "list[Tensor] | tuple[Tensor, ...]"
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 
 
 def make_target(online: nn.Module) -> nn.Module:
@@ -31,7 +31,8 @@ def update_target_(target: nn.Module, online: nn.Module, momentum: float, skip: 
 
         fused, parameters = multi_tensor.split(parameters)
         if fused:
-            multi_tensor.lerp_(*zip(*fused, strict=True), 1.0 - momentum, skip)
+            targets, onlines = zip(*fused, strict=True)
+            multi_tensor.lerp_(targets, onlines, weight=1.0 - momentum, skip=skip)
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
         weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
-from unigrad_fast.kernels.ops import use_triton
+from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum

@@ -1,0 +1,47 @@
+"""The autograd function of a loss whose gradient was computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class _KnownGradient(Function):
+    @staticmethod
+    def forward(ctx, terms: Tensor, gradient_MC: Tensor, *embeddings: Tensor) -> Tensor:
+        ctx.dtypes = [embedding.dtype for embedding in embeddings]
+        ctx.save_for_backward(gradient_MC)
+        # A view saves a launch. Compiled code confuses it with the caller's other views of the terms.
+        return terms[0].clone() if torch.compiler.is_compiling() else terms[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        (gradient_MC,) = ctx.saved_tensors
+        # Multiplied before it is rounded: a scale of the loss is there to lift gradients into fp16's range.
+        dtype = ctx.dtypes[0] if len(set(ctx.dtypes)) == 1 else gradient_MC.dtype
+        scaled_MC = torch.empty_like(gradient_MC, dtype=dtype)
+        torch.mul(gradient_MC, grad_output.to(gradient_MC.dtype), out=scaled_MC)
+        views = scaled_MC.chunk(len(ctx.dtypes))
+        return None, None, *(view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True))
+
+
+def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
+    """Give a loss the gradient that was computed with it.
+
+    UniGrad's gradient holds F constant and is not the derivative of a program that happens to compute the loss,
+    so it is handed to autograd as it is.
+
+    Args:
+        terms: the loss that is reported, and whatever else, as `unigrad_gradient` returns them.
+        gradient_MC: [V·N, C], dloss/dembedding of all views.
+        embeddings: V tensors [N, C] that the loss depends on.
+
+    Returns:
+        The loss, a scalar; its backward gives each embedding its gradient times `grad_output`, in its dtype.
+    """
+    return _KnownGradient.apply(terms, gradient_MC, *embeddings)

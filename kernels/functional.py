@@ -1,0 +1,210 @@
+"""UniGrad's arithmetic as functions: arguments are checked, defaults filled in, and an operator of `ops` called.
+
+Shape suffixes: V views, N images, M = V·N rows, C embedding width, K rows of targets, R rows of F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .dispatch import exact_dtype
+from .ops import OPERATORS
+
+
+def unit_embeddings(
+    embeddings: Tensor | Sequence[Tensor], dtype: torch.dtype | None = None, nonfinite: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """ℓ2-normalise embeddings row by row: u = z / max(‖z‖, 1e-12).
+
+    Args:
+        embeddings: one tensor or V views, each [N, C], any floating dtypes and strides.
+        dtype: of the unit embeddings; None is fp32, float64 where an embedding is float64.
+        nonfinite: int32 [V·N], written: 1 for a row that holds a NaN or an infinity, else 0.
+
+    Returns:
+        The unit embeddings [V·N, C] and the inverse norms [V·N], fp32 (float64 for float64). A row of zeros and a
+        non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
+
+    Raises:
+        ValueError: views of different shapes, not [N, C], not floating; `nonfinite` that does not fit; with its values.
+    """
+    views = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
+    checks.require_views(views)
+    dtype = dtype or exact_dtype(*views)
+    checks.require_dtype("unit embeddings", dtype)
+    rows = len(views) * views[0].shape[0]
+    if nonfinite is None:
+        nonfinite = views[0].new_empty(rows, dtype=torch.int32)
+    checks.require_row_flags(nonfinite, rows, views[0].device)
+    return OPERATORS.unit_embeddings(views=[view.detach() for view in views], dtype=dtype, nonfinite=nonfinite)
+
+
+def update_correlation_(
+    correlation: Tensor,
+    unit_MC: Tensor,
+    *,
+    decay: Tensor | float,
+    count: Tensor | float,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
+    first_row: int = 0,
+    working: Tensor | None = None,
+    input_precision: str | None = None,
+) -> Tensor:
+    """Move the correlation towards this batch's, in place: F ← ρ·F + (1−ρ)/count · Σ mᵀm.
+
+    Whole F (as many rows as columns) is taken to be symmetric, only its upper triangle is read, and it stays equal to
+    Fᵀ bit for bit. With `working` only its upper triangle is sure to be kept up, which is what `correlation_product`
+    reads; `mirror_` fills the rest.
+
+    Args:
+        correlation: F, [C, C] and symmetric, or some of its rows [R, C]; fp32, or float64 with float64 units.
+        unit_MC: [M, C] unit embeddings.
+        decay: ρ, a number or an fp32 scalar on the device; 0 makes F this batch's correlation.
+        count: rows over all ranks (2·N·W for two global views), a number or an fp32 scalar on the device.
+        skip: int32, any shape; where one of them is not 0, F stays bitwise as it is.
+        updates: int64 scalar, how many batches F has taken; where it is 0, ρ is 0. It is only read here:
+            `unigrad_gradient` counts it, and without that ρ stays 0.
+        first_row: which row of F the first of `correlation` is.
+        working: bf16 or fp16, shaped as `correlation`; written: F times `working_scale`, for the product.
+        input_precision: how Triton multiplies fp32 units: "ieee", "tf32x3" or "tf32"; None is torch's setting.
+
+    Returns:
+        `correlation`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, with their values.
+    """
+    checks.require_correlation(correlation, first_row=first_row, working=working)
+    checks.require_batch(unit_MC, correlation, decay=decay, count=count)
+    checks.require_state(correlation.device, skip=skip, updates=updates)
+    checks.require_precision(input_precision)
+    OPERATORS.update_correlation_(
+        correlation=correlation,
+        unit=unit_MC,
+        decay=_scalar(decay, correlation),
+        count=_scalar(count, correlation),
+        skip=skip,
+        updates=updates,
+        first_row=first_row,
+        working=working,
+        input_precision=input_precision,
+    )
+    return correlation
+
+
+def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: str | None = None) -> Tensor:
+    """u·F, or with some rows of F the columns of u·F that are theirs.
+
+    Args:
+        unit_MC: [M, C] unit embeddings.
+        correlation: F as `update_correlation_` keeps it, [C, C] or [R, C]: F itself or its working copy.
+        input_precision: as in `update_correlation_`.
+
+    Returns:
+        [M, R], fp32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, with their values.
+    """
+    checks.require_units(unit_MC)
+    checks.require_factor(correlation, unit_MC, rows=None)
+    checks.require_precision(input_precision)
+    return OPERATORS.correlation_product(unit=unit_MC, correlation=correlation, input_precision=input_precision)
+
+
+def embedding_gradient(
+    product_MC: Tensor,
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    *,
+    balance: float,
+    scale: float,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    ratio: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    nonfinite: Tensor | None = None,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
+    ticket: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """UniGrad's gradient with respect to the embeddings, from u·F, and the terms of the objective.
+
+    Args:
+        product_MC: [M, C] u·F.
+        unit_MC: [M, C] unit embeddings of the online branch.
+        inverse_norm_M: [M] 1/‖z‖, as `unit_embeddings` returns it.
+        target_KC: [K, C] unit embeddings of the target branch.
+        balance: λ.
+        scale: weight of one row in the loss, 1/(N·V).
+        first, second, ratio: [M] int64, int64 and floating: the positive of row i is
+            ratio[i]·target[first[i]] + (1−ratio[i])·target[second[i]]. Without `second` it is target[first[i]],
+            without `first` target[i]. Numbers are not checked: on a GPU that would make the host wait.
+        dtype: of the gradient; None is that of `product_MC`.
+        nonfinite: int32, any shape: reported in the terms.
+        skip, updates: as in `update_correlation_`, after which `updates` is counted here.
+        ticket: int32 scalar that is 0, and 0 again afterwards; None makes one. No two streams may share one.
+
+    Returns:
+        dz [M, C], and [5] fp32 (float64 for float64), each summed over rows and times `scale`:
+        L = −u·m⁺ + (λ/2)·u·F·uᵀ, the positive cosine u·m⁺, the negative term u·F·uᵀ, u·g (what the authors' code
+        reports), and 1 where any of `nonfinite` is not 0.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, with their values.
+    """
+    dtype = dtype or exact_dtype(unit_MC)
+    rows = {"inverse_norm": inverse_norm_M, "target": target_KC, "first": first, "second": second, "ratio": ratio}
+    state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
+    checks.require_units(unit_MC)
+    checks.require_product(product_MC, unit_MC)
+    checks.require_rows(unit_MC, **rows, dtype=dtype)
+    checks.require_state(unit_MC.device, **state)
+    return OPERATORS.embedding_gradient(
+        product=product_MC, unit=unit_MC, **rows, **state, balance=balance, scale=scale, dtype=dtype
+    )
+
+
+def unigrad_gradient(
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    correlation: Tensor,
+    *,
+    balance: float,
+    scale: float,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    ratio: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    nonfinite: Tensor | None = None,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
+    ticket: Tensor | None = None,
+    input_precision: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`embedding_gradient` of `correlation_product`, without a copy of the product.
+
+    Args, returns and raises: theirs, with `correlation` whole. The paper, section "UniGrad": g = −m⁺ + λ·u·F,
+    dz = (g − u·(u·g)) / ‖z‖ · scale.
+    """
+    dtype = dtype or exact_dtype(unit_MC)
+    rows = {"inverse_norm": inverse_norm_M, "target": target_KC, "first": first, "second": second, "ratio": ratio}
+    state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
+    checks.require_units(unit_MC)
+    checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])
+    checks.require_rows(unit_MC, **rows, dtype=dtype)
+    checks.require_state(unit_MC.device, **state)
+    checks.require_precision(input_precision)
+    settings = {"balance": balance, "scale": scale, "dtype": dtype, "input_precision": input_precision}
+    return OPERATORS.unigrad_gradient(unit=unit_MC, correlation=correlation, **rows, **state, **settings)
+
+
+def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
