@@ -6,6 +6,7 @@ Shape suffixes: V views, N images, M = V·N rows, C embedding width, K rows of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +161,13 @@ def embedding_gradient(
         ValueError: shapes or dtypes that do not fit, with their values.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows = {"inverse_norm": inverse_norm_M, "target": target_KC, "first": first, "second": second, "ratio": ratio}
+    rows: dict[str, Any] = {
+        "inverse_norm": inverse_norm_M,
+        "target": target_KC,
+        "first": first,
+        "second": second,
+        "ratio": ratio,
+    }
     state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
     checks.require_units(unit_MC)
     checks.require_product(product_MC, unit_MC)
@@ -195,7 +202,13 @@ def unigrad_gradient(
     dz = (g − u·(u·g)) / ‖z‖ · scale.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows = {"inverse_norm": inverse_norm_M, "target": target_KC, "first": first, "second": second, "ratio": ratio}
+    rows: dict[str, Any] = {
+        "inverse_norm": inverse_norm_M,
+        "target": target_KC,
+        "first": first,
+        "second": second,
+        "ratio": ratio,
+    }
     state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
     checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])

@@ -30,10 +30,10 @@ def use_the_objective() -> None:
 
 def use_the_kernels() -> None:
     correlation = torch.zeros(8, 8)
-    unit, inverse_norm = unit_embeddings([torch.randn(4, 8), torch.randn(4, 8)])
+    unit, inverse_norm = unit_embeddings([torch.randn(3, 8), torch.randn(3, 8)])
     assert_type(inverse_norm, Tensor)
-    update_correlation_(correlation, unit, decay=0.99, count=8)
-    gradient, terms = unigrad_gradient(unit, inverse_norm, correlation, unit, balance=100.0, scale=1 / 8)
+    update_correlation_(correlation, unit, decay=0.99, count=6)
+    gradient, terms = unigrad_gradient(unit, inverse_norm, unit, correlation, balance=100.0, scale=1 / 6)
     assert_type(gradient, Tensor)
     assert_type(terms, Tensor)
 
