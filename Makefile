@@ -11,7 +11,7 @@ BIN := .venv/bin
 OUTPUT ?= bench-results
 READY := .venv/ready
 
-.PHONY: help quickstart test test-quick test-slow bench bench-compare lint
+.PHONY: help quickstart test test-quick coverage test-slow bench bench-compare lint
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test         the tests, but the slow ones"
 	@echo "make test-quick   those that start no processes, in a minute and a half"
 	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
+	@echo "make coverage     the lines that make test reaches"
 	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
 	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
 	@echo "make lint         Ruff, and mypy on the public interface"
@@ -41,6 +42,10 @@ test: $(READY)
 
 test-quick: $(READY)
 	@$(PYTEST) $(TWO) --quick -q $(TESTS)
+
+# Lines that the tests reach, in processes that they start too; takes some minutes longer than they do.
+coverage: $(READY)
+	@$(PYTEST) $(TWO) --cov --cov-report term:skip-covered $(TESTS)
 
 test-slow: $(READY)
 	@$(PYTEST) -m slow --slow-results tests/slow-results.md

@@ -62,6 +62,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-cov>=6",
             "pytest-xdist>=3.6",
             "pytest-benchmark>=5.3",
             "hypothesis>=6.100",
