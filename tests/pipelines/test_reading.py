@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from unigrad_fast.pipelines import DataError, Loader, Manifest
+from unigrad_fast.pipelines.reading.attempts import Reading, Turn
 from unigrad_fast.pipelines.reading.damage import Damaged
 from unigrad_fast.pipelines.reading.replacement import BLANK, substitute
 from unigrad_fast.pipelines.reading.source import THREADS, Source
-from unigrad_fast.pipelines.reading.step import Reading, Turn
 
 COUNT = 40
 

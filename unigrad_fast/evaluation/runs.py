@@ -18,7 +18,7 @@ from unigrad_fast.config import Config, resolve
 from unigrad_fast.evaluation import linear
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
-from unigrad_fast.evaluation.probe import KNNProbe
+from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation.probe import KNNProbe
+from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group

@@ -15,7 +15,7 @@ from torch import nn
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import KNNResult
 from unigrad_fast.evaluation.baselines import BASELINES
-from unigrad_fast.evaluation.probe import KNNProbe
+from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.process_group import World
