@@ -37,7 +37,7 @@ class Turn:
             if image is None:
                 return -1, BLANK
             self.image, self.began = image, time.monotonic()
-            data, why = candidates.read(reading.attempts, image)
+            data, why = candidates.read(reading.step, image)
             if why is None:
                 return image, np.frombuffer(data, np.uint8)
             if not self.fail(why):
@@ -54,7 +54,7 @@ class Turn:
             if reading.turns[self.place] is not self:
                 return False
             path = self.candidates.manifest.path(self.image)
-            reading.failures.append(Failure(reading.attempts, self.image, path, why))
+            reading.failures.append(Failure(reading.step, self.image, path, why))
             self.attempt, self.why, self.began = self.attempt + 1, why, None
         return True
 

@@ -70,7 +70,7 @@ class Source:
         while stalled := reading.wait(self.timeout, self._threads, self.stopped):
             for turn in stalled:
                 reading.stalls[turn.place] += 1
-                self.damaged.leave_out(turn.image, reading.attempts, turn.why)
+                self.damaged.leave_out(turn.image, reading.step, turn.why)
                 if reading.stalls[turn.place] == STALLS:
                     raise DataError(
                         f"{self.manifest.path(int(reading.asked[turn.place]))}: {STALLS} images in a row could not be "
@@ -82,4 +82,4 @@ class Source:
                 raise result
         index, data = zip(*reading.results, strict=True)
         failures = sorted(reading.failures, key=lambda failure: failure.image)
-        return Supply(reading.attempts, reading.epoch, reading.asked, np.array(index), list(data), failures)
+        return Supply(reading.step, reading.epoch, reading.asked, np.array(index), list(data), failures)
