@@ -41,7 +41,7 @@ test: $(READY)
 	@$(PYTEST) $(TWO) $(TESTS)
 
 test-quick: $(READY)
-	@$(PYTEST) $(TWO) --quick -q $(TESTS)
+	@$(PYTEST) $(TWO) --quick -q $(or $(TESTS),tests)
 
 # Lines that the tests reach, in processes that they start too; takes some minutes longer than they do.
 coverage: $(READY)

@@ -77,26 +77,30 @@ def _unpack(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-results", metavar="FILE", help="write results, commit and machine to FILE")
-    parser.addoption("--quick", action="store_true", help="skip tests that start processes")
+    parser.addoption("--quick", action="store_true", help="leave out what starts processes, compiles or takes long")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take long come last, the longest ones first."""
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     order = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST, start=1)}
     items.sort(key=lambda item: order.get(item.path, 0))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--quick`, skips what starts a process, as compilers do too."""
+    """With `--quick`, skips what starts a process or compiles."""
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--quick"):
 
             def refuse(*_: object, **__: object) -> None:
-                pytest.skip("starts a process")
+                pytest.skip("starts a process or compiles")
 
             patch.setattr(subprocess.Popen, "__init__", refuse)
             patch.setattr(BaseProcess, "start", refuse)
+            patch.setattr(torch, "compile", refuse)
         yield
 
 

@@ -348,6 +348,7 @@ def test_merge_takes_the_top_value_of_each_key(base, top):
     assert merge(nested(base), nested(top)) == nested({**base, **top})
 
 
+@pytest.mark.long
 @given(
     st.sampled_from(sorted(keys(Config))),
     st.text(string.printable, max_size=12) | st.floats() | st.none() | st.booleans() | flat_trees,

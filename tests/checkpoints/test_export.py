@@ -85,6 +85,7 @@ def executed(lines: list[str]) -> torch.nn.Module:
     return names["model"].eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backbone", "format"), [("resnet18", "torchvision"), ("resnet18", "safetensors"), ("resnet50", "torchvision")]
 )

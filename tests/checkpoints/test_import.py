@@ -94,6 +94,7 @@ def refused(capsys: pytest.CaptureFixture, file: Path, run: Path, *further: str)
     return error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_imported_backbones_compute_what_the_originals_compute(name, tmp_path):
     torch.save(checkpoint_of(state_of(name)), tmp_path / "checkpoint_99.pth.tar")

@@ -49,6 +49,7 @@ def examine(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, dict[s
     return status, rows, printed.err.splitlines()
 
 
+@pytest.mark.long
 def test_all_is_found_and_every_part_works(one_thread, capsys):
     status, rows, errors = examine(capsys)
     assert (status, errors) == (0, [])

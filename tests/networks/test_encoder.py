@@ -15,6 +15,7 @@ def settings(**changes) -> Model:
     return Model(**{"backbone": "resnet18", "projector": Projector(width=16), **changes})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "wide_resnet50_2"])
 def test_the_backbone_loads_strictly_into_torchvisions_model(name):
     backbone = build_backbone(name)

@@ -264,6 +264,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.long
 def test_memory_does_not_grow(manifest):
     def iterate(times):
         for _ in range(times):

@@ -16,6 +16,7 @@ from unigrad_fast.pipelines import Manifest, View, crops, graph, recipe
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 
+pytestmark = pytest.mark.long
 PLAIN = recipe("simsiam", jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0, flip_probability=0.0)[0]
 
 

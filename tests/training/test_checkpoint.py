@@ -385,6 +385,7 @@ def touched(folder: Path) -> float:
     return peak() - before
 
 
+@pytest.mark.long
 def test_loading_holds_less_than_half_a_gib_beside_the_destination(workers, tmp_path):
     folder = write_weights(tmp_path, {"weight": torch.ones(3 << 27)}, 1, 1.0, {})
     (rise,) = workers(1).run(touched, folder)
