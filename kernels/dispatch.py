@@ -60,3 +60,8 @@ def float32_precision() -> str:
 def on_device_of(tensor: Tensor) -> torch.cuda.device:
     """Makes the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def host_may_read(tensor: Tensor) -> bool:
+    """Whether reading a tensor's values makes nobody wait."""
+    return tensor.device.type == "cpu"

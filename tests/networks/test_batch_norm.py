@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from worker_group import WorkerError
 
-from unigrad_fast.networks.batch_norm import CPUSyncBatchNorm, convert, local_statistics
+from unigrad_fast.kernels.batch_norm_reference import statistics
+from unigrad_fast.networks import batch_norm
+from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
 
 SPLITS = {2: (6, 4), 3: (5, 1, 4)}  # rows of each rank
 
@@ -26,6 +29,12 @@ def network(dimensions: int, dtype: torch.dtype) -> nn.Module:
     return norm.to(dtype)
 
 
+def grouped(norm: nn.Module, groups: int = 1) -> nn.Module:
+    norm = copy.deepcopy(norm)
+    convert(norm).count = groups
+    return norm
+
+
 def run(norm: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """Two training steps; outputs and gradients of the second, and all state."""
     norm(x)
@@ -38,8 +47,7 @@ def run(norm: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 def on_each_rank(norm: nn.Module, x: Tensor, dy: Tensor, rows: tuple[int, ...]) -> dict[str, Tensor]:
     rank = dist.get_rank()
-    norm = convert(copy.deepcopy(norm), "cpu")
-    return run(norm, x.split(rows)[rank], dy.split(rows)[rank])
+    return run(grouped(norm), x.split(rows)[rank], dy.split(rows)[rank])
 
 
 def combine(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -89,15 +97,15 @@ def test_local_statistics_are_exact_far_from_zero(channels_last):
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
-    count, own_mean, squares = local_statistics(x)
-    assert count == 16 * 32 * 32
+    count, own_mean, squares = statistics(x, groups=1)[0]
+    assert (count == 16 * 32 * 32).all()
     torch.testing.assert_close(own_mean, mean, rtol=1e-10, atol=0)
     torch.testing.assert_close(squares / count, variance, rtol=5e-6, atol=0)
 
 
 def autocast_step(norm: nn.Module, x: Tensor, dy: Tensor) -> dict:
     rank, rows = dist.get_rank(), 5
-    norm = convert(copy.deepcopy(norm), "cpu")
+    norm = grouped(norm)
     x = x.split(rows)[rank].contiguous(memory_format=torch.channels_last).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = norm(x)
@@ -130,7 +138,7 @@ def test_bf16_input_under_autocast_keeps_dtype_layout_and_fp32_statistics(worker
 
 
 def forward(norm: nn.Module, x: Tensor) -> tuple[Tensor, dict]:
-    norm = convert(norm, "cpu")
+    norm = grouped(norm)
     y = norm(x[dist.get_rank()])
     return y.detach(), norm.state_dict()
 
@@ -169,7 +177,7 @@ def test_options_mean_what_torch_says(workers, options):
 
 
 def in_place(norm: nn.Module, x: Tensor) -> Tensor:
-    norm = convert(norm, "cpu")
+    norm = grouped(norm)
     flat = torch.cat([norm.running_mean, norm.running_var])
     norm.running_mean, norm.running_var = flat[:5], flat[5:]
     norm(x[dist.get_rank()])
@@ -183,7 +191,7 @@ def test_running_buffers_may_be_views_of_the_callers_tensor(workers):
 
 
 def nan_on_one_rank(norm: nn.Module, x: Tensor) -> bool:
-    norm = convert(norm, "cpu")
+    norm = grouped(norm)
     x = x[dist.get_rank()]
     if dist.get_rank() == 1:
         x[0, 0] = float("nan")
@@ -195,25 +203,68 @@ def test_nan_reaches_its_channel_on_all_ranks_and_no_other(workers):
     assert all(workers(2).run(nan_on_one_rank, network(2, torch.float32), torch.randn(2, 4, 5)))
 
 
-def test_conversion_keeps_tensors_and_names():
+def test_conversion_keeps_modules_tensors_and_names():
     module = nn.Sequential(nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5), nn.Sequential(nn.BatchNorm1d(5)))
-    before = {name: value.data_ptr() for name, value in module.state_dict().items()}
+    norms, before = [module[1], module[2][0]], {name: value.data_ptr() for name, value in module.state_dict().items()}
     parameters = list(module.parameters())
-    converted = convert(module, "cpu")
-    assert {name: value.data_ptr() for name, value in converted.state_dict().items()} == before
-    assert all(mine is theirs for mine, theirs in zip(converted.parameters(), parameters, strict=True))
-    assert isinstance(converted[1], CPUSyncBatchNorm) and isinstance(converted[2][0], CPUSyncBatchNorm)
-    assert converted[1].num_batches_tracked is module[1].num_batches_tracked
-
-
-def test_conversion_on_cuda_is_torchs():
-    converted = convert(nn.Sequential(nn.BatchNorm2d(5)), "cuda")
-    assert type(converted[0]) is nn.SyncBatchNorm
+    groups = convert(module)
+    assert {name: value.data_ptr() for name, value in module.state_dict().items()} == before
+    assert all(mine is theirs for mine, theirs in zip(module.parameters(), parameters, strict=True))
+    assert [module[1], module[2][0]] == norms and all(type(norm) is GroupedBatchNorm for norm in norms)
+    assert all(norm.groups is groups for norm in norms)
 
 
 def test_single_process_is_torchs_batch_norm_bit_for_bit():
     norm = network(4, torch.float32)
     x, dy = torch.randn(2, 6, 5, 4, 4)
-    own = run(convert(copy.deepcopy(norm), "cpu"), x, dy)
+    own = run(grouped(norm), x, dy)
     for name, expected in run(norm, x, dy).items():
         assert torch.equal(own[name], expected), name
+
+
+def separately(norm: nn.Module, x: Tensor, dy: Tensor, groups: int) -> dict[str, Tensor]:
+    """`run` with each group by itself."""
+    norm = copy.deepcopy(norm)
+    for part in x.chunk(groups):
+        norm(part)
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    y = torch.cat([norm(part) for part in x.chunk(groups)])
+    y.backward(dy)
+    state = {name: value.clone() for name, value in norm.named_buffers()}
+    return {"y": y.detach(), "dx": x.grad, "dweight": norm.weight.grad, "dbias": norm.bias.grad, **state}
+
+
+def groups_on_each_rank(norm: nn.Module, x: Tensor, dy: Tensor, rows: tuple[int, ...], groups: int, alone: bool):
+    """Each rank has its rows of every group."""
+    with mock.patch.object(batch_norm, "is_alone", return_value=alone):
+        rank, size = dist.get_rank(), (groups, sum(rows))
+        own = [torch.cat([g.split(rows)[rank] for g in t.unflatten(0, size)]) for t in (x, dy)]
+        return run(grouped(norm, groups), *own)
+
+
+@pytest.mark.parametrize("rows", [(5,), (3, 2), (4, 1, 0)], ids=["1_rank", "2_ranks", "3_ranks"])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(5,), (5, 4, 3), (5, 1, 1)])
+def test_groups_that_pass_together_give_what_each_gives_alone(workers, rows, groups, shape):
+    norm = network(len(shape) + 1, torch.float64)
+    x, dy = torch.randn(2, groups * sum(rows), *shape, dtype=torch.float64)
+    x[:, 3] = 7.25  # a constant channel
+    expected = separately(norm, x, dy, groups)
+    results = workers(len(rows)).run(groups_on_each_rank, norm, x, dy, rows, groups, False)
+    for name in ("y", "dx"):
+        parts = [each[name].unflatten(0, (groups, -1)) for each in results if len(each[name])]
+        found = torch.cat(parts, dim=1).flatten(0, 1)
+        # A constant channel has a factor of 1/sqrt(eps), 316, on what rounding leaves of x - mean.
+        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-11, msg=name)
+    for name in ("dweight", "dbias"):
+        torch.testing.assert_close(sum(each[name] for each in results), expected[name], rtol=1e-12, atol=1e-11)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert all(torch.equal(each[name], results[0][name]) for each in results), f"{name} differs by rank"
+        torch.testing.assert_close(results[0][name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_one_process_takes_groups_one_by_one():
+    norm = network(4, torch.float32)
+    x, dy = torch.randn(2, 6, 5, 4, 4)
+    found, expected = run(grouped(norm, 3), x, dy), separately(norm, x, dy, 3)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

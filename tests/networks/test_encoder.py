@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torchvision
+from thin import thin
 from torch import nn
 
 from unigrad_fast.config import Model, Projector
@@ -77,3 +78,21 @@ def test_views_share_batch_statistics_by_group(statistics, groups):
     for group in groups:
         for number, expected in zip(group, joined(reference, [views[i] for i in group]), strict=True):
             torch.testing.assert_close(embeddings[number], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("statistics", ["auto", "per_view", "per_size"])
+def test_groups_of_one_size_may_pass_together(statistics):
+    """In float64, so that only the order of sums differs."""
+    views = [torch.randn(4, 3, size, size, dtype=torch.float64) for size in (32, 32, 16, 16, 16)]
+    found = []
+    for one_pass in (False, True):
+        with thin():
+            encoder = build_encoder(settings(batch_statistics=statistics, stem="small"), 0, CPU).double()
+        encoder.one_pass = one_pass
+        embeddings = encoder(views)
+        sum((e * (i + e.roll(1, 1))).sum() for i, e in enumerate(embeddings)).backward()
+        state = {**encoder.state_dict(), **{name: p.grad for name, p in encoder.named_parameters()}}
+        found.append({**state, "embeddings": torch.stack(embeddings)})
+    assert len(encoder._passes(views)) == 2
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-9, atol=1e-9, msg=name)

@@ -60,7 +60,8 @@ def batch_norm(scene: Scene) -> Callable[[], object]:
 
     from unigrad_fast.networks.batch_norm import convert
 
-    layer = convert(nn.BatchNorm1d(512), scene.world.device.type).to(scene.world.device)
+    layer = nn.BatchNorm1d(512).to(scene.world.device)
+    convert(layer)
     x = _random(scene, 512).requires_grad_()
 
     def work() -> None:

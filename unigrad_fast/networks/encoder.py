@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unigrad_fast import config
 from unigrad_fast.networks.batch_norm import convert
+from unigrad_fast.networks.residual import fuse
 from unigrad_fast.networks.small_convolution import use_small_convolutions
 
 
@@ -62,6 +63,9 @@ class Encoder(nn.Module):
 
     Batch statistics are taken per group of views: with "per_view" each view by itself, with "per_size" all views
     of one size together, with "auto" each of the two global views by itself and local crops of one size together.
+
+    Attributes:
+        one_pass: groups of one size pass together, their statistics separate all the same; otherwise one by one.
     """
 
     def __init__(self, settings: config.Model):
@@ -69,16 +73,32 @@ class Encoder(nn.Module):
         self.backbone = build_backbone(settings.backbone, settings.stem)
         self.projector = build_projector(self.backbone.feature_dim, settings.projector)
         self.batch_statistics = settings.batch_statistics
+        self.groups = convert(self, synchronised=settings.sync_batch_norm)
+        self.one_pass = False
+        fuse(self.backbone, self.projector)
 
     def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Views, each [N, 3, H, W] (sizes may differ), to their embeddings, each [N, C], in the same order."""
         embeddings: list[Tensor | None] = [None] * len(views)
-        for group in self._groups(views):
-            together = torch.cat([views[i] for i in group]) if len(group) > 1 else views[group[0]]
-            parts = self.projector(self.backbone(together)).chunk(len(group))
-            for i, part in zip(group, parts, strict=True):
+        for groups in self._passes(views):
+            numbers = [i for group in groups for i in group]
+            together = torch.cat([views[i] for i in numbers]) if len(numbers) > 1 else views[numbers[0]]
+            self.groups.count = len(groups)
+            parts = self.projector(self.backbone(together)).chunk(len(numbers))
+            for i, part in zip(numbers, parts, strict=True):
                 embeddings[i] = part
         return embeddings
+
+    def _passes(self, views: Sequence[Tensor]) -> list[list[list[int]]]:
+        """Groups that pass together: equally large ones of one size."""
+
+        def key(numbered: tuple[int, list[int]]):
+            number, group = numbered
+            together = (tuple(views[group[0]].shape), len(group))
+            return (*together, 0 if self.one_pass else number)
+
+        found = groupby(enumerate(self._groups(views)), key=key)
+        return [[group for _, group in groups] for _, groups in found]
 
     def _groups(self, views: Sequence[Tensor]) -> list[list[int]]:
         def key(i: int):
@@ -95,8 +115,7 @@ def build_encoder(settings: config.Model, seed: int, device: torch.device) -> En
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = Encoder(settings)
-    if settings.sync_batch_norm:
-        encoder = convert(encoder, device.type)
     if device.type == "cpu":
         use_small_convolutions(encoder)
+    encoder.one_pass = device.type == "cuda"
     return encoder.to(device).train()

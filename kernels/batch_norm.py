@@ -1,0 +1,587 @@
+"""Batch norm of several groups of images in one pass, fused with the addition and the ReLU that follow it.
+
+    statistics  n, mean and Σ (x − mean)² per group and channel: x is read once
+    settle      those of all ranks merged, running buffers moved: C numbers per rank and group
+    normalise   y = relu((x − mean)/σ · γ + β + residual): x and residual are read once, y is written once
+    sums        Σ dy' and Σ dy'·x̂ per group and channel: dy and x are read once
+    gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx and dy' are written once
+
+with x̂ = (x − mean)/σ, and dy' the part of dy that the ReLU lets through. Which that is follows from x without a
+residual; with one, a bit per element is kept.
+
+A tensor is its rows of channels, channels-last: row r of image i is a position of its feature map. Rows of a group are
+cut into chunks, one program for each and for a block of channels. What chunks find is merged by the program that takes
+the last ticket, in the order of the chunks: two runs are bitwise equal. Sums within a chunk are fp32 and relative to
+the chunk's first row, across chunks and ranks float64.
+
+Shape suffixes: G groups, R ranks, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD = 32  # bits of a word of the ReLU's mask
+MOST_CHUNKS = 256  # of a group, so that the last program is soon done with them
+PARTS = 16  # chunks that it merges at a time
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut: rows and columns of a tile, rows of a chunk, the grid (chunks, groups, blocks of channels)."""
+
+    rows: int
+    columns: int
+    chunk: int
+    grid: tuple[int, int, int]
+
+
+@functools.cache
+def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
+    """The cut of `rows` rows per group for about so many programs.
+
+    A thread has 8 neighbouring channels, 128 bits of bf16.
+    """
+    columns = min(128, max(WORD, triton.next_power_of_2(channels)))
+    tile_rows = 2048 // columns
+    blocks = triton.cdiv(channels, columns)
+    chunks = max(1, min(MOST_CHUNKS, programs // (groups * blocks), triton.cdiv(rows, tile_rows)))
+    chunk = triton.cdiv(triton.cdiv(rows, chunks), tile_rows) * tile_rows
+    return Cut(tile_rows, columns, chunk, (triton.cdiv(rows, chunk), groups, blocks))
+
+
+@triton.jit
+def place(rows, chunk, C, COLUMNS: tl.constexpr):
+    """This program's group, channels, which of them exist, and the first row of its chunk and the one after its last."""
+    o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0) * chunk
+    return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
+
+
+@triton.jit
+def per_channel(p, o_C, m_C, otherwise):
+    """[COLUMNS] of a parameter in fp32; `otherwise` where there is none."""
+    if p is None:
+        return tl.zeros_like(o_C).to(tl.float32) + otherwise
+    return tl.load(p + o_C, mask=m_C, other=0).to(tl.float32)
+
+
+@triton.jit
+def factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps):
+    """mean, 1/σ, γ and β of a group's channels, each [COLUMNS]."""
+    b_mean = tl.load(p_mean + group * C + o_C, mask=m_C, other=0)
+    b_inverse = tl.rsqrt(tl.load(p_variance + group * C + o_C, mask=m_C, other=1) + eps)
+    return b_mean, b_inverse, per_channel(p_weight, o_C, m_C, 1.0), per_channel(p_bias, o_C, m_C, 0.0)
+
+
+@triton.jit
+def is_last(p_ticket, programs):
+    """Whether all of the programs that share a ticket have been here; what they stored before can then be read."""
+    tl.debug_barrier()
+    last = tl.atomic_add(p_ticket, 1) == programs - 1
+    if last:
+        tl.store(p_ticket, 0)
+    return last
+
+
+@triton.jit
+def statistics_kernel(
+    p_x, p_parts, p_statistics, p_tickets, rows, chunk, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    p_group = p_x + group.to(tl.int64) * rows * C
+    b_shift = tl.load(p_group + first.to(tl.int64) * C + o_C, mask=m_C, other=0).to(tl.float32)  # [COLUMNS]
+    b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    b_square = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, ROWS):
+        o_R = start + tl.arange(0, ROWS)
+        m = (o_R < last)[:, None] & m_C[None, :]
+        o = o_R.to(tl.int64)[:, None] * C + o_C[None, :]
+        b_x = tl.load(p_group + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_x = tl.where(m, b_x - b_shift[None, :], 0.0)
+        b_sum += b_x
+        b_square += b_x * b_x
+    count = (last - first).to(tl.float64)
+    b_total = tl.sum(b_sum, 0).to(tl.float64)
+    chunks = tl.num_programs(0)
+    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
+    tl.store(p_part, b_shift.to(tl.float64) + b_total / count, mask=m_C)
+    tl.store(p_part + C, tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count, mask=m_C)
+
+    if is_last(p_tickets + group * tl.num_programs(2) + tl.program_id(2), chunks):
+        p_part = p_parts + group * chunks * 2 * C + o_C
+        b_pivot = tl.load(p_part, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+        b_mean = tl.zeros([PARTS, COLUMNS], tl.float64)
+        b_squares = tl.zeros([PARTS, COLUMNS], tl.float64)
+        for start in range(0, chunks, PARTS):
+            o_P = start + tl.arange(0, PARTS)
+            m = (o_P < chunks)[:, None] & m_C[None, :]
+            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
+            b_count = (tl.minimum((o_P + 1) * chunk, rows) - o_P * chunk).to(tl.float64)[:, None]
+            b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
+            b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+            b_mean += tl.where(m, b_count * b_difference, 0.0)
+            b_squares += tl.where(m, b_within + b_count * b_difference * b_difference, 0.0)
+        b_shifted = tl.sum(b_mean, 0)
+        all_rows = rows.to(tl.float64)
+        b_all = tl.sum(b_squares, 0) - b_shifted * b_shifted / all_rows
+        p_out = p_statistics + group * 3 * C + o_C
+        tl.store(p_out, tl.zeros_like(b_pivot) + all_rows, mask=m_C)
+        tl.store(p_out + C, b_pivot + b_shifted / all_rows, mask=m_C)
+        tl.store(p_out + 2 * C, tl.maximum(b_all, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=m_C)
+
+
+@triton.jit
+def settle_kernel(
+    p_parts,
+    p_mean,
+    p_variance,
+    p_count,
+    p_running_mean,
+    p_running_var,
+    p_tracked,
+    ranks,
+    C,
+    momentum,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    o_C = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m_C = o_C < C
+    if p_running_mean is not None:
+        b_running_mean = tl.load(p_running_mean + o_C, mask=m_C, other=0)  # [COLUMNS]
+        b_running_var = tl.load(p_running_var + o_C, mask=m_C, other=0)  # [COLUMNS]
+    for group in range(GROUPS):
+        p_group = p_parts + group * 3 * C + o_C
+        b_pivot = tl.load(p_group + C, mask=m_C, other=0)  # [COLUMNS]
+        b_shifted = tl.zeros([COLUMNS], tl.float64)
+        b_squares = tl.zeros([COLUMNS], tl.float64)
+        b_count = tl.zeros([COLUMNS], tl.float64)
+        for rank in range(ranks):
+            p = p_group + rank * GROUPS * 3 * C
+            b_rows = tl.load(p, mask=m_C, other=1)  # [COLUMNS]
+            b_difference = tl.load(p + C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
+            b_count += b_rows
+            b_shifted += b_rows * b_difference
+            b_squares += tl.load(p + 2 * C, mask=m_C, other=0) + b_rows * b_difference * b_difference  # [COLUMNS]
+        b_one = tl.maximum(b_count, 1.0)
+        b_mean = b_pivot + b_shifted / b_one
+        b_squares = tl.maximum(
+            b_squares - b_shifted * b_shifted / b_one, 0.0, propagate_nan=tl.PropagateNan.ALL
+        )
+        tl.store(p_mean + group * C + o_C, b_mean.to(tl.float32), mask=m_C)
+        tl.store(p_variance + group * C + o_C, (b_squares / b_one).to(tl.float32), mask=m_C)
+        tl.store(p_count + group + 0 * o_C, b_count, mask=o_C == 0)
+        if p_running_mean is not None:
+            share = momentum
+            if momentum is None:  # the mean of all batches so far
+                share = 1.0 / (tl.load(p_tracked) + group + 1).to(tl.float32)
+            b_unbiased = b_squares / tl.maximum(b_count - 1.0, 1.0)
+            b_running_mean = (1.0 - share) * b_running_mean + share * b_mean.to(tl.float32)
+            b_running_var = (1.0 - share) * b_running_var + share * b_unbiased.to(tl.float32)
+    if p_running_mean is not None:
+        tl.store(p_running_mean + o_C, b_running_mean, mask=m_C)
+        tl.store(p_running_var + o_C, b_running_var, mask=m_C)
+        if momentum is not None and p_tracked is not None:
+            if tl.program_id(0) == 0:
+                tl.store(p_tracked, tl.load(p_tracked) + GROUPS)
+
+
+@triton.jit
+def normalise_kernel(
+    p_x,
+    p_mean,
+    p_variance,
+    p_weight,
+    p_bias,
+    p_residual,
+    p_y,
+    p_mask,
+    rows,
+    chunk,
+    C,
+    eps,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
+    base = group.to(tl.int64) * rows
+    for start in range(first, last, ROWS):
+        o_R = start + tl.arange(0, ROWS)
+        m = (o_R < last)[:, None] & m_C[None, :]
+        o_row = base + o_R
+        o = o_row[:, None] * C + o_C[None, :]
+        b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_y = (b_x - b_mean[None, :]) * b_inverse[None, :] * b_weight[None, :] + b_bias[None, :]
+        if p_residual is not None:
+            b_y += tl.load(p_residual + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        if RELU:
+            if p_mask is not None:
+                o_bit = tl.arange(0, COLUMNS) % WORD
+                b_bits = (m & (b_y > 0)).to(tl.int32) << o_bit[None, :]
+                b_words = tl.sum(tl.reshape(b_bits, [ROWS, COLUMNS // WORD, WORD]), 2)  # [ROWS, COLUMNS / WORD]
+                words = tl.cdiv(C, WORD)
+                o_W = tl.program_id(2) * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)
+                m_W = (o_R < last)[:, None] & (o_W < words)[None, :]
+                tl.store(p_mask + o_row[:, None] * words + o_W[None, :], b_words, mask=m_W)
+            b_y = tl.maximum(b_y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU: tl.constexpr, WORD: tl.constexpr):
+    """dy' [ROWS, COLUMNS]: dy where the ReLU's input was above zero."""
+    if not RELU:
+        return b_dy
+    if p_mask is None:
+        return tl.where(b_normalised * b_weight[None, :] + b_bias[None, :] > 0, b_dy, 0.0)
+    o_word = o_row[:, None] * tl.cdiv(C, WORD) + (o_C // WORD)[None, :]
+    b_word = tl.load(p_mask + o_word, mask=m, other=0)  # [ROWS, COLUMNS]
+    return tl.where((b_word >> (o_C % WORD)[None, :]) & 1 == 1, b_dy, 0.0)
+
+
+@triton.jit
+def sums_kernel(
+    p_dy,
+    p_x,
+    p_mean,
+    p_variance,
+    p_weight,
+    p_bias,
+    p_mask,
+    p_parts,
+    p_sums,
+    p_dparameters,
+    p_tickets,
+    rows,
+    chunk,
+    C,
+    eps,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
+    base = group.to(tl.int64) * rows
+    b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, ROWS):
+        o_R = start + tl.arange(0, ROWS)
+        m = (o_R < last)[:, None] & m_C[None, :]
+        o_row = base + o_R
+        o = o_row[:, None] * C + o_C[None, :]
+        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
+        b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        b_sum += b_dy
+        b_product += b_dy * b_normalised
+    chunks, groups, blocks = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
+    tl.store(p_part, tl.sum(b_sum, 0), mask=m_C)
+    tl.store(p_part + C, tl.sum(b_product, 0), mask=m_C)
+
+    if is_last(p_tickets + group * blocks + tl.program_id(2), chunks):
+        b_sums = tl.zeros([PARTS, COLUMNS], tl.float64)
+        b_products = tl.zeros([PARTS, COLUMNS], tl.float64)
+        for start in range(0, chunks, PARTS):
+            o_P = start + tl.arange(0, PARTS)
+            m = (o_P < chunks)[:, None] & m_C[None, :]
+            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
+            b_sums += tl.load(p, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
+            b_products += tl.load(p + C, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
+        p_group = p_sums + group * 2 * C + o_C
+        tl.store(p_group, tl.sum(b_sums, 0), mask=m_C)
+        tl.store(p_group + C, tl.sum(b_products, 0), mask=m_C)
+        if is_last(p_tickets + groups * blocks + tl.program_id(2), groups):
+            b_dbias = tl.zeros([COLUMNS], tl.float64)
+            b_dweight = tl.zeros([COLUMNS], tl.float64)
+            for each in range(groups):
+                p_group = p_sums + each * 2 * C + o_C
+                b_dbias += tl.load(p_group, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+                b_dweight += tl.load(p_group + C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+            tl.store(p_dparameters + o_C, b_dweight.to(tl.float32), mask=m_C)
+            tl.store(p_dparameters + C + o_C, b_dbias.to(tl.float32), mask=m_C)
+
+
+@triton.jit
+def gradient_kernel(
+    p_dy,
+    p_x,
+    p_mean,
+    p_variance,
+    p_weight,
+    p_bias,
+    p_mask,
+    p_sums,
+    p_count,
+    p_dx,
+    p_dresidual,
+    rows,
+    chunk,
+    C,
+    eps,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
+    count = tl.load(p_count + group)
+    p_group = p_sums + group * 2 * C + o_C
+    b_dy_mean = (tl.load(p_group, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
+    b_product_mean = (tl.load(p_group + C, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
+    b_scale = b_inverse * b_weight
+    base = group.to(tl.int64) * rows
+    for start in range(first, last, ROWS):
+        o_R = start + tl.arange(0, ROWS)
+        m = (o_R < last)[:, None] & m_C[None, :]
+        o_row = base + o_R
+        o = o_row[:, None] * C + o_C[None, :]
+        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
+        b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        b_dx = b_scale[None, :] * (b_dy - b_dy_mean[None, :] - b_normalised * b_product_mean[None, :])
+        tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
+        if p_dresidual is not None:
+            tl.store(p_dresidual + o, b_dy.to(p_dresidual.dtype.element_ty), mask=m)
+
+
+@functools.lru_cache(maxsize=16)
+def tickets(size: int, device: torch.device, stream: int | None) -> Tensor:
+    """Zeros, which each launch leaves as zeros; two streams may not share them."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def tickets_for(cut: Cut, device: torch.device) -> Tensor:
+    _, groups, blocks = cut.grid
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return tickets(triton.next_power_of_2((groups + 1) * blocks), device, stream)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[N, C] or [N, C, H, W] as its rows of channels, channels-last: a view where it lies so, else a copy."""
+    if x.dim() == 2:
+        return x.contiguous()
+    return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def statistics(x: Tensor, groups: int) -> Tensor:
+    """See `batch_norm_reference.statistics`."""
+    x_RC = rows_of(x)
+    rows, channels = x_RC.shape[0] // groups, x_RC.shape[1]
+    if rows == 0:
+        return torch.zeros(groups, 3, channels, dtype=torch.float64, device=x.device)
+    cuts = cut(rows, groups, channels, programs=1024)
+    parts = torch.empty(groups, cuts.grid[0], 2, channels, dtype=torch.float64, device=x.device)
+    found_G3C = torch.empty(groups, 3, channels, dtype=torch.float64, device=x.device)
+    statistics_kernel[cuts.grid](
+        x_RC,
+        parts,
+        found_G3C,
+        tickets_for(cuts, x.device),
+        rows,
+        cuts.chunk,
+        channels,
+        ROWS=cuts.rows,
+        COLUMNS=cuts.columns,
+        PARTS=PARTS,
+    )
+    return found_G3C
+
+
+def settle(
+    parts_RG3C: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    tracked: Tensor | None,
+    *,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `batch_norm_reference.settle`."""
+    ranks, groups, _, channels = parts_RG3C.shape
+    mean_GC, variance_GC = (torch.empty(groups, channels, device=parts_RG3C.device) for _ in range(2))
+    count_G = torch.empty(groups, dtype=torch.float64, device=parts_RG3C.device)
+    columns = 64
+    settle_kernel[(triton.cdiv(channels, columns),)](
+        parts_RG3C,
+        mean_GC,
+        variance_GC,
+        count_G,
+        running_mean,
+        running_var,
+        tracked,
+        ranks,
+        channels,
+        momentum,
+        GROUPS=groups,
+        COLUMNS=columns,
+        num_warps=2,
+    )
+    if running_mean is not None:
+        torch.autograd.graph.increment_version([running_mean, running_var])
+    if tracked is not None and (momentum is None or running_mean is None):
+        tracked.add_(groups)
+    return mean_GC, variance_GC, count_G
+
+
+def normalise(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    eps: float,
+    relu: bool,
+    keep_mask: bool,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """See `batch_norm_reference.normalise`; `in_place` writes over x."""
+    x_RC = rows_of(x)
+    groups, channels = mean_GC.shape
+    rows = x_RC.shape[0] // groups
+    y = x if in_place else torch.empty_like(x_RC)
+    y_RC = rows_of(y) if in_place else y
+    mask = None
+    if keep_mask:
+        mask = torch.empty(x_RC.shape[0], triton.cdiv(channels, WORD), dtype=torch.int32, device=x.device)
+    if rows:
+        cuts = cut(rows, groups, channels, programs=4096)
+        normalise_kernel[cuts.grid](
+            x_RC,
+            mean_GC,
+            variance_GC,
+            weight,
+            bias,
+            None if residual is None else rows_of(residual),
+            y_RC,
+            mask,
+            rows,
+            cuts.chunk,
+            channels,
+            eps,
+            RELU=relu,
+            ROWS=cuts.rows,
+            COLUMNS=cuts.columns,
+            WORD=WORD,
+        )
+    return (x if in_place else shaped(y_RC, x)), mask
+
+
+def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
+    """Rows of channels as [N, C] or as channels-last [N, C, H, W], whichever `like` is."""
+    if like.dim() == 2:
+        return y_RC
+    images, channels, height, width = like.shape
+    return y_RC.view(images, height, width, channels).permute(0, 3, 1, 2)
+
+
+def sums(
+    dy: Tensor,
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    *,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `batch_norm_reference.sums`."""
+    x_RC = rows_of(x)
+    groups, channels = mean_GC.shape
+    rows = x_RC.shape[0] // groups
+    if rows == 0:
+        zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
+        return zeros, torch.zeros(2, channels, device=x.device)
+    cuts = cut(rows, groups, channels, programs=1024)
+    parts = torch.empty(groups, cuts.grid[0], 2, channels, device=x.device)
+    sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
+    dparameters_2C = torch.empty(2, channels, device=x.device)
+    sums_kernel[cuts.grid](
+        rows_of(dy),
+        x_RC,
+        mean_GC,
+        variance_GC,
+        weight,
+        bias,
+        mask,
+        parts,
+        sums_G2C,
+        dparameters_2C,
+        tickets_for(cuts, x.device),
+        rows,
+        cuts.chunk,
+        channels,
+        eps,
+        RELU=relu,
+        ROWS=cuts.rows,
+        COLUMNS=cuts.columns,
+        PARTS=PARTS,
+        WORD=WORD,
+    )
+    return sums_G2C, dparameters_2C
+
+
+def gradient(
+    dy: Tensor,
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sums_G2C: Tensor,
+    count_G: Tensor,
+    *,
+    eps: float,
+    relu: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `batch_norm_reference.gradient`."""
+    x_RC = rows_of(x)
+    groups, channels = mean_GC.shape
+    rows = x_RC.shape[0] // groups
+    dx_RC = torch.empty_like(x_RC)
+    dresidual_RC = torch.empty_like(x_RC) if residual else None
+    if rows:
+        cuts = cut(rows, groups, channels, programs=4096)
+        gradient_kernel[cuts.grid](
+            rows_of(dy),
+            x_RC,
+            mean_GC,
+            variance_GC,
+            weight,
+            bias,
+            mask,
+            sums_G2C,
+            count_G,
+            dx_RC,
+            dresidual_RC,
+            rows,
+            cuts.chunk,
+            channels,
+            eps,
+            RELU=relu,
+            ROWS=cuts.rows,
+            COLUMNS=cuts.columns,
+            WORD=WORD,
+        )
+    return shaped(dx_RC, x), None if dresidual_RC is None else shaped(dresidual_RC, x)

@@ -1,0 +1,269 @@
+"""Batch norm of several groups of images in plain torch: the ground truth, and the path on the CPU.
+
+With x_r the n_r rows of rank r (images, or image positions), per channel and group:
+
+    forward    μ, M₂ of all rows from the ranks' (n_r, μ_r, M₂_r), merged as Chan, Golub and LeVeque (1979) do
+               y = x̂·γ + β,  x̂ = (x − μ) / σ,  σ² = M₂ / n + ε;  then + residual and ReLU where they are asked for
+    backward   dx = γ/σ · (dy' − Σdy' / n − x̂ · Σ(dy'·x̂) / n)        sums over all ranks' rows
+               dγ = Σ dy'·x̂,  dβ = Σ dy'                            sums over this rank's rows, as always
+
+dy' is dy where the ReLU's input was above zero. Groups are equally large and follow each other along the first
+dimension.
+
+Shape suffixes: G groups, R ranks, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements per block of the statistics: a block stays in the cache while it is read three times, and fp32 sums
+# over its rows lose little. torch.batch_norm sums all rows of channels-last input at once: 65,536 of mean 1e4
+# and deviation 1 give it a variance 9 times too large in fp32.
+BLOCK_ELEMENTS = 1 << 17
+WORD = 32  # bits of a word of the ReLU's mask
+
+_fixed_backward = torch.ops.aten.native_batch_norm_backward
+
+
+def statistics(x: Tensor, groups: int) -> Tensor:
+    """Rows, mean and sum of squared deviations of this rank, per group and channel.
+
+    Args:
+        x: [N, C, ...], contiguous or channels-last; N is a multiple of `groups` and may be 0.
+
+    Returns:
+        [G, 3, C] float64.
+    """
+    return torch.stack([_statistics(part) for part in x.chunk(groups)] if len(x) else [_none(x)] * groups)
+
+
+def _none(x: Tensor) -> Tensor:
+    return x.new_zeros(3, x.shape[1], dtype=torch.float64)
+
+
+def _statistics(x: Tensor) -> Tensor:
+    channels = x.shape[1]
+    if x.numel() == 0:
+        return _none(x)
+    unit_C = torch.ones(channels, dtype=torch.promote_types(x.dtype, torch.float32))
+    blocks = x.split(max(1, BLOCK_ELEMENTS // x[0].numel()))
+    ones = torch.ones_like(blocks[0])
+    parts = []
+    for block in blocks:
+        # The running buffers, unused, are there to make the results fp32 for bf16 input.
+        mean_C, variance_C = torch.batch_norm_update_stats(block, unit_C.clone(), unit_C.clone(), 0.0)
+        # Σ (x − mean), what rounding left out of the mean: the weight's gradient for an output gradient of 1.
+        _, rest_C, _ = _fixed_backward(
+            ones[: len(block)], block, unit_C, mean_C, unit_C, None, None, False, 0.0, [False, True, False]
+        )
+        rows = block.numel() // channels
+        rest_C = rest_C.double() / rows
+        squares_C = rows * (variance_C.double() - rest_C.square()).clamp_min(0)
+        parts.append(torch.stack([torch.full_like(rest_C, rows), mean_C.double() + rest_C, squares_C]))
+    return torch.stack(merge(torch.stack(parts)))
+
+
+def merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics of the union of disjoint sets of rows (Chan, Golub and LeVeque, 1979).
+
+    Args:
+        parts: [R, 3, ..., C] float64: rows, mean and sum of squared deviations of each set; some are not empty.
+
+    Returns:
+        count, mean and squares [..., C].
+    """
+    count_RC, mean_RC, squares_RC = parts.unbind(1)
+    count_C = count_RC.sum(0)
+    mean_C = (count_RC * mean_RC).sum(0) / count_C
+    squares_C = squares_RC.sum(0) + (count_RC * (mean_RC - mean_C).square()).sum(0)
+    return count_C, mean_C, squares_C
+
+
+def settle(
+    parts_RG3C: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    tracked: Tensor | None,
+    *,
+    momentum: float | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics over all ranks; the running buffers take each group's in turn.
+
+    Args:
+        parts_RG3C: float64, what each rank's `statistics` returned.
+        running_mean, running_var: [C], changed in place; None where none are kept.
+        tracked: int64 scalar, the batches that they have taken; counted here.
+        momentum: share of the new in the running buffers; None is their mean over all batches.
+        dtype: of the results.
+
+    Returns:
+        Mean and biased variance [G, C], and the number of rows [G] in float64.
+    """
+    count_GC, mean_GC, squares_GC = merge(parts_RG3C.transpose(1, 2))
+    for count_C, mean_C, squares_C in zip(count_GC, mean_GC, squares_GC, strict=True):
+        if tracked is not None:
+            tracked.add_(1)
+        if running_mean is None or running_var is None:
+            continue
+        share = 1.0 / float(tracked) if momentum is None else momentum
+        variance_C = squares_C / (count_C - 1)
+        running_mean.mul_(1 - share).add_(mean_C.to(running_mean.dtype), alpha=share)
+        running_var.mul_(1 - share).add_(variance_C.to(running_var.dtype), alpha=share)
+    return mean_GC.to(dtype), (squares_GC / count_GC).to(dtype), count_GC[:, 0].contiguous()
+
+
+def normalise(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    eps: float,
+    relu: bool,
+    keep_mask: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """y = relu(x̂·γ + β + residual), in x's dtype and memory format.
+
+    Args:
+        x: [N, C, ...], contiguous or channels-last.
+        mean_GC, variance_GC: of each group.
+        weight, bias: γ and β [C].
+        residual: shaped as x.
+        relu: whether there is one.
+        keep_mask: whether to return what it let through.
+
+    Returns:
+        y, and int32 [rows, ⌈C/32⌉]: bit c of a row (an image position, channels-last) says that the ReLU's input in
+        channel c was above zero.
+    """
+    dtype = mean_GC.dtype
+    weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+    y = _per_group(x, lambda part, g: F.batch_norm(part, mean_GC[g], variance_GC[g], weight, bias, eps=eps), len(mean_GC))
+    if residual is not None:
+        y += residual
+    mask = _packed(y > 0) if keep_mask else None
+    return (torch.relu_(y) if relu else y), mask
+
+
+def _per_group(x: Tensor, work, groups: int) -> Tensor:
+    """What `work` makes of each group, in one tensor of x's memory format."""
+    if groups == 1:
+        return work(x, 0)
+    y = torch.empty_like(x)
+    for group, (part, out) in enumerate(zip(x.chunk(groups), y.chunk(groups), strict=True)):
+        out.copy_(work(part, group))
+    return y
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[N, C, ...] as [rows, C]."""
+    return x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def _packed(flags: Tensor) -> Tensor:
+    flags_RC = _rows(flags).to(torch.int64)
+    words = -(-flags_RC.shape[1] // WORD)
+    flags_RWB = F.pad(flags_RC, (0, words * WORD - flags_RC.shape[1])).unflatten(1, (words, WORD))
+    bits = (flags_RWB << torch.arange(WORD)).sum(-1)
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+
+
+def _unpacked(mask: Tensor, like: Tensor) -> Tensor:
+    """The flags in the shape of `like`."""
+    flags_RWB = (mask.to(torch.int64).unsqueeze(-1) >> torch.arange(WORD)) & 1
+    flags_RC = flags_RWB.flatten(1)[:, : like.shape[1]].bool()
+    return flags_RC.view(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+
+
+def _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, *, eps: float, relu: bool) -> Tensor:
+    if not relu:
+        return dy
+    if mask is None:
+        y, _ = normalise(
+            x.to(mean_GC.dtype), mean_GC, variance_GC, weight, bias, None, eps=eps, relu=False, keep_mask=False
+        )
+        return torch.where(y > 0, dy, 0)
+    return torch.where(_unpacked(mask, dy), dy, 0)
+
+
+def sums(
+    dy: Tensor,
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    *,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Σ dy' and Σ dy'·x̂ of this rank, and with them the gradients of the parameters.
+
+    Args:
+        dy: shaped and laid out as x.
+        x, mean_GC, variance_GC, weight, bias, eps, relu: as in `normalise`.
+        mask: what that returned; None without ReLU, and where what it lets through follows from x.
+
+    Returns:
+        [G, 2, C] float64, and dγ and dβ [2, C].
+    """
+    dtype = mean_GC.dtype
+    sums_G2C = torch.zeros(len(mean_GC), 2, x.shape[1], dtype=torch.float64)
+    if x.numel():
+        dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
+        unit_C = torch.ones_like(mean_GC[0])
+        for group, (dy_part, x_part) in enumerate(zip(dy.chunk(len(mean_GC)), x.chunk(len(mean_GC)), strict=True)):
+            # With fixed statistics the gradients of weight and bias are exactly Σ dy·x̂ and Σ dy.
+            _, product_C, sum_C = _fixed_backward(
+                dy_part, x_part, unit_C, mean_GC[group], variance_GC[group], None, None, False, eps, [False, True, True]
+            )
+            sums_G2C[group] = torch.stack([sum_C, product_C])
+    return sums_G2C, sums_G2C.sum(0).flip(0).to(dtype)
+
+
+def gradient(
+    dy: Tensor,
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sums_G2C: Tensor,
+    count_G: Tensor,
+    *,
+    eps: float,
+    relu: bool,
+    residual: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """dx, and dy' where there is a residual, whose gradient it is.
+
+    Args:
+        dy, x, mean_GC, variance_GC, weight, bias, mask, eps, relu: as in `sums`.
+        sums_G2C: its sums, over all ranks.
+        count_G: rows over all ranks, as `settle` returns them.
+    """
+    dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
+    dtype = mean_GC.dtype
+    dy_mean_GC, product_mean_GC = (sums_G2C / count_G[:, None, None]).to(dtype).unbind(1)
+    scale_GC = torch.rsqrt(variance_GC + eps) * (1 if weight is None else weight.to(dtype))
+    zero_C, unit_C = torch.zeros_like(mean_GC[0]), torch.ones_like(mean_GC[0])
+
+    # Both terms have the form of a batch norm with fixed statistics, which is one fused pass each.
+    def of_dy(part: Tensor, g: int) -> Tensor:
+        return F.batch_norm(part, zero_C, unit_C, scale_GC[g], -scale_GC[g] * dy_mean_GC[g], eps=0.0)
+
+    def of_x(part: Tensor, g: int) -> Tensor:
+        return F.batch_norm(part, mean_GC[g], variance_GC[g], -scale_GC[g] * product_mean_GC[g], zero_C, eps=eps)
+
+    dx = _per_group(dy, of_dy, len(mean_GC))
+    for group, (part, out) in enumerate(zip(x.chunk(len(mean_GC)), dx.chunk(len(mean_GC)), strict=True)):
+        out += of_x(part, group)
+    return dx, dy if residual else None

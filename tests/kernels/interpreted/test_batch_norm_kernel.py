@@ -1,0 +1,138 @@
+"""Batch norm by groups: the kernels, in Triton's interpreter, against the plain-torch twins in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unigrad_fast.kernels import batch_norm as kernel
+from unigrad_fast.kernels import batch_norm_reference as reference
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+EPS = 1e-5
+
+
+@pytest.fixture(params=[1024, 1], ids=["many_programs", "few_programs"])
+def programs(request, monkeypatch):
+    """Rows in as many chunks as there may be, and in one."""
+    cut = kernel.cut
+    monkeypatch.setattr(kernel, "cut", lambda rows, groups, channels, programs: cut(rows, groups, channels, request.param))
+
+
+def random(*shape, dtype=torch.float32, mean=0.0):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = (torch.randn(*shape, generator=generator, dtype=torch.float64) + mean).to(dtype)
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def error(found, expected) -> float:
+    return float((found.double() - expected.double()).abs().max())
+
+
+def batch(groups: int, shape: tuple[int, ...], dtype: torch.dtype, affine: bool = True):
+    """x, its statistics in float64 and fp32, weight and bias."""
+    x = random(groups * shape[0], *shape[1:], dtype=dtype)
+    x64 = x.double()
+    mean, variance, count = reference.settle(
+        reference.statistics(x64, groups).unsqueeze(0), None, None, None, momentum=0.1, dtype=torch.float64
+    )
+    channels = shape[1]
+    weight, bias = (random(channels + 1)[1:] + 1, random(channels + 2)[2:]) if affine else (None, None)
+    return x, x64, mean, variance, count, weight, bias
+
+
+SHAPES = [(5, 3), (4, 40, 3, 5), (3, 130, 2, 1), (9, 64, 7, 7)]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_statistics_are_exact(shape, groups, programs):
+    x = random(groups * shape[0], *shape[1:], mean=1e4)
+    found = kernel.statistics(x, groups)
+    expected = reference.statistics(x.double(), groups)
+    assert torch.equal(found[:, 0], expected[:, 0])
+    torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[:, 2], expected[:, 2], rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_of_a_constant_channel_have_no_deviation_and_nan_stays_in_its_channel(programs):
+    x = random(8, 40, 3, 3)
+    x[:, 1] = 1234.567
+    x[3, 2, 1, 1] = float("nan")
+    count, mean, squares = kernel.statistics(x, 2).unbind(1)
+    assert torch.equal(squares[:, 1], torch.zeros(2, dtype=torch.float64))
+    assert mean[0, 2].isnan() and squares[0, 2].isnan() and mean[1].isfinite().all()
+    assert mean[0, 3:].isfinite().all() and squares[0, 3:].isfinite().all()
+
+
+def test_no_rows_have_no_statistics_and_the_sums_are_zero():
+    x = torch.empty(0, 40, 3, 3)
+    assert torch.equal(kernel.statistics(x, 2), torch.zeros(2, 3, 40, dtype=torch.float64))
+    mean, variance = torch.zeros(2, 40), torch.ones(2, 40)
+    y, _ = kernel.normalise(x, mean, variance, None, None, None, eps=EPS, relu=True, keep_mask=False)
+    assert y.shape == x.shape
+    sums, dparameters = kernel.sums(x, x, mean, variance, None, None, None, eps=EPS, relu=False)
+    assert not sums.any() and not dparameters.any()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_settle_as_float64_does(ranks, momentum):
+    parts = torch.stack([reference.statistics(random(4 * (rank + 1), 70, dtype=torch.float64), 2) for rank in range(ranks)])
+    if ranks == 3:
+        parts[1] = 0  # a rank without rows
+    state = [random(70), random(71)[1:].abs(), torch.tensor(4)]
+    wide = [state[0].double(), state[1].double(), state[2].clone()]
+    expected = reference.settle(parts, *wide, momentum=momentum, dtype=torch.float64)
+    found = kernel.settle(parts, *state, momentum=momentum)
+    for a, b in zip((*found, *state), (*expected, *wide), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("shape", "groups"), [((5, 3), 2), ((4, 40, 3, 5), 3), ((3, 130, 2, 1), 1), ((9, 64, 7, 7), 2)])
+def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affine, programs):
+    x, x64, mean, variance, count, weight, bias = batch(groups, shape, torch.float32, affine)
+    residual = random(*x.shape, dtype=torch.float32) * 0.5 if add else None
+    dy = random(*x.shape) * 0.1 + 0.3
+    settings = {"eps": EPS, "relu": relu}
+    narrow = (mean.float(), variance.float(), weight, bias)
+    wide = (mean, variance, *(None if p is None else p.double() for p in (weight, bias)))
+
+    y, mask = kernel.normalise(x, *narrow, residual, **settings, keep_mask=relu and add)
+    y64, mask64 = reference.normalise(
+        x64, *wide, None if residual is None else residual.double(), **settings, keep_mask=relu and add
+    )
+    assert error(y, y64) < 1e-5
+    if relu and add:
+        assert torch.equal(mask, mask64)
+    arguments, arguments64 = (dy, x, *narrow, mask), (dy.double(), x64, *wide, mask64)
+    sums, dparameters = kernel.sums(*arguments, **settings)
+    sums64, dparameters64 = reference.sums(*arguments64, **settings)
+    size = float(dy.abs().sum()) / x.shape[1]
+    assert error(sums, sums64) < 1e-6 * size * 10 and error(dparameters, dparameters64) < 1e-5 * size
+    dx, dresidual = kernel.gradient(*arguments, sums, count, **settings, residual=add)
+    dx64, dresidual64 = reference.gradient(*arguments64, sums64, count, **settings, residual=add)
+    assert error(dx, dx64) < 1e-4
+    if add:
+        assert error(dresidual, dresidual64) < 1e-7
+    else:
+        assert dresidual is None
+
+
+def test_in_place_writes_the_same_over_its_input():
+    x, _, mean, variance, _, weight, bias = batch(2, (4, 40, 3, 5), torch.float16)
+    arguments = (mean.float(), variance.float(), weight, bias, random(*x.shape, dtype=torch.float16))
+    y, _ = kernel.normalise(x, *arguments, eps=EPS, relu=True, keep_mask=False)
+    kernel.normalise(x, *arguments, eps=EPS, relu=True, keep_mask=False, in_place=True)
+    assert torch.equal(x, y) and y.dtype == torch.float16
+
+
+def test_the_mask_of_twin_and_kernel_says_what_is_above_zero():
+    x = random(6, 70, 2, 2)
+    mean, variance = torch.zeros(2, 70), torch.ones(2, 70) - EPS
+    for function in (kernel.normalise, reference.normalise):
+        _, mask = function(x, mean, variance, None, None, None, eps=EPS, relu=True, keep_mask=True)
+        assert torch.equal(reference._unpacked(mask, x), x > 0)

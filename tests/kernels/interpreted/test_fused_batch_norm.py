@@ -1,0 +1,111 @@
+"""Norms that add and rectify by the kernels, in Triton's interpreter, against torch's modules in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
+
+GROUPS, IMAGES, CHANNELS = 2, 3, 40
+
+
+class Block(nn.Module):
+    """Two norms with a ReLU, the second with a shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(CHANNELS)
+        self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x):
+        if isinstance(self.bn1, GroupedBatchNorm):
+            return self.bn2(self.conv2(self.bn1(self.conv1(x), relu=True)), residual=x, relu=True)
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + x)
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    block = Block()
+    for norm in (block.bn1, block.bn2):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return block
+
+
+def state_after(block: nn.Module, x: torch.Tensor, dy: torch.Tensor, groups: int) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = torch.cat([block(part) for part in x.chunk(groups)])
+    y.backward(dy)
+    gradients = {f"d{name}": p.grad for name, p in block.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients, **dict(block.named_buffers())}
+
+
+def test_training_is_torchs_with_separate_groups(block):
+    x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")
+    expected = state_after(copy.deepcopy(block).double(), x.double(), dy.double(), GROUPS)
+    convert(block).count = GROUPS
+    found = state_after(block, x, dy, 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_without_gradient_numbers_and_buffers_are_the_same_and_the_input_stays(block):
+    x = torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last)
+    convert(block).count = GROUPS
+    other, before = copy.deepcopy(block), x.clone()
+    expected = other(x.clone().requires_grad_()).detach()
+    with torch.no_grad():
+        found = block(x)
+    assert torch.equal(x, before)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(block.buffers(), other.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_evaluation_uses_the_running_buffers(block):
+    x = torch.randn(4, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last)
+    block(torch.randn(6, CHANNELS, 3, 5))
+    block.eval()
+    expected = copy.deepcopy(block).double()(x.double())
+    convert(block).count = 2
+    with torch.no_grad():
+        torch.testing.assert_close(block(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(block(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hooks_of_the_norms_fire(block):
+    convert(block)
+    seen = []
+    block.bn1.register_forward_hook(lambda module, arguments, output: seen.append(output.min().item()))
+    block(torch.randn(4, CHANNELS, 3, 5))
+    assert seen == [0.0]
+
+
+def test_the_operators_are_what_torch_expects():
+    x = torch.randn(4, 40, 3, 5).contiguous(memory_format=torch.channels_last)
+    ops = torch.ops.unigrad_fast
+    mean, variance, weight, bias = torch.zeros(2, 40), torch.ones(2, 40), torch.ones(40), torch.zeros(40)
+    count, sums = torch.full((2,), 30.0, dtype=torch.float64), torch.zeros(2, 2, 40, dtype=torch.float64)
+    affine = (mean, variance, weight, bias)
+    running = (torch.zeros(40), torch.ones(40), torch.tensor(0))
+    parts = ops.batch_norm_statistics(x, 2).unsqueeze(0)
+    _, mask = ops.batch_norm_normalise(x, *affine, x, 1e-5, True, True)
+    for operator, arguments in [
+        (ops.batch_norm_statistics, (x, 2)),
+        (ops.batch_norm_settle, (parts, *running, 0.1, torch.float32)),
+        (ops.batch_norm_normalise, (x, *affine, x, 1e-5, True, True)),
+        (ops.batch_norm_normalise, (x, *affine, None, 1e-5, True, False)),
+        (ops.batch_norm_normalise_, (x.clone(), *affine, x, 1e-5, True)),
+        (ops.batch_norm_sums, (x, x, *affine, mask, 1e-5, True)),
+        (ops.batch_norm_gradient, (x, x, *affine, mask, sums, count, 1e-5, True, True)),
+        (ops.batch_norm_gradient, (x, x, *affine, None, sums, count, 1e-5, False, False)),
+    ]:
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
