@@ -68,8 +68,10 @@ def place(rows, chunk, C, COLUMNS: tl.constexpr):
 def per_channel(p, o_C, m_C, otherwise):
     """[COLUMNS] of a parameter in fp32; `otherwise` where there is none."""
     if p is None:
-        return tl.zeros_like(o_C).to(tl.float32) + otherwise
-    return tl.load(p + o_C, mask=m_C, other=0).to(tl.float32)
+        b = tl.zeros_like(o_C).to(tl.float32) + otherwise
+    else:
+        b = tl.load(p + o_C, mask=m_C, other=0).to(tl.float32)
+    return b
 
 
 @triton.jit
@@ -240,13 +242,14 @@ def normalise_kernel(
 @triton.jit
 def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU: tl.constexpr, WORD: tl.constexpr):
     """dy' [ROWS, COLUMNS]: dy where the ReLU's input was above zero."""
-    if not RELU:
-        return b_dy
-    if p_mask is None:
-        return tl.where(b_normalised * b_weight[None, :] + b_bias[None, :] > 0, b_dy, 0.0)
-    o_word = o_row[:, None] * tl.cdiv(C, WORD) + (o_C // WORD)[None, :]
-    b_word = tl.load(p_mask + o_word, mask=m, other=0)  # [ROWS, COLUMNS]
-    return tl.where((b_word >> (o_C % WORD)[None, :]) & 1 == 1, b_dy, 0.0)
+    if RELU:
+        if p_mask is None:
+            b_dy = tl.where(b_normalised * b_weight[None, :] + b_bias[None, :] > 0, b_dy, 0.0)
+        else:
+            o_word = o_row[:, None] * tl.cdiv(C, WORD) + (o_C // WORD)[None, :]
+            b_word = tl.load(p_mask + o_word, mask=m, other=0)  # [ROWS, COLUMNS]
+            b_dy = tl.where((b_word >> (o_C % WORD)[None, :]) & 1 == 1, b_dy, 0.0)
+    return b_dy
 
 
 @triton.jit

@@ -115,7 +115,7 @@ def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, sy
     parts_RG3C = own_G3C.unsqueeze(0)
     if synchronised:
         parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
-        dist.all_gather_into_tensor(parts_RG3C.flatten(0, 1), own_G3C)
+        dist.all_gather(list(parts_RG3C.unbind()), own_G3C)
     if host_may_read(x):
         least = int(parts_RG3C[:, :, 0, 0].sum(0).min())
         if least <= 1:

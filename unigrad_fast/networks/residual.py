@@ -10,38 +10,43 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
+def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """activation(norm(x) + residual); a ReLU is the norm's own matter, and any other follows it."""
+    if type(activation) is nn.ReLU:
+        return norm(x, residual=residual, relu=True)
+    return activation(norm(x, residual=residual))
+
+
 class FusedBasicBlock(BasicBlock):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        y = self.bn1(self.conv1(x), relu=True)
-        return self.bn2(self.conv2(y), residual=shortcut, relu=True)
+        y = activated(self.relu, self.bn1, self.conv1(x))
+        return activated(self.relu, self.bn2, self.conv2(y), shortcut)
 
 
 class FusedBottleneck(Bottleneck):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        y = self.bn1(self.conv1(x), relu=True)
-        y = self.bn2(self.conv2(y), relu=True)
-        return self.bn3(self.conv3(y), residual=shortcut, relu=True)
+        y = activated(self.relu, self.bn1, self.conv1(x))
+        y = activated(self.relu, self.bn2, self.conv2(y))
+        return activated(self.relu, self.bn3, self.conv3(y), shortcut)
 
 
 class FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.bn1(self.conv1(x), relu=True))
+        x = self.maxpool(activated(self.relu, self.bn1, self.conv1(x)))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))
 
 
 class FusedProjector(nn.Sequential):
-    """Linear layers, norms and ReLUs."""
+    """Linear layers, each but the last with a norm and an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = list(self)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            if isinstance(layer, nn.ReLU):
-                continue
-            x = layer(x, relu=True) if isinstance(following, nn.ReLU) else layer(x)
-        return x
+        *hidden, last = self
+        for linear, norm, activation in zip(*[iter(hidden)] * 3, strict=True):
+            x = activated(activation, norm, linear(x))
+        return last(x)
 
 
 FUSED = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
