@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+_imagined = False  # CPU tensors stand for those of a GPU
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While inside, fake tensors on the CPU take the ways of tensors on a GPU; nothing can be computed then."""
+    global _imagined
+    _imagined = True
+    try:
+        yield
+    finally:
+        _imagined = False
+
+
+def acts_as_cuda(device: torch.device) -> bool:
+    """Whether a device is a GPU, or stands for one."""
+    return device.type == "cuda" or _imagined
+
+
+def host_may_read(tensor: Tensor) -> bool:
+    """Whether reading a tensor's values makes nobody wait."""
+    return not acts_as_cuda(tensor.device)
 
 
 def use_triton(device: torch.device) -> bool:
@@ -15,6 +40,8 @@ def use_triton(device: torch.device) -> bool:
         ValueError: `UNIGRAD_KERNELS` is neither "triton" nor "torch", or asks for Triton on the CPU without its
             interpreter.
     """
+    if _imagined:
+        return True
     choice = os.environ.get("UNIGRAD_KERNELS", "")
     if choice not in ("", "triton", "torch"):
         raise ValueError(f"UNIGRAD_KERNELS={choice} is unknown; use triton or torch, or unset it")
@@ -34,7 +61,7 @@ def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
     """
     if torch.float64 in dtypes or not use_triton(device):
         return False
-    if torch.bfloat16 in dtypes and device.type != "cuda":
+    if torch.bfloat16 in dtypes and not acts_as_cuda(device):
         raise ValueError("Triton's interpreter cannot compute bf16; use fp16 or fp32, or UNIGRAD_KERNELS=torch")
     return True
 
@@ -60,8 +87,3 @@ def float32_precision() -> str:
 def on_device_of(tensor: Tensor) -> torch.cuda.device:
     """Makes the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
-
-
-def host_may_read(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values makes nobody wait."""
-    return tensor.device.type == "cpu"

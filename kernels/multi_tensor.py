@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2,300 chunks
 MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger
@@ -207,9 +208,14 @@ def _fits(row: tuple[Tensor, ...], device: torch.device) -> bool:
     for tensor in row:
         if tensor.dtype != torch.float32 or tensor.device != device or tensor.shape != shape:
             return False
-        if tensor.data_ptr() % 16 or not tensor.is_contiguous(memory_format=layout):
+        if not is_aligned(tensor) or not tensor.is_contiguous(memory_format=layout):
             return False
     return shape.numel() > 0
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor lies on a boundary of 16 bytes; a fake one begins where its storage would."""
+    return (tensor.storage_offset() * 4 if isinstance(tensor, FakeTensor) else tensor.data_ptr()) % 16 == 0
 
 
 def chunk_table(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torchvision
 from torch import Tensor, nn
 
 from unigrad_fast import config
+from unigrad_fast.kernels.dispatch import acts_as_cuda
 from unigrad_fast.networks.batch_norm import convert
 from unigrad_fast.networks.residual import fuse
 from unigrad_fast.networks.small_convolution import use_small_convolutions
@@ -115,7 +116,7 @@ def build_encoder(settings: config.Model, seed: int, device: torch.device) -> En
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = Encoder(settings)
-    if device.type == "cpu":
+    if not acts_as_cuda(device):
         use_small_convolutions(encoder)
-    encoder.one_pass = device.type == "cuda"
+    encoder.one_pass = acts_as_cuda(device)
     return encoder.to(device).train()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.kernels.ops import OPERATORS
 
 
 def make_target(online: nn.Module) -> nn.Module:
@@ -32,7 +33,7 @@ def update_target_(target: nn.Module, online: nn.Module, momentum: float, skip: 
         fused, parameters = multi_tensor.split(parameters)
         if fused:
             targets, onlines = zip(*fused, strict=True)
-            multi_tensor.lerp_(targets, onlines, weight=1.0 - momentum, skip=skip)
+            OPERATORS.lerp_(targets, onlines, 1.0 - momentum, skip)
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
         weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)

@@ -1,0 +1,342 @@
+"""The real training step on tensors without content: what it launches, moves, computes and sends, without a card.
+
+`Trainer.step` runs on fake tensors of the CPU that take the branches of a GPU's (`kernels.dispatch.as_on_cuda`), in a
+process group without peers. Whoever reads a value there ends the walk: a step that passes makes no host wait. What
+waits without reading (`synchronize`, copies from pageable memory) is watched for.
+
+Not walked, because it is no part of a step or cannot be done on such tensors: the loader, DeepSpeed's broadcast and
+the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. ZeRO stage 0 only.
+
+Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but no less than
+a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from unigrad_fast.config import Config
+from unigrad_fast.kernels.dispatch import as_on_cuda
+from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.pipelines import Batch
+from unigrad_fast.pipelines.cutmix import Mix
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import trainer as training
+from unigrad_fast.training.telemetry.phases import PhaseClock
+
+PARTS = ("convolution", "normalisation", "activation", "linear", "objective", "optimizer", "target", "casts", "other")
+
+
+@dataclass
+class Part:
+    """What the operators of one kind do in a step: launches, FLOPs, bytes from and to memory, expected seconds."""
+
+    launches: int = 0
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Collectives:
+    """Those of one kind: how many, and the bytes that a rank puts into them."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Walk:
+    """One step.
+
+    Attributes:
+        parts, collectives: by name.
+        peak: bytes in use at the fullest moment, by kind.
+        waits: what would have made the host wait.
+    """
+
+    parts: dict[str, Part] = field(default_factory=lambda: {name: Part() for name in PARTS})
+    collectives: dict[str, Collectives] = field(default_factory=lambda: defaultdict(Collectives))
+    peak: dict[str, int] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)
+    operators: Counter = field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it, one after the other."""
+        return sum(each.seconds for each in (*self.parts.values(), *self.collectives.values()))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {
+            "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "collectives": {name: asdict(each) for name, each in self.collectives.items()},
+            "peak": self.peak,
+            "waits": self.waits,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Card:
+    """Figures of a GPU, in FLOP/s, bytes/s and seconds; their sources stand in `cards.json`."""
+
+    name: str
+    convolution: float
+    product: float
+    memory: float
+    collective: float
+    bus: float
+    launch: float
+
+    @classmethod
+    def of(cls, key: str) -> Card:
+        """Raises UserError for an unknown card."""
+        known = json.loads(resources.files("unigrad_fast").joinpath("cards.json").read_text(encoding="utf-8"))
+        if key not in known:
+            raise UserError(f"card = {key}: unknown; use one of {', '.join(known)}")
+        figures = known[key]
+        return cls(
+            figures["name"],
+            convolution=1e12 * figures["convolution_tflops"][0],
+            product=1e12 * figures["product_tflops"][0],
+            memory=1e12 * figures["memory_tbs"][0],
+            collective=1e-6 * figures["collective_us"][0],
+            bus=1e9 * figures["bus_gbs"][0],
+            launch=1e-6 * figures["launch_us"][0],
+        )
+
+
+def walk(config: Config, ranks: int, card: Card) -> Walk:
+    """The second step of a run (in the first memory is made that stays) of `config` on `ranks` cards, as rank 0 sees it.
+
+    Raises:
+        UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
+        RuntimeError: there is a process group already.
+    """
+    if config.engine.zero_stage:
+        raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
+    config.check_world(ranks)
+    with _process_group(ranks), as_on_cuda(), FakeTensorMode(allow_non_fake_inputs=True):
+        trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
+        batches = [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
+        trainer.step(0, iter(batches))
+        found = Walk()
+        with _spies(found), _Count(found, trainer, card, ranks):
+            trainer.step(1, iter(batches))
+    return found
+
+
+@contextlib.contextmanager
+def _process_group(ranks: int) -> Iterator[None]:
+    """A process group whose collectives have no peers."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with mock.patch.dict(os.environ, variables):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _trainer(config: Config, world: World) -> training.Trainer:
+    """The trainer of a run without images."""
+
+    def make_target(online: nn.Module) -> nn.Module:  # a fake tensor cannot be copied deeply
+        target = build_encoder(config.model, config.seed, world.device)
+        return target.requires_grad_(False).train()
+
+    def build_fragments(engine, optimizer) -> Any:
+        named = list(engine.module.named_parameters())
+        return types.SimpleNamespace(sharded=False, gradients=lambda: [p.grad for _, p in named if p.grad is not None])
+
+    loader = types.SimpleNamespace(steps_per_epoch=1000 * config.engine.accumulation_steps)
+    with (
+        mock.patch.object(training, "BadImages"),
+        mock.patch.object(training, "identity"),
+        mock.patch.object(training, "build_loader", return_value=loader),
+        mock.patch.object(training, "make_target", make_target),
+        mock.patch.object(training, "build_fragments", build_fragments),
+        mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
+    ):
+        return training.Trainer(config, world, None)
+
+
+def _batch(config: Config, ranks: int) -> Batch:
+    """A rank's micro-batch, as the loader hands it over on a GPU."""
+    images = config.data.batch_size // (ranks * config.engine.accumulation_steps)
+    views = [
+        torch.empty(images, 3, view.size, view.size).contiguous(memory_format=torch.channels_last)
+        for view in config.data.views()
+    ]
+    mix = None
+    if config.data.cutmix.probability:
+        partner, ratio = torch.zeros(2, images, dtype=torch.int64), torch.zeros(2, images)
+        mix = Mix(partner=partner, ratio=ratio, box=torch.zeros(2, images, 4, dtype=torch.int64))
+    nothing = torch.zeros(images, dtype=torch.int64)
+    return Batch(views, index=nothing, label=nothing, step=0, replaced=nothing.bool(), mix=mix)
+
+
+@contextlib.contextmanager
+def _spies(found: Walk) -> Iterator[None]:
+    """Notes calls that wait for the device without reading a value."""
+
+    def spy(name: str) -> Callable:
+        def call(*_: object, **__: object) -> None:
+            found.waits.append(name)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (torch.cuda, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+            (Tensor, "cpu"),
+            (Tensor, "numpy"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, spy(f"{owner.__name__}.{name}")))
+        yield
+
+
+# What launches nothing: views, and questions about a tensor.
+VIEWS = {
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
+    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
+}  # fmt: skip
+COLLECTIVES = {"allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast"}
+NORMALISATION = "unigrad_fast::batch_norm"
+
+
+class _Count(TorchDispatchMode):
+    """Counts what passes."""
+
+    def __init__(self, found: Walk, trainer: training.Trainer, card: Card, ranks: int):
+        super().__init__()
+        self.found, self.card, self.ranks = found, card, ranks
+        self.phase = "data"
+        self._mark = PhaseClock.mark
+        self.trainer = trainer
+
+    def __enter__(self):
+        def mark(clock: PhaseClock, phase: str) -> None:
+            order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
+            following = {"start": "data", "data": "target"} | dict(zip(order, order[1:], strict=False))
+            self.phase = following[phase]
+
+        self._patch = mock.patch.object(PhaseClock, "mark", mark)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object):
+        self._patch.stop()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        name = operator._schema.name
+        short = name.partition("::")[2]
+        if short in VIEWS:
+            return result
+        self.found.operators[name] += 1
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if name.startswith("c10d::"):
+            self._collective(COLLECTIVES.get(short, short), operands, short)
+        else:
+            self._operator(operator, name, short, operands, results, args, kwargs, result)
+        return result
+
+    def _collective(self, kind: str, operands: list[Tensor], short: str) -> None:
+        each = self.found.collectives[kind]
+        size = max(_bytes(t) for t in operands)
+        moved = size * (self.ranks - 1) / self.ranks * (2 if kind == "reduce" else 1)
+        if short == "allgather_":  # the results, then what each rank gives
+            moved = _bytes(operands[-1]) * (self.ranks - 1)
+        each.count += 1
+        each.bytes += int(size)
+        each.seconds += max(self.card.collective, moved / self.card.bus)
+
+    def _operator(self, operator, name, short, operands, results, args, kwargs, result) -> None:
+        part = self.found.parts[self._part(name, short)]
+        changed = {id(t) for t in _changed(operator, args, kwargs)}
+        read = sum(_bytes(t) for t in operands)
+        written = sum(_bytes(t) for t in results if id(t) not in changed)
+        written += sum(_bytes(t) for t in operands if id(t) in changed)
+        if short in ("copy_", "fill_", "zero_", "new_zeros", "zeros", "ones", "full"):
+            read = _bytes(args[1]) if short == "copy_" and isinstance(args[1], Tensor) else 0
+        packet = operator.overloadpacket
+        flops = 0
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        elif name == "unigrad_fast::update_correlation_":
+            flops = operands[1].shape[0] * operands[0].shape[1] * (operands[0].shape[1] + 128)
+            read, written = read // 2, written // 2
+        elif name == "unigrad_fast::unigrad_gradient":
+            flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
+        passes = 1
+        if short == "convolution_backward":  # for the input and for the weight
+            passes = sum(args[10][:2])
+            read += _bytes(args[0])
+        peak = self.card.convolution if short.startswith("convolution") else self.card.product
+        part.launches += passes
+        part.flops += int(flops)
+        part.read += read
+        part.written += written
+        part.seconds += max(passes * self.card.launch, flops / peak, (read + written) / self.card.memory)
+
+    def _part(self, name: str, short: str) -> str:
+        if short.startswith("convolution"):
+            return "convolution"
+        if name.startswith(NORMALISATION):
+            return "normalisation"
+        if self.phase in ("step", "target_update"):
+            return {"step": "optimizer", "target_update": "target"}[self.phase]
+        if self.phase == "objective" or name.startswith("unigrad_fast::"):
+            return "objective"
+        if short in ("mm", "addmm", "linear"):
+            return "linear"
+        if short in ("relu", "relu_", "threshold_backward") or "max_pool" in short:
+            return "activation"
+        if short in ("_to_copy", "to"):
+            return "casts"
+        return "other"
+
+
+def _changed(operator, args, kwargs) -> list[Tensor]:
+    """The operands that an operator writes to."""
+    changed = []
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            changed += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return changed
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
