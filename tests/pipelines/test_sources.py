@@ -167,6 +167,8 @@ def test_threads_processes_and_pickles_read_the_same(packed, manifest):
     assert found == wanted
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(shards.read, range(len(shards))) == wanted
+        pool.close()  # ended by a signal, a process that measures coverage may wait for a lock for ever
+        pool.join()
     copy = pickle.loads(pickle.dumps(shards))
     assert [copy.read(i) for i in range(len(copy))] == wanted
 
