@@ -31,7 +31,7 @@ from torch import Tensor
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
-from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
 DESCRIPTION = "checkpoint.json"
@@ -100,8 +100,9 @@ def _write_pieces(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
             raise digesting.error or RuntimeError(f"{path}: cannot be written") from None
         if digesting.error is not None:
             raise digesting.error
-        file.flush()
-        os.fsync(file.fileno())
+        with naming(path):
+            file.flush()
+            os.fsync(file.fileno())
     return {
         "file": path.name,
         "bytes": digesting.bytes,
