@@ -22,7 +22,8 @@ def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
     trees = spread(lambda folder: _list_class(base, folder, runs), folders)
     if runs:
         warnings.warn(
-            f"{len(runs)} folders of runs lie among the images in {root} ({os.fsdecode(min(runs))}); they are not used",
+            f"folders of runs lie among the images in {root} ({len(runs)}, {os.fsdecode(min(runs))} for one); they are "
+            "not used",
             stacklevel=3,
         )
     found = [(folder, names) for folder, (names, _) in zip(folders, trees, strict=True) if names]

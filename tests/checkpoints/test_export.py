@@ -227,6 +227,8 @@ def test_nothing_that_is_there_is_replaced_unless_told_so(run, capsys, tmp_path)
     path = tmp_path / "encoder.pt"
     exported(capsys, run, "--output", path)
     exported(capsys, run, "--output", path)  # the same again
+    for _ in range(3):
+        exported(capsys, run)
     before = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
     assert f"{path}: exists already; give another name, or --overwrite true" in refused(
         capsys, run, "--output", path, "--branch", "target"

@@ -91,7 +91,7 @@ def test_pictures_of_runs_are_no_images(tmp_path):
             (tmp_path / run / name).touch()
     for name in ("config.yaml", "log.txt"):  # another program's
         (tmp_path / "cat" / name).touch()
-    with pytest.warns(UserWarning, match=r"2 folders of runs lie among the images in .* \(cat/inner\); they are not"):
+    with pytest.warns(UserWarning, match=r"folders of runs lie among the images in .* \(2, cat/inner for one\); they"):
         manifest = Manifest.open(tmp_path)
     assert manifest.classes == ["cat"] and len(manifest) == 1
     with pytest.raises(DataError, match="is the folder of a run"):

@@ -1,5 +1,6 @@
 """What we did not write is never replaced: files, the folders of runs, images, links that lead nowhere."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
     (run / "metrics.jsonl").rmdir()
     (run / "tensorboard").symlink_to("/nonexistent/scratch")
     assert outputs.problem_of_run_folder(run).startswith(f"{run}/tensorboard is a link to /nonexistent/scratch")
+
+
+def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
+    run = make_run(tmp_path / "run")
+    for name in ("knn.json", "summary.json"):
+        (run / name).write_text("{}")
+    assert outputs.problem_of_run_folder(run) is None
+    shutil.rmtree(run / "checkpoints")
+    assert "the checkpoints that knn.json judged are gone; move that away" in outputs.problem_of_run_folder(run)
+    (run / "knn.json").unlink()
+    assert outputs.problem_of_run_folder(run) is None
 
 
 def test_pictures_do_not_go_to_the_images_by_whatever_path(tmp_path):

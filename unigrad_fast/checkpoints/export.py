@@ -207,7 +207,17 @@ def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) 
         torch.save(state, buffer)
         return buffer.getvalue()
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    return safetensors.torch.save(state, texts)
+    return _ordered(safetensors.torch.save(state, texts))
+
+
+def _ordered(content: bytes) -> bytes:
+    """A safetensors file with its texts in order, which the library puts down in another one each time."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _commit() -> str:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -191,8 +192,8 @@ def remove_leftovers(run: Path) -> None:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Folders of the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in _root(run).glob("step-*") if path.is_dir())
+    """Folders of the complete checkpoints of a run, oldest first; a copy under another name is the user's."""
+    return sorted(path for path in _root(run).glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
 def latest(run: Path) -> Path | None:
@@ -207,7 +208,8 @@ def latest(run: Path) -> Path | None:
             return None
         raise UserError(f"{pointer}: no such file, but {complete[-1]} is there; {_fall_back_hint()}")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    if (folder := _root(run) / name) not in complete:
+    folder = _root(run) / name
+    if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # which may be a user's copy
         raise UserError(f"{pointer}: names {name or 'nothing'}, which is not there; {_fall_back_hint()}")
     return folder
 

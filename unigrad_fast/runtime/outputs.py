@@ -20,10 +20,12 @@ from unigrad_fast.runtime.whole_file import write_whole
 
 EXPORTS = "export"  # the one folder in a run's that other commands may write to
 FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard")
+EVALUATIONS = ("knn*.json", "linear*.json", "linear*.safetensors")  # of a run's checkpoints
 FILES_OF_A_RUN = (
     *("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "curves.png", "curves.svg", "bad_images.jsonl"),
-    *("knn*.json", "linear*.json", "linear*.safetensors"),  # of `evaluate`
+    *EVALUATIONS,
 )
+CHECKPOINTS = "checkpoints/step-*/checkpoint.json"
 KEYS_OF_A_RUN = ("seed", "output", "recipe", "data", "model", "objective", "target", "optimizer", "schedule")
 LARGEST_CONFIGURATION = 1 << 20  # bytes; a run's has some thousand
 
@@ -77,12 +79,15 @@ def problem_of_run_folder(folder: Path) -> str | None:
         if (name in FOLDERS_OF_A_RUN) != os.path.isdir(folder / name):
             found, wanted = ("file", "folder") if name in FOLDERS_OF_A_RUN else ("folder", "file")
             return f"{name} is a {found}, where a run keeps a {wanted}; move it away, or give another folder"
+    judged = [name for name in ours if _matches(name, EVALUATIONS)]
+    if judged and not any(folder.glob(CHECKPOINTS)):
+        return f"the checkpoints that {', '.join(judged)} judged are gone; move that away, or give another folder"
     return None
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run: the configuration that every run begins with, or a checkpoint."""
-    return _is_configuration(folder / "config.yaml") or any((folder / "checkpoints").glob("step-*/checkpoint.json"))
+    return _is_configuration(folder / "config.yaml") or any(folder.glob(CHECKPOINTS))
 
 
 def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
@@ -124,7 +129,11 @@ def _owner(path: Path, run: Path | None) -> Path | None:
 
 
 def _is_of_a_run(name: str) -> bool:
-    return name in FOLDERS_OF_A_RUN or any(fnmatchcase(name, pattern) for pattern in FILES_OF_A_RUN)
+    return name in FOLDERS_OF_A_RUN or _matches(name, FILES_OF_A_RUN)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_configuration(path: Path) -> bool:
