@@ -29,7 +29,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
     """Collects the configurations that the trainer is called with, instead of training."""
     calls = []
     monkeypatch.setattr(
-        "unigrad_fast.training.loop.pretrain", lambda config, verbose, fall_back: calls.append((config, verbose))
+        "unigrad_fast.training.loop.pretrain",
+        lambda config, verbose, fall_back, numbered: calls.append((config, verbose)),
     )
     return calls
 
@@ -76,6 +77,28 @@ def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypat
     assert type(trained[0][0]) is type(expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (["--recipe", "{tmp}/mine.v2.yaml"], "mine.v2"),
+        (["--recipe", "{tmp}/mine.v2.yaml", "--name", "trial"], "trial"),
+        (["--recipe", "cifar_subset"], "cifar_subset"),
+    ],
+)
+def test_a_run_is_named_by_its_recipe_or_the_file_of_it(given, folder, trained, images, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.v2.yaml").write_text("recipe: quickstart\ndata: {val: null}\n")
+    words = [word.format(tmp=tmp_path) for word in given]
+    assert cli.main(["pretrain", "--data.train", str(images), *words]) == 0
+    assert trained[0][0].output == tmp_path / "runs" / folder
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "/", "../a"])
+def test_a_name_that_is_a_path_is_refused(name, trained, images, capsys):
+    (line,) = refused(capsys, "pretrain", "--data.train", str(images), "--name", name)
+    assert line == f"error: name = {name}: is no name of a folder; give one, or a path with --output"
+
+
 def test_pretrain_is_refused_before_any_work(trained, images, capsys, tmp_path):
     assert "no such file or folder" in refused(capsys, "pretrain", "--data.train", str(tmp_path / "absent"))[0]
     assert refused(capsys, "pretrain", "--data.train", str(images), "--model.projector.depth", "0") == [
@@ -95,7 +118,7 @@ def test_batch_that_does_not_divide_over_the_launched_ranks_is_refused(trained, 
 
 def test_fresh_refuses_a_folder_that_holds_a_run(trained, images, capsys, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text("seed: 0\n")
+    (tmp_path / "run/config.yaml").write_text(to_yaml(resolve(overrides={"output": tmp_path / "run"})))
     lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"), "--fresh")
     assert "holds a run, which --fresh does not continue" in lines[0]
     assert trained == []
@@ -125,11 +148,11 @@ def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
     ],
 )
 def test_exit_status_and_message(error, status, message, images, capsys, monkeypatch):
-    def fail(config, verbose, fall_back):
+    def fail(config, **_):
         raise error
 
     monkeypatch.setattr("unigrad_fast.training.loop.pretrain", fail)
-    assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")]) == status
+    assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images.parent / "run")]) == status
     assert capsys.readouterr().err == message
 
 
@@ -201,7 +224,7 @@ def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, out
 def test_bug_is_not_swallowed(images, monkeypatch):
     monkeypatch.setattr("unigrad_fast.training.loop.pretrain", lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")])
+        cli.main(["pretrain", "--data.train", str(images), "--output", str(images.parent / "run")])
 
 
 def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):

@@ -147,6 +147,35 @@ def test_recipe_file_lies_over_the_recipe_that_it_names(tmp_path):
     assert config.data.batch_size == resolve("cifar_subset").data.batch_size
 
 
+def test_recipe_file_lies_over_another_file_wherever_it_is_used_from(tmp_path, monkeypatch):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/base.yaml").write_text("recipe: cifar_subset\nseed: 5\nmodel: {projector: {width: 64}}\n")
+    (tmp_path / "middle.yml").write_text("recipe: bases/base.yaml\nseed: 6\n")
+    (tmp_path / "mine.yaml").write_text(f"recipe: {tmp_path}/middle.yml\ndata: {{batch_size: 32}}\n")
+    config = resolve(tmp_path / "mine.yaml")
+    assert config == resolve(
+        "cifar_subset", {"seed": 6, "model": {"projector": {"width": 64}}, "data": {"batch_size": 32}}
+    )
+    assert config.recipe == "cifar_subset"
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    (tmp_path / "bases/base.yaml").unlink()
+    assert resolve(tmp_path / "saved.yaml") == config
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path / "mine.yaml")
+    said = str(caught.value)
+    assert said.startswith(f"recipe = {tmp_path}/bases/base.yaml: no such file or shipped recipe")
+    assert said.endswith(f"{tmp_path}/middle.yml names it")
+
+
+def test_recipes_in_a_circle_are_refused_with_the_chain(tmp_path):
+    for name, base in (("a", "b"), ("b", "c"), ("c", "../" + tmp_path.name + "/b")):
+        (tmp_path / f"{name}.yaml").write_text(f"recipe: {base}.yaml\n")
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path / "a.yaml")
+    chain = " -> ".join(f"{tmp_path}/{name}.yaml" for name in "abcb")
+    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes in a circle: {chain}"
+
+
 def test_empty_recipe_file_is_the_default_recipe(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")

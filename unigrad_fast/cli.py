@@ -21,6 +21,7 @@ from unigrad_fast.commands import COMMANDS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, validate
 
@@ -93,7 +94,9 @@ def run(words: Sequence[str]) -> None:
     elif issubclass(options, Config):
         command(resolve(overrides=tree, model=options))
     else:
-        command(validate(options, tree))
+        given = validate(options, tree)
+        require_whole_links(given)
+        command(given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
     except OSError as error:
-        wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
+        wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP, errno.EEXIST)
         if error.filename and error.errno in wrong_paths:
             print(f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path", file=sys.stderr)
             return 2

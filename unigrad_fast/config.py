@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe
-from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, recipe_names
+from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, recipe_names, title
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.trees import merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, count, shown, validate
@@ -244,9 +244,9 @@ class Config(Node):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of weights, order and augmentations."""
     output: AbsolutePath | None = None
-    """Run folder; null is the first free one of runs/RECIPE, runs/RECIPE-2, runs/RECIPE-3, ..."""
+    """Run folder; null is the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ... with the recipe's name."""
     recipe: str = DEFAULT_RECIPE
-    """Shipped recipe that the tree starts from; on the command line also the path of a YAML file."""
+    """Shipped recipe that the tree starts from; on the command line and in a YAML file also another one's path."""
     data: Data = Data()
     """Images and augmentation."""
     model: Model = Model()
@@ -366,14 +366,18 @@ def resolve(
     Args:
         recipe: shipped name or path of a YAML file; None takes it from the overrides, else `imagenet_100ep`.
         overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
-        model: Config, or a subclass of it with more keys.
+        model: Config, or a subclass of it with more keys; its `name` is the recipe's unless it is given.
 
     Raises:
         UserError: listing every unknown key, wrong value and impossible combination.
     """
     top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     named = top.pop("recipe", None)
-    return validate(model, merge(load_recipe(recipe or named or DEFAULT_RECIPE), top))
+    given = recipe or named or DEFAULT_RECIPE
+    tree = load_recipe(given)
+    if "name" in model.model_fields:
+        tree.setdefault("name", title(given))
+    return validate(model, merge(tree, top))
 
 
 def to_yaml(config: Node) -> str:

@@ -128,7 +128,10 @@ def read_description(folder: Path) -> dict[str, Any]:
     """What the shards in a folder were made of; nothing where none were begun."""
     with suppress(FileNotFoundError, NotADirectoryError):
         try:
-            return json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            if not isinstance(description, dict):
+                raise ValueError("no description of shards")
+            return description
         except ValueError as error:
             raise DataError(f"{folder / DESCRIPTION} is damaged ({error}); give another folder") from error
     return {}

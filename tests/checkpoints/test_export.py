@@ -223,6 +223,42 @@ def test_wrong_outputs_are_refused_before_any_work(run, capsys, tmp_path, monkey
     assert "not writable" in refused(capsys, run, "--output", tmp_path / "encoder.pth")
 
 
+def test_nothing_that_is_there_is_replaced_unless_told_so(run, capsys, tmp_path):
+    path = tmp_path / "encoder.pt"
+    exported(capsys, run, "--output", path)
+    exported(capsys, run, "--output", path)  # the same again
+    for _ in range(3):
+        exported(capsys, run)
+    before = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
+    assert f"{path}: exists already; give another name, or --overwrite true" in refused(
+        capsys, run, "--output", path, "--branch", "target"
+    )
+    described = tmp_path / "new.pt.json"
+    described.write_text("mine")
+    assert f"{described}: exists already" in refused(capsys, run, "--output", tmp_path / "new.pt")
+    described.unlink()
+    shard = next((run / "checkpoints").rglob("rank-00000.pt"))
+    (tmp_path / "link.pt").symlink_to(shard)
+    for output in (shard, run / "new.pt", tmp_path / "link.pt"):
+        error = refused(capsys, run, "--output", output, "--overwrite", "true")
+        assert f"belongs to the run in {run}; give a file elsewhere, or in {run}/export" in error
+    (tmp_path / "link.pt").unlink()
+    exported(capsys, run, "--output", run / "export/mine.pt")
+    after = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
+    assert {entry: after[entry] for entry in before} == before
+    exported(capsys, run, "--output", path, "--branch", "target", "--overwrite", "true")
+    assert path.read_bytes() != before[path]
+
+
+@pytest.mark.parametrize("name", ["encoder.onnx", "encoder", "train.py", "config.yaml", "metrics.jsonl"])
+def test_endings_that_are_not_written_are_refused(name, run, capsys):
+    before = {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()}
+    for more in ((), ("--format", "torchvision", "--overwrite", "true")):
+        error = refused(capsys, run, "--output", run / name, *more)
+        assert "give a name that ends in one of .safetensors, .pth, .pt" in error
+    assert {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()} == before
+
+
 def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monkeypatch):
     path = tmp_path / "encoder.safetensors"
     exported(capsys, run, "--output", path)
@@ -232,10 +268,11 @@ def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert cli.main(["export", str(run), "--branch", "target", "--output", str(path)]) == 3
+    again = (run, "--branch", "target", "--output", path, "--overwrite", "true")
+    assert cli.main(["export", *map(str, again)]) == 3
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == before
     monkeypatch.undo()
-    exported(capsys, run, "--branch", "target", "--output", path)
+    exported(capsys, *again)
     assert path.read_bytes() != before[path.name]
 
 

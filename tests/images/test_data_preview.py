@@ -196,6 +196,21 @@ def test_mistakes_end_with_one_line(images, tmp_path, capsys):
     assert not Path(output).exists()
 
 
+def test_a_picture_replaces_nothing_unless_told_so_and_does_not_become_an_image(images, tmp_path, capsys, monkeypatch):
+    small = ("--image_size", "32", "--local_crops", "0", "--images", "1")
+    output = tmp_path / "sheet.png"
+    output.write_bytes(b"mine")
+    for more in ((), ("--overwrite", "false")):
+        assert "exists already" in refused(capsys, str(images), "--output", str(output), *small, *more)
+        assert output.read_bytes() == b"mine"
+    assert cli.main(["data", "preview", str(images), "--output", str(output), *small, "--overwrite", "true"]) == 0
+    assert cli.main(["data", "preview", str(images), "--output", str(output), *small]) == 0  # the same again
+    capsys.readouterr()
+    monkeypatch.chdir(images)
+    assert f"preview.png: lies in path = {images}" in refused(capsys, ".", *small)
+    assert not (images / "preview.png").exists()
+
+
 def test_cutmix_of_one_image_is_refused(manifest):
     with pytest.raises(UserError, match="there is 1 image"):
         collect(manifest, SMALL, 1, seed=0, epoch=0, cutmix=True)

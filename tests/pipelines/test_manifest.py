@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 from PIL import Image
@@ -79,6 +80,28 @@ def test_link_that_leads_back_up_ends(tmp_path):
     save(tmp_path / "cat" / "a.jpg")
     (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)
     assert len(Manifest.from_folder(tmp_path)) == 1
+
+
+def test_pictures_of_runs_are_no_images(tmp_path):
+    save(tmp_path / "cat/0.jpg")
+    for run in ("run", "cat/inner"):
+        save(tmp_path / run / "curves.png")
+        save(tmp_path / run / "export/preview.png")
+        for name in ("config.yaml", "metrics.jsonl", "log.txt"):
+            (tmp_path / run / name).touch()
+    for name in ("config.yaml", "log.txt"):  # another program's
+        (tmp_path / "cat" / name).touch()
+    with pytest.warns(UserWarning, match=r"folders of runs lie among the images in .* \(2, cat/inner for one\); they"):
+        manifest = Manifest.open(tmp_path)
+    assert manifest.classes == ["cat"] and len(manifest) == 1
+    with pytest.raises(DataError, match="is the folder of a run"):
+        Manifest.open(tmp_path / "run")
+    with tarfile.open(tmp_path / "run/0.tar", "w") as tar:
+        tar.add(tmp_path / "cat/0.jpg", "0.jpg")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "run").rename(tmp_path / "shards/run")
+    (tmp_path / "shards/run/0.tar").rename(tmp_path / "shards/0.tar")
+    assert Manifest.open(tmp_path / "shards").shards is not None
 
 
 def test_images_beside_class_folders_are_announced(tmp_path):

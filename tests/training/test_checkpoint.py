@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -332,6 +333,16 @@ def test_a_run_that_fell_back_keeps_what_it_writes_from_there(tmp_path, values):
     checkpoint.prune(tmp_path, keep=1, keep_every=0)
     assert latest(tmp_path).name == "step-00000002"
     assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000009"]
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path):
+    for step in range(1, 4):
+        write(tmp_path, step, [], {})
+    shutil.copytree(latest(tmp_path), tmp_path / "checkpoints/step-00000001-best")
+    checkpoint.prune(tmp_path, keep=1, keep_every=0)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001-best", "step-00000003"]
+    (tmp_path / "checkpoints/latest").write_text("step-00000001-best\n")
+    assert latest(tmp_path).name == "step-00000001-best"
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):

@@ -25,6 +25,7 @@ from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.outputs import dangling_link, within_images
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
@@ -109,7 +110,9 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
         for key, folder in folders.items()
         if folder is not None and not os.path.exists(folder)
     ]
-    if os.path.lexists(run):
+    if problem := dangling_link(run) or within_images(run, folders):
+        problems.append(f"run = {run}: {problem}")
+    elif os.path.lexists(run):
         problems.append(f"run = {run}: exists already; give a new folder")
     elif not problems:
         try:

@@ -20,8 +20,8 @@ from unigrad_fast.checkpoints.weights import load_branch
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.whole_file import write_whole
 
 Format = Literal["torchvision", "safetensors"]
 ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
@@ -34,6 +34,7 @@ def export(
     branch: Literal["online", "target"] = "online",
     with_linear: bool = False,
     output: Path | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
 
@@ -45,13 +46,14 @@ def export(
         with_linear: add the linear probe as `fc`.
         output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the ending when the
             probe is in it.
+        overwrite: replace a file that has that name, and its description.
 
     Returns:
         The file.
 
     Raises:
         UserError: a run without weights, a stem that torchvision has not, no linear probe of these weights, or an
-            output that cannot be written; nothing was written then.
+            output that cannot be written, exists or is a run's own; nothing was written then.
     """
     config = resolve(run / "config.yaml")
     format = _format(format, output)
@@ -62,6 +64,8 @@ def export(
             "unigrad_fast.networks.encoder.build_backbone"
         )
     folder = _writable_folder(run, output)
+    for path in () if output is None else (output, _description(output)):
+        outputs.require_file(path, run=run)
     probe, about_probe = _read_probe(run, branch) if with_linear else ({}, {})
     state, metadata = load_branch(run, f"{branch}.backbone")
     if with_linear and about_probe["step"] != metadata["step"]:
@@ -79,8 +83,8 @@ def export(
     path = output or folder / f"{name}{ending}"
     content = _serialise(state, format, about)
     digest = {"file": path.name, "format": format, "sha256": hashlib.sha256(content).hexdigest()}
-    write_whole(path, content)
-    write_whole(path.with_name(f"{path.name}.json"), json.dumps(about | digest, indent=2).encode() + b"\n")
+    described = json.dumps(about | digest, indent=2).encode() + b"\n"
+    outputs.write_files({path: content, _description(path): described}, overwrite)
     added = f", linear probe of {head[0]} classes" if head else ""
     print(
         f"{config.model.backbone}, {branch} branch, epoch {metadata['epoch']}, step {metadata['step']}{added}: "
@@ -126,22 +130,32 @@ def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, .
 
 
 def _format(format: Format | None, output: Path | None) -> Format:
-    by_ending = ENDINGS.get(output.suffix) if output is not None else None
+    by_ending = ENDINGS.get(output.suffix.lower()) if output is not None else None
+    if output is not None and by_ending is None and not os.path.isdir(output):
+        raise UserError(
+            f"output = {output}: give a name that ends in one of {', '.join(ENDINGS)}; others are not written"
+        )
     if format and by_ending and format != by_ending:
         raise UserError(f"output = {output}: ends like a file of --format {by_ending}, and --format is {format}")
     return format or by_ending or "safetensors"
 
 
+def _description(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
 def _writable_folder(run: Path, output: Path | None) -> Path:
-    folder = run / "export" if output is None else output.parent
-    if output is None:
+    folder = run / outputs.EXPORTS if output is None else output.parent
+    if problem := outputs.dangling_link(folder):
+        raise UserError(f"output = {output or folder}: {problem}")
+    if folder == run / outputs.EXPORTS:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder}: cannot be made ({error.strerror}); name a file with --output FILE") from None
-    elif os.path.isdir(output):
+    if output is not None and os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give a file")
-    elif not os.path.isdir(folder):
+    if not os.path.isdir(folder):
         raise UserError(f"output = {output}: no folder {folder}; make it first, or give another file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
@@ -193,7 +207,17 @@ def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) 
         torch.save(state, buffer)
         return buffer.getvalue()
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    return safetensors.torch.save(state, texts)
+    return _ordered(safetensors.torch.save(state, texts))
+
+
+def _ordered(content: bytes) -> bytes:
+    """A safetensors file with its texts in order, which the library puts down in another one each time."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _commit() -> str:

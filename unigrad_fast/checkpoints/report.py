@@ -12,7 +12,7 @@ from rich.table import Table
 
 from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.validation import byte_size, count
 
 
 def show(path: Path) -> None:
@@ -38,8 +38,8 @@ def show(path: Path) -> None:
     rows["model"] = f"{model['backbone']}, projector {model['projector']['depth']} x {model['projector']['width']}"
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     for group, (tensors, elements, size) in _groups(reader).items():
-        rows[group] = f"{tensors} tensors, {elements:,} elements, {_size(size)}"
-    rows["files"] = f"{len(about['files'])}, {_size(sum(file['bytes'] for file in about['files'].values()))}"
+        rows[group] = f"{tensors} tensors, {elements:,} elements, {byte_size(size)}"
+    rows["files"] = f"{len(about['files'])}, {byte_size(sum(file['bytes'] for file in about['files'].values()))}"
     if path != folder:
         rows["checkpoints of the run"] = ", ".join(each.name for each in complete_checkpoints(path))
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
@@ -79,11 +79,7 @@ def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
     groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name in reader.names:
         elements = math.prod(reader.shape(name))
-        size = elements * torch.empty((), dtype=reader.dtype(name)).element_size()
+        size = elements * torch.empty((), dtype=reader.dtype(name)).elementbyte_size()
         for place, more in enumerate((1, elements, size)):
             groups[name.partition(".")[0]][place] += more
     return {name: tuple(sums) for name, sums in groups.items()}
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -100,6 +100,8 @@ class DataPreview(Node):
     """How many images: the first ones of the epoch."""
     output: AbsolutePath = Path("preview.png")
     """PNG file to write."""
+    overwrite: bool = False
+    """Replace a file of that name."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of order and augmentations, as of the run."""
     epoch: int = Field(default=0, ge=0, le=2**32 - 1)

@@ -20,7 +20,9 @@ class Export(Node):
     with_linear: bool = False
     """Add the linear probe of `evaluate linear` as the layer fc."""
     output: AbsolutePath | None = None
-    """File to write; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+    """File to write, ending in .safetensors, .pth or .pt; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+    overwrite: bool = False
+    """Replace a file of that name, and the description beside it."""
 
 
 def export(options: Export) -> None:

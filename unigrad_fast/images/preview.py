@@ -15,14 +15,15 @@ from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.pipelines import Manifest, View
 from unigrad_fast.pipelines.recipes import GLOBALS
 from unigrad_fast.pipelines.recipes import recipe as make_recipe
+from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import count
-from unigrad_fast.runtime.whole_file import write_whole
 
 
 def preview(
     path: Path,
     output: Path,
+    overwrite: bool = False,
     recipe: str = "multicrop",
     images: int = 4,
     seed: int = 0,
@@ -37,7 +38,8 @@ def preview(
 
     Args:
         path: of the images.
-        output: PNG file to write; one that exists is replaced.
+        output: PNG file to write.
+        overwrite: replace one that exists.
         recipe: name of the augmentation preset.
         images: how many rows; fewer if there are fewer images.
         seed, epoch: which of the training's views.
@@ -46,7 +48,7 @@ def preview(
         photometric: as in `Loader`.
 
     Raises:
-        UserError: the output cannot be written, or CutMix has no partner.
+        UserError: the output cannot be written, exists, or would be one of the images; or CutMix has no partner.
         DataError: the recipe does not exist or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
@@ -55,6 +57,7 @@ def preview(
         raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
+    outputs.require_file(output, {"path": path})
     views = make_recipe(recipe, image_size, local_crops=local_crops, **changes)
     if (size := views[-1].size) > views[0].size:
         raise UserError(
@@ -71,7 +74,7 @@ def preview(
     file = io.BytesIO()
     draw(rows, views, title).save(file, "PNG", optimize=True)
     try:
-        write_whole(output, file.getvalue())
+        outputs.write_files({output: file.getvalue()}, overwrite)
     except OSError as error:
         raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
     print(f"{count(len(rows), 'image')} as {recipe} makes them, in {output}")

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
-from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.validation import count
 
 SHOWN = 10  # images or problems that are printed, the others are counted
@@ -22,11 +23,14 @@ def shard(source: Path, folder: Path, options: packing.Packing, threads: int | N
     """Pack what is missing, say what was packed, and with `verify` compare all shards with their digests.
 
     Raises:
+        UserError: the folder lies among the images.
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
     threads = threads or os.cpu_count() or 1
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    if problem := within_images(folder, {"source": source}):
+        raise UserError(f"folder = {folder}: {problem}")
     if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
         _pack(source, folder, options, threads, console)
     if verify:

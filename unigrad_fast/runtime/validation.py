@@ -173,6 +173,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def byte_size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
 def count(number: int, noun: str) -> str:
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}" + ("" if number == 1 else ending)

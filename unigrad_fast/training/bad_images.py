@@ -23,18 +23,20 @@ class BadImages:
         folder: of the run, which may hold the list of its earlier part; None writes nothing.
         manifest: the training images.
         most: share of the images that may be bad.
+        goes_on: the earlier part counts, for the run goes on from it.
 
     Raises:
         DataError: already the headers that cannot be read, and the images that a scan found bad, are more.
     """
 
-    def __init__(self, folder: Path | None, manifest: Manifest, most: float, world: World):
+    def __init__(self, folder: Path | None, manifest: Manifest, most: float, world: World, goes_on: bool = True):
         self.path = None if folder is None else folder / FILE
         self.manifest, self.most, self.world = manifest, most, world
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
         self._told = 0
         self.latest: dict[tuple[int, int], str] = {}  # what the last exchange added
-        self.known = {(failure.step, failure.image): failure.reason for failure in _read(self.path, len(manifest))}
+        earlier = self.path if goes_on else None
+        self.known = {(failure.step, failure.image): failure.reason for failure in _read(earlier, len(manifest))}
         # Those that are bad since this process began: what was mended since the run stopped does not count.
         self.images = set(manifest.unreadable().tolist())
         if self.too_many:

@@ -34,6 +34,10 @@ REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gra
 class Trainer:
     """The state of one run and the operations on it.
 
+    Args:
+        verbose: show what DeepSpeed says.
+        goes_on: images that the run could not use before count; they do not where it begins, or begins again.
+
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
         fragments: where the online branch's weights, gradients and momentum lie.
@@ -42,7 +46,9 @@ class Trainer:
         images: what the training images are known by.
     """
 
-    def __init__(self, config: Config, world: World, train: Manifest, verbose: bool = False):
+    def __init__(
+        self, config: Config, world: World, train: Manifest, verbose: bool = False, goes_on: bool = True
+    ) -> None:
         self.config, self.world = config, world
         try:
             use_triton(world.device)
@@ -50,7 +56,7 @@ class Trainer:
             raise UserError(str(error)) from None
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
-        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world)
+        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from unigrad_fast.runtime.whole_file import naming
+
 
 class Messages:
     """Everything is shown as it is, for the name of a folder may look like markup."""
@@ -36,7 +38,8 @@ class Messages:
 
     def log(self, message: str) -> None:
         """Into the file alone."""
-        self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
+        with naming(self.path):
+            self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
 
     def log_warning(self, message: str) -> None:
         self.log(f"WARNING: {message}")

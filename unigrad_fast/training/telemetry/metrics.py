@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.whole_file import naming, write_whole
 from unigrad_fast.training.telemetry.length import Length
 
 if TYPE_CHECKING:
@@ -45,12 +45,14 @@ class MetricsFile:
 
     def write(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
         line = {"event": event, "step": step, "epoch": self.length.epoch(step), **fields}
-        self.file.write(json.dumps(line, allow_nan=False) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.file.flush()
 
     def sync(self) -> None:
         """Have everything on the disk."""
-        os.fsync(self.file.fileno())
+        with naming(self.path):
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
@@ -74,9 +76,10 @@ class TensorBoard:
     def add(self, group: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Write the numbers that are not None."""
         if self.writer is not None:
-            for name, value in numbers.items():
-                if value is not None:
-                    self.writer.add_scalar(f"{group}/{name}", value, step)
+            with naming(self.folder):
+                for name, value in numbers.items():
+                    if value is not None:
+                        self.writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
         if self.writer is not None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.length import Length
 from unigrad_fast.training.telemetry.messages import Messages
@@ -200,7 +201,7 @@ class Telemetry:
         }
         numbers, _ = json_numbers(own | dict(summary or {}))
         text = json.dumps(numbers, allow_nan=False, indent=2)
-        (self.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(self.run_dir / "summary.json", f"{text}\n".encode())
         self.messages.log(f"finished: {json.dumps(numbers, allow_nan=False)}")
         if self.bar is not None:
             self.bar.stop()
