@@ -15,8 +15,8 @@ class _KnownGradient(Function):
     def forward(ctx, terms: Tensor, gradient_MC: Tensor, *embeddings: Tensor) -> Tensor:
         ctx.dtypes = [embedding.dtype for embedding in embeddings]
         ctx.save_for_backward(gradient_MC)
-        # A view saves a launch. Compiled code confuses it with the caller's other views of the terms.
-        return terms[0].clone() if torch.compiler.is_compiling() else terms[0]
+        # Not a view: those of a function cannot be worked on in place, and what was done to one is done to all.
+        return terms[0].clone()
 
     @staticmethod
     @once_differentiable
@@ -42,6 +42,7 @@ def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Ten
         embeddings: V tensors [N, C] that the loss depends on.
 
     Returns:
-        The loss, a scalar; its backward gives each embedding its gradient times `grad_output`, in its dtype.
+        The loss, a scalar in memory of its own; its backward gives each embedding its gradient times `grad_output`, in
+        its dtype.
     """
     return _KnownGradient.apply(terms, gradient_MC, *embeddings)

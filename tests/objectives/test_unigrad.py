@@ -298,6 +298,29 @@ def test_gradients_are_linear_in_grad_output_and_survive_repeated_backward():
     torch.testing.assert_close(online[0].grad, 4 * once)
 
 
+def test_the_loss_and_the_metrics_can_be_worked_on_in_place_without_a_change_to_each_other():
+    online, again = leaves(views()), leaves(views())
+    output = UniGrad(width=16)(online=online, target=views(seed=1))
+    numbers = {**output.metrics, "nonfinite": output.nonfinite, "loss": output.loss}
+    before = {name: number.item() for name, number in numbers.items()}
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    product = weight * output.metrics["positive_cosine"]  # autograd notices what changes this metric
+    output.loss /= 4
+    output.loss += product
+    output.metrics["objective"] += weight
+    output.nonfinite += 1
+    output.loss.backward()
+    with torch.no_grad():
+        output.loss.mul_(0)
+    assert weight.grad == before["positive_cosine"]
+    assert not output.metrics["negative_term"].requires_grad
+    assert output.metrics["objective"].item() == pytest.approx(before["objective"] + 2)
+    assert all(numbers[name].item() == before[name] for name in ("positive_cosine", "negative_term", "surrogate"))
+    UniGrad(width=16)(online=again, target=views(seed=1)).loss.backward()
+    for quarter, whole in zip(online, again, strict=True):
+        torch.testing.assert_close(quarter.grad, whole.grad / 4)
+
+
 def test_stride_zero_grad_output_is_handled():
     online = leaves(views())
     UniGrad(width=16)(online=online, target=views(seed=1)).loss.expand(3).sum().backward()

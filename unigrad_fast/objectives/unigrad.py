@@ -41,9 +41,9 @@ class Mix(Protocol):
     ratio: Tensor | Sequence[Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ObjectiveOutput:
-    """What an objective returns.
+    """What an objective returns; its tensors have nothing to do with each other's memory.
 
     Attributes:
         loss: scalar, the mean over this rank's images; call `backward` on it.
@@ -188,8 +188,9 @@ class UniGrad(nn.Module):
                 ticket=layout.ticket,
             )
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
-        metrics = {name: terms[number] for number, name in enumerate(TERMS)}
-        return ObjectiveOutput(loss, metrics, terms[len(TERMS)], unit_MC[: 2 * images])
+        # `data` is no view: what is done to one of them in place is nothing to the others.
+        *metrics, flag = (term.data for term in terms.unbind())
+        return ObjectiveOutput(loss, dict(zip(TERMS, metrics, strict=True)), flag, unit_MC[: 2 * images])
 
     def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
         self.average.whole()
