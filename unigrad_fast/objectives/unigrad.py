@@ -13,7 +13,7 @@ Shape suffixes: V views, N images per rank, C embedding width, M = V·N rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -191,10 +191,6 @@ class UniGrad(nn.Module):
         # `data` is no view: what is done to one of them in place is nothing to the others.
         *metrics, flag = (term.data for term in terms.unbind())
         return ObjectiveOutput(loss, dict(zip(TERMS, metrics, strict=True)), flag, unit_MC[: 2 * images])
-
-    def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
-        self.average.whole()
-        return super().named_buffers(*arguments, **keywords)
 
     def effective_rank(self) -> Tensor:
         """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
