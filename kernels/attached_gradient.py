@@ -45,4 +45,6 @@ def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Ten
         The loss, a scalar in memory of its own; its backward gives each embedding its gradient times `grad_output`, in
         its dtype.
     """
+    if not torch.is_grad_enabled() or not any(embedding.requires_grad for embedding in embeddings):
+        return terms[0].clone()
     return _KnownGradient.apply(terms, gradient_MC, *embeddings)

@@ -435,6 +435,36 @@ def test_bad_settings_are_refused_with_their_value(settings, message):
         UniGrad(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 4.0}, "width 4.0 is no whole number; use an int"),
+        ({"width": "4"}, "width '4' is no whole number"),
+        ({"width": 4, "balance": "100"}, "balance '100' is no number"),
+        ({"width": 4, "decay": None}, "decay None is no number"),
+        ({"width": 4, "most_images": 8.0}, "most_images 8.0 is no whole number"),
+    ],
+)
+def test_settings_of_another_type_are_refused_with_their_value(settings, message):
+    with pytest.raises(TypeError, match=message):
+        UniGrad(**settings)
+
+
+def test_what_is_no_tensor_is_refused_by_its_place():
+    with pytest.raises(TypeError, match=r"target\[1\] is a ndarray; give a tensor \[N, 16\] for each view"):
+        UniGrad(width=16)(online=views(), target=[views()[0], views()[1].numpy()])
+
+
+@pytest.mark.parametrize("online", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_the_online_branch_decides_the_dtype_of_the_product(online, target, monkeypatch):
+    monkeypatch.setattr("unigrad_fast.objectives.unigrad.use_triton", lambda device: True)
+    layout = UniGrad(width=16)._layout(views(dtype=online), views(dtype=target))
+    assert (layout.unit_dtype, layout.product_dtype) == (online, online)
+    exact = UniGrad(width=16)._layout(views(dtype=online), views())
+    assert (exact.unit_dtype, exact.product_dtype) == (torch.float64, torch.float64)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     objective = UniGrad(width=16)
     with pytest.raises(ValueError, match=r"online\[1\] has shape \(5, 16\)"):

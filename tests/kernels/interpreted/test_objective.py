@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unigrad_fast.kernels import heuristics, update_correlation_
-from unigrad_fast.objectives import UniGrad
+from unigrad_fast.objectives import UniGrad, ranks
 
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error
 
@@ -149,3 +149,26 @@ def test_autocast_decides_the_dtype_of_the_product():
     exact = in_double(views(2, 5, 40, 0))
     UniGrad(40)(online=exact, target=in_double([view.half() for view in views(2, 5, 40, 1)])).loss.backward()
     assert 1e-5 < distance(online[0].grad, exact[0].grad) < GATES[torch.float16]
+
+
+def test_the_online_branch_decides_the_dtype_of_the_product():
+    objective, online, target = UniGrad(40), views(2, 5, 40, 0), views(2, 5, 40, 1)
+    objective(online=[view.half() for view in online], target=target)
+    assert objective.average._working.dtype == torch.float16
+    other = UniGrad(40)
+    other(online=online, target=[view.half() for view in target])
+    assert other.average._working is None
+
+
+def test_a_rank_without_images_takes_those_of_the_others():
+    objective = UniGrad(40, compute_dtype=torch.float16)
+    objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
+    objective._ranks = lambda: 2
+    rows = torch.nn.functional.normalize(torch.randn(10, 40), dim=-1).half()
+    with pytest.MonkeyPatch.context() as patch:  # the other rank, which has five images
+        patch.setattr(ranks, "agree_on_most_images", lambda *_: 5)
+        patch.setattr(ranks, "gather", lambda own, most, group: torch.cat([own, own.new_zeros(most, 40), rows]))
+        patch.setattr(ranks, "total", lambda *own, group: torch.stack(own) + torch.tensor([0, 0, 10]))
+        output = objective(online=views(2, 0, 40, 0), target=views(2, 0, 40, 1))
+    assert objective.updates == 2 and output.loss == 0 and output.nonfinite == 0
+    assert torch.isfinite(objective.correlation).all()
