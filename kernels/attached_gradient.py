@@ -23,10 +23,13 @@ class _KnownGradient(Function):
     def backward(ctx, grad_output: Tensor):
         (gradient_MC,) = ctx.saved_tensors
         # Multiplied before it is rounded: a scale of the loss is there to lift gradients into fp16's range.
-        dtype = ctx.dtypes[0] if len(set(ctx.dtypes)) == 1 else gradient_MC.dtype
+        alike = len(set(ctx.dtypes)) == 1
+        dtype = ctx.dtypes[0] if alike else gradient_MC.dtype
         scaled_MC = torch.empty_like(gradient_MC, dtype=dtype)
         torch.mul(gradient_MC, grad_output.to(gradient_MC.dtype), out=scaled_MC)
         views = scaled_MC.chunk(len(ctx.dtypes))
+        if alike:
+            return None, None, *views
         return None, None, *(view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True))
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.kernels import functional
 from unigrad_fast.objectives import UniGrad, build
 
 
@@ -479,3 +481,47 @@ def test_build_knows_unigrad_and_names_the_known_methods():
     assert build("unigrad", width=8, balance=3.0).balance == 3.0
     with pytest.raises(ValueError, match=r"unigrd.*unigrad"):
         build("unigrd", width=8)
+
+
+def test_a_batch_like_an_earlier_one_is_looked_at_once_and_any_other_again(monkeypatch):
+    """What is wrong after a good batch is refused as if it came first; what is right is computed alike."""
+    looked = []
+    unseen, checked = UniGrad(width=16), functional.unit_embeddings
+    monkeypatch.setattr(functional, "unit_embeddings", lambda *call: looked.append(1) or checked(*call))
+    objective = UniGrad(width=16)
+    for seed in range(3):
+        unseen._layouts.clear()
+        losses = [each(online=views(seed=seed), target=views(seed=seed + 9)).loss for each in (objective, unseen)]
+        assert losses[0] == losses[1]
+    assert len(looked) == 1 + 3 and torch.equal(objective.correlation, unseen.correlation)
+    for online, target, message in (
+        (views(), [view.to("meta") for view in views()], "on cpu, not float64"),
+        (views(dtype=torch.int64), views(), "not int64"),
+        (views(images=5), views(), r"target\[0\] has shape \(6, 16\), expected \(5, 16\)"),
+        (views(3), views(1), "3 online and 1 target"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            objective(online=online, target=target)
+    assert objective.updates == 3
+    objective.decay = 0.5  # counts from the next step on
+    before = objective.correlation.clone()
+    objective(online=views(), target=views(seed=1))
+    fresh = UniGrad(width=16)
+    fresh(online=views(), target=views(seed=1))
+    torch.testing.assert_close(objective.correlation, (before + fresh.correlation) / 2)
+
+
+def test_a_mode_sees_the_operators_of_a_batch_like_an_earlier_one_too():
+    objective, seen = UniGrad(width=16), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+            seen.append(operator.name())
+            return operator(*arguments, **(keywords or {}))
+
+    for _ in range(2):
+        seen.clear()
+        with Watch():
+            objective(online=leaves(views()), target=views(seed=1)).loss.backward()
+        wanted = ["unit_embeddings", "update_correlation_", "unigrad_gradient"]
+        assert [name for name in seen if "unigrad" in name] == [f"unigrad_fast::{name}" for name in wanted]

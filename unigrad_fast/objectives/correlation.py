@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import mirror_, round_into_, update_correlation_
+from unigrad_fast.kernels import mirror_, round_into_, unchecked
 
 STATE = ("correlation", "updates")
 
@@ -77,7 +77,10 @@ class MovingCorrelation(nn.Module):
         Raises:
             RuntimeError: memory that stays would have to be made while a CUDA graph is captured; F has no values.
         """
-        exact = torch.promote_types(like.dtype, torch.float32)
+        working, exact = self._working, torch.promote_types(like.dtype, torch.float32)
+        is_that = working is not None and working.dtype == product_dtype and working.device == like.device
+        if is_that and self.correlation.dtype == exact and self._copy_is_current():
+            return working
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
             if self.correlation.dtype != exact or self.correlation.device != like.device:
                 require_no_capture("this dtype and device")
@@ -105,7 +108,7 @@ class MovingCorrelation(nn.Module):
             count: M over all ranks, a scalar on the device.
             skip: int32, where one of them is not 0, on any rank, F stays as it is.
         """
-        update_correlation_(
+        unchecked.update_correlation_(
             self.correlation,
             unit_MC,
             decay=decay,

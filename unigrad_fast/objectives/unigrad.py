@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import copy
 import numbers
+import operator
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import attach_gradient, effective_rank, unigrad_gradient, unit_embeddings
+from unigrad_fast.kernels import attach_gradient, effective_rank, functional, unchecked
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
@@ -92,7 +94,7 @@ class UniGrad(nn.Module):
         self.most_images = most_images
         self.average = MovingCorrelation(self.width)
         self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
-        self._layouts: dict[tuple, Layout] = {}
+        self._layouts: dict[tuple | None, Layout] = {}  # also by the `_key` of batches that were taken
 
     def extra_repr(self) -> str:
         return f"width={self.width}, balance={self.balance}, decay={self.decay}, source={self.correlation_source}"
@@ -126,33 +128,40 @@ class UniGrad(nn.Module):
                 than `most_images`.
             RuntimeError: activation checkpointing calls it again.
         """
-        layout = self._layout(online, target)
-        images, rows, device = layout.images, layout.rows, layout.device
+        views = [*online, *target]
+        key = _key(views, len(target), self.decay, self.compute_dtype)
+        known = self._layouts.get(key)
+        layout = known or self._layout(online, target)
+        # What is like an earlier batch needs no second look.
+        kernels = functional if known is None or mix is not None else unchecked
         if mix is not None:
             self._require_mix(mix, layout)
         if self.training:
             _require_no_recomputation()
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        images, rows, device, average = layout.images, layout.rows, layout.device, self.average
+        autocast = torch.is_autocast_enabled(device.type)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             nonfinite = torch.empty(rows + 2 * images, dtype=torch.int32, device=device)
-            all_MC, inverse_norm_M = unit_embeddings([*online, *target], dtype=layout.unit_dtype, nonfinite=nonfinite)
-            unit_MC, target_MC = all_MC[:rows], all_MC[rows:]
-            operand = self.average.operand(unit_MC, layout.product_dtype)
+            all_MC, inverse_norm_M = kernels.unit_embeddings(views, layout.unit_dtype, nonfinite)
+            unit_MC, target_MC, target_flags = all_MC[:rows], all_MC[rows:], nonfinite[rows:]
+            global_MC = unit_MC if rows == 2 * images else unit_MC[: 2 * images]
+            operand = average.operand(unit_MC, layout.product_dtype)
             from_target = self.correlation_source == "target"
-            source_MC, count = target_MC if from_target else unit_MC[: 2 * images], layout.count
-            flags, skip = nonfinite, nonfinite[rows:] if from_target else nonfinite
+            source_MC, count = target_MC if from_target else global_MC, layout.count
+            flags, skip = nonfinite, target_flags if from_target else nonfinite
             over_ranks = self.training and self._ranks() > 1
             if over_ranks:
                 source_MC, count, flags, skip = self._over_ranks(source_MC, nonfinite, layout)
             # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
             counts = self.training and (over_ranks or images > 0)
             if counts:
-                self.average.update_(source_MC, decay=layout.decay, count=count, skip=skip)
+                average.update_(source_MC, decay=layout.decay, count=count, skip=skip)
             first, second, ratio = layout.positives(mix)
-            gradient_MC, terms = unigrad_gradient(
-                unit_MC=unit_MC,
-                inverse_norm_M=inverse_norm_M[:rows],
-                target_KC=target_MC,
-                correlation=operand,
+            gradient_MC, terms = kernels.unigrad_gradient(
+                unit_MC,
+                inverse_norm_M[:rows],
+                target_MC,
+                operand,
                 balance=self.balance,
                 scale=1.0 / max(1, rows),
                 first=first,
@@ -160,21 +169,23 @@ class UniGrad(nn.Module):
                 ratio=ratio,
                 nonfinite=flags,
                 skip=skip,
-                updates=self.average.updates if counts else None,
+                updates=average.updates if counts else None,
                 ticket=layout.ticket,
             )
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
+        if known is None and key is not None and {type(view) for view in views} <= {Tensor, nn.Parameter}:
+            self._layouts[key] = layout
         # `data` is no view: what is done to one of them in place is nothing to the others.
         *metrics, flag = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
-        return ObjectiveOutput(loss, named, flag, unit_MC[: 2 * images], over_ranks, self.process_group)
+        return ObjectiveOutput(loss, named, flag, global_MC, over_ranks, self.process_group)
 
     def effective_rank(self) -> Tensor:
         """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
         return effective_rank(self.correlation)
 
     def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
-        """What the batch's shape determines; a new one is checked."""
+        """What a batch's shape determines, which is checked."""
         require_views(online, target, self.width)
         images, device = online[0].shape[0], online[0].device
         unit_dtype, product_dtype = self._dtypes(online, target)
@@ -257,6 +268,22 @@ class UniGrad(nn.Module):
                 stacklevel=2,
             )
         return {**self.__dict__, "process_group": None, "_layouts": {}}
+
+
+_LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
+
+
+def _key(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
+    """All that decides whether a batch can be taken, and how; None for what has to be looked at every time."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        looks = tuple(map(_LOOK, views))
+        device = views[0].device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    except (AttributeError, IndexError):  # no tensors
+        return None
+    return targets, looks, autocast, use_triton(device), *settings
 
 
 def _require_no_recomputation() -> None:
