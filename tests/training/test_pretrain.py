@@ -106,7 +106,7 @@ def test_evaluate_reproduces_the_accuracy_of_the_run_and_of_its_untrained_encode
     run, _ = finished
     result = command("evaluate", "knn", run, "--baselines", "true")
     assert result.returncode == 0, result.stderr
-    accuracy = json.loads((run / "knn.json").read_text())["accuracy"]
+    accuracy = json.loads((run / "evaluation/knn-epoch2.json").read_text())["accuracy"]
     during = [event["accuracy"] for event in events(run, "knn")]
     assert accuracy["untrained encoder"] == during[0]
     assert accuracy["trained encoder"] == during[-1]
@@ -156,7 +156,7 @@ def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished
     alone = [event["accuracy"] for event in events(run, "knn")]
     result = command_on_two_ranks("evaluate", "knn", run)
     assert result.returncode == 0, result.stderr
-    assert json.loads((run / "knn.json").read_text())["accuracy"]["trained encoder"] == alone[-1]
+    assert json.loads((run / "evaluation/knn-epoch2.json").read_text())["accuracy"]["trained encoder"] == alone[-1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from unigrad_fast.config import Config
+from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
@@ -46,8 +47,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         trainer = Trainer(config, world, train, verbose)
-        obstacle = KNNProbe.obstacle(train, val)
-        probe = KNNProbe(config, world, train, val) if obstacle is None else None
+        queries = match(train, val)
+        probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
         with occupied(config, world):
             progress = None
             if saved is not None:
@@ -55,8 +56,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
                 progress = saved.about["progress"]
             lengths = trainer.total_steps, trainer.steps_per_epoch
             with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, obstacle)
-                for warning in warnings + said:
+                introduce(telemetry, trainer, train, queries.obstacle)
+                for warning in [*warnings, *said, *queries.told]:
                     telemetry.warn(warning)
                 run(trainer, telemetry, probe, preemption)
 
