@@ -24,8 +24,9 @@ from unigrad_fast.evaluation import linear, linear_paper, linear_quick
 from unigrad_fast.evaluation.linear import LinearProbe
 from unigrad_fast.evaluation.linear_paper import Schedule, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
+from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
-from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World
 
 EPOCHS = 40
@@ -239,6 +240,40 @@ def test_a_batch_that_is_too_large_for_a_rank_is_worked_off_in_parts(data, worke
     assert parts[0] == whole[0]
     for one, other in zip(whole[1:], parts[1:], strict=True):
         torch.testing.assert_close(one, other)
+
+
+class AskedToLeave:
+    """In place of what watches for signals: one comes in the third step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def agreed(self) -> tuple[bool, bool]:
+        self.steps += 1
+        return self.steps == 3, False
+
+
+def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str], Tensor]:
+    lines: list[str] = []
+    made = probe(data, say=lines.append)
+    unfinished = Unfinished(folder, "probe", {}, made.world, lines.append)
+    if calls != 2:
+        with pytest.raises(Preempted):
+            paper(made, Schedule(3, 48, 10.0), unfinished, AskedToLeave())
+    if calls > 1:
+        classifier = paper(made, Schedule(3, 48, 10.0), unfinished)
+    return lines, classifier.weight.detach() if calls > 1 else None
+
+
+def test_the_papers_protocol_goes_on_in_an_epoch_on_any_number_of_ranks(data, workers, tmp_path):
+    lines, weight = workers(2).run(trained_in_two_calls, data, tmp_path / "alone", 2)[0]
+    both = workers(2).run(trained_in_two_calls, data, tmp_path / "two", 3)
+    for again, found in both:
+        assert torch.equal(found, weight) and [*again[:1], *again[2:]] == lines
+        assert again[1].startswith("goes on after epoch 1.5 of 3")
+    workers(2).run(trained_in_two_calls, data, tmp_path / "moved", 1)
+    ((_, found),) = workers(1).run(trained_in_two_calls, data, tmp_path / "moved", 2)
+    torch.testing.assert_close(found, weight)
 
 
 @pytest.mark.parametrize(
