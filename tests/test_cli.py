@@ -12,6 +12,7 @@ from PIL import Image
 
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.evaluation.runs import Asked
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,10 +236,11 @@ def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
 def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     calls = []
-    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *given: calls.append(given))
     assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
-    assert cli.main(["evaluate", "knn", str(tmp_path)]) == 0
-    assert calls == [(tmp_path, True), (tmp_path, False)]
+    asked = ["--checkpoint", "30", "--k", "5", "--temperature", "0.2", "--data.val", "/v"]
+    assert cli.main(["evaluate", "knn", str(tmp_path), *asked]) == 0
+    assert calls == [(tmp_path, True, Asked()), (tmp_path, False, Asked(30, None, Path("/v"), 5, 0.2))]
 
 
 def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import unigrad_fast
 from unigrad_fast import cli
 from unigrad_fast.checkpoints import export
-from unigrad_fast.checkpoints.files import write_weights
-from unigrad_fast.checkpoints.weights import load_encoder
+from unigrad_fast.checkpoints.files import Reader, complete_checkpoints, write_weights
+from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone
 
@@ -95,7 +95,7 @@ def test_printed_lines_load_the_online_backbone_into_torchvision(backbone, forma
     model = executed(lines)
     assert type(model) is torchvision.models.ResNet and "unigrad" not in "".join(lines[:2])
     original = build_backbone(backbone, config.model.stem).eval()
-    load_encoder(tmp_path / "run", original)
+    load_encoder(open_checkpoint(tmp_path / "run"), original)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model(images), original(images))
@@ -106,7 +106,7 @@ def test_the_linear_probe_becomes_the_classifier(format, run, capsys):
     probe = make_probe(run)
     model = executed(exported(capsys, run, "--format", format, "--with_linear", "true"))
     backbone = build_backbone("resnet18").eval()
-    load_encoder(run, backbone)
+    load_encoder(open_checkpoint(run), backbone)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = torch.nn.functional.linear(backbone(images), probe["weight"], probe["bias"])
@@ -284,5 +284,7 @@ def test_a_folder_without_run_or_weights_is_refused(tmp_path, capsys):
 
 def test_weights_of_another_model_are_refused(run, capsys):
     config = resolve("quickstart", {"model": {"backbone": "resnet34"}})
-    (run / "config.yaml").write_text(to_yaml(config))
+    (reader,) = (Reader(folder) for folder in complete_checkpoints(run))
+    tensors = {name: reader.tensor(name) for name in reader.names}
+    write_weights(run, tensors, 40, 2.0, config.model_dump(mode="json"))
     assert "do not fit its configuration" in refused(capsys, run)

@@ -57,14 +57,11 @@ def test_a_run_is_known_by_its_checkpoints_or_its_configuration_and_by_no_other_
     assert outputs.holds_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", [*outputs.FILES_OF_A_RUN, *outputs.FOLDERS_OF_A_RUN, "linear-paper-epoch3.json", "knn-epoch3.json"]
-)
+@pytest.mark.parametrize("name", sorted({*outputs.FILES_OF_A_RUN, *outputs.FOLDERS_OF_A_RUN}))
 def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name, tmp_path):
     (tmp_path / "slurm-17.out").write_text("")
     (tmp_path / "train.py").write_text("")
     assert outputs.problem_of_run_folder(tmp_path) is None
-    name = name.replace("*", "")
     (tmp_path / name).write_text("hi")
     assert f"no run lies there, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
 

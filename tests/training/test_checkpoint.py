@@ -19,7 +19,7 @@ from trainer_state import batches, make_trainer, small_config, smooth
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Piece, Reader, complete_checkpoints, latest, write, write_weights
-from unigrad_fast.checkpoints.weights import load_branch, load_encoder
+from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import checkpoint
@@ -127,8 +127,8 @@ def test_tensors_are_read_back_bit_for_bit_whole_and_in_ranges(tmp_path, values)
     part = torch.empty(100)
     reader.read("online.backbone.weight", 333, part)
     assert torch.equal(part, values["online.backbone.weight"].view(-1)[333:433])
-    state, metadata = load_branch(tmp_path, "online.backbone")
-    assert sorted(state) == ["bias", "weight"] and metadata == {"step": "2", "epoch": "1"}
+    assert sorted(load_branch(reader, "online.backbone")) == ["bias", "weight"]
+    assert (reader.about["step"], reader.about["epoch"]) == (2, 1)
 
 
 def test_every_file_is_plain_tensors_for_torch(tmp_path, values):
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, values, damage):
     damage(newest)
     file, reason = DAMAGES[damage]
     with pytest.raises(UserError) as caught:
-        load_branch(tmp_path, "online")
+        load_branch(open_checkpoint(tmp_path), "online")
     assert str(newest / file) in str(caught.value) and reason in str(caught.value)
     assert "--fall_back" in str(caught.value)
 
@@ -357,10 +357,10 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
 
 def test_weights_that_are_missing_or_misfit_are_refused(tmp_path, values):
     with pytest.raises(UserError, match="no checkpoint there"):
-        load_encoder(tmp_path, torch.nn.Linear(40, 30))
+        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
     plain_run(tmp_path, values)
     with pytest.raises(UserError, match="does not fit"):
-        load_encoder(tmp_path, torch.nn.Linear(40, 30))
+        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
 
 
 def refuse_imported(images: str, output: Path) -> str:

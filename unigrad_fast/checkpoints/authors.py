@@ -85,7 +85,7 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if rest:
         print(f"Left out: {', '.join(rest)}")
     if train is None or val is None:
-        print(f"To evaluate it, name its images in {run}/config.yaml: data.train and data.val")
+        print(f"Evaluate it: unigrad-fast evaluate knn {run} --data.train FOLDER --data.val FOLDER")
     else:
         print(f"Evaluate it: unigrad-fast evaluate knn {run}")
     print(f"Export it: unigrad-fast export {run}")

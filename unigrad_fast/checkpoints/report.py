@@ -79,7 +79,7 @@ def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
     groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name in reader.names:
         elements = math.prod(reader.shape(name))
-        size = elements * torch.empty((), dtype=reader.dtype(name)).elementbyte_size()
+        size = elements * torch.empty((), dtype=reader.dtype(name)).element_size()
         for place, more in enumerate((1, elements, size)):
             groups[name.partition(".")[0]][place] += more
     return {name: tuple(sums) for name, sums in groups.items()}

@@ -90,36 +90,36 @@ def data_recipes(options: DataRecipes) -> None:
 
 
 class DataPreview(Node):
-    """Draw the crops and the views that an augmentation makes of a few images."""
+    """Draw the crops and the views that training makes of a few images."""
 
     path: AbsolutePath
-    """Images, as `--data.train` takes them."""
-    recipe: str = "multicrop"
-    """Augmentation preset, one of those of `data recipes`."""
+    """Images, as `--data.train` takes them; or a run, or a training recipe, whose images are taken."""
+    recipe: str | None = None
+    """Training recipe, or augmentation preset of `data recipes`; null is the path's, else the default of `pretrain`."""
     images: int = Field(default=4, ge=1, le=64)
     """How many images: the first ones of the epoch."""
     output: AbsolutePath = Path("preview.png")
     """PNG file to write."""
     overwrite: bool = False
     """Replace a file of that name."""
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of order and augmentations, as of the run."""
+    seed: int | None = Field(default=None, ge=0, le=2**32 - 1)
+    """Seed of order and augmentations; null is the run's or recipe's."""
     epoch: int = Field(default=0, ge=0, le=2**32 - 1)
     """Epoch of the run, from 0."""
     cutmix: bool = False
-    """Add the global views after CutMix."""
+    """Add the global views after CutMix, as is done anyway for a recipe that mixes."""
     image_size: int | None = Field(default=None, ge=16, le=1024)
-    """Height and width of the global views in pixels; null is the preset's."""
+    """Height and width of the global views in pixels; null is the recipe's."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
-    """Number of local views; null is the preset's."""
+    """Number of local views; null is the recipe's."""
     global_views: ViewChanges = ViewChanges()
-    """What differs from the preset in both global views."""
+    """What differs from the recipe in both global views."""
     second_view: ViewChanges = ViewChanges()
     """What differs besides in the second of them."""
     local_views: LocalViewChanges = LocalViewChanges()
     """What differs in the local views."""
-    photometric: Literal["dali", "torch"] = "dali"
-    """Colour operations, as `--data.photometric` of a run."""
+    photometric: Literal["dali", "torch"] | None = None
+    """Colour operations, as `--data.photometric` of a run; null is the run's or recipe's."""
 
 
 def data_preview(options: DataPreview) -> None:

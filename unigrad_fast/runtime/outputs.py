@@ -19,8 +19,8 @@ from unigrad_fast.runtime.validation import Node
 from unigrad_fast.runtime.whole_file import write_whole
 
 EXPORTS = "export"  # the one folder in a run's that other commands may write to
-FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard")
-EVALUATIONS = ("knn*.json", "linear*.json", "linear*.safetensors")  # of a run's checkpoints
+FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "evaluation")
+EVALUATIONS = ("evaluation", "knn.json", "linear.json", "linear.safetensors")  # of a run's checkpoints
 FILES_OF_A_RUN = (
     *("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "curves.png", "curves.svg", "bad_images.jsonl"),
     *EVALUATIONS,

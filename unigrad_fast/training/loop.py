@@ -8,16 +8,17 @@ import torch
 
 from unigrad_fast.checkpoints.files import complete_checkpoints
 from unigrad_fast.config import Config
+from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.training import checkpoint, run_folder
-from unigrad_fast.training.preemption import Preemption
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
@@ -49,8 +50,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         with run_folder.occupied(config, world, numbered) as config:
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
-            obstacle = KNNProbe.obstacle(train, val)
-            probe = KNNProbe(config, world, train, val) if obstacle is None else None
+            queries = match(train, val)
+            probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
             begins_again = run_folder.begin(config, world, goes_on=saved is not None)
             progress = None
             if saved is not None:
@@ -61,10 +62,10 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
                 warnings.append(space)
             lengths = trainer.total_steps, trainer.steps_per_epoch
             with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, obstacle)
+                introduce(telemetry, trainer, train, queries.obstacle)
                 if begins_again:
                     telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
-                for warning in warnings + said:
+                for warning in [*warnings, *said, *queries.told]:
                     telemetry.warn(warning)
                 run(trainer, telemetry, probe, preemption)
 
