@@ -1,13 +1,17 @@
 """Image files as their names and headers tell: what counts as one, and its width and height."""
 
+import errno
 import io
 import os
+import stat
 
 from PIL import Image, UnidentifiedImageError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+# What torchvision's ImageFolder takes; DALI decodes all of it.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ENDINGS = tuple(extension.encode() for extension in EXTENSIONS)
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+_ORIENTATION, _WIDTH, _HEIGHT = 0x112, 0x100, 0x101  # tags of TIFF files
 
 
 def read_size(path: bytes) -> tuple[int, int]:
@@ -22,9 +26,25 @@ def size_in(file: io.BufferedIOBase) -> tuple[int, int]:
     """Width and height of an image from its header. Raises OSError where there is none."""
     try:
         with Image.open(file, formats=FORMATS) as image:
-            return image.size
+            return stored_size(image)
     except (SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of broken headers
         raise UnidentifiedImageError(str(error)) from error
+
+
+def stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as they are stored, for orientation tags are ignored; Pillow turns TIFF files by theirs."""
+    if image.format == "TIFF" and image.tag_v2.get(_ORIENTATION, 1) != 1:
+        return image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
+    return image.size
+
+
+def require_file(path: bytes | str, state: os.stat_result) -> None:
+    """Raises OSError unless the state of what lies at a path is that of a regular file."""
+    mode = state.st_mode
+    if not stat.S_ISREG(mode):
+        kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+        kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", path)
 
 
 def reason(error: OSError) -> str:

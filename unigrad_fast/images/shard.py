@@ -34,8 +34,11 @@ def shard(source: Path, folder: Path, options: packing.Packing, threads: int | N
 
 
 def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, console: Console) -> None:
-    with console.status("listing images"):
+    with console.status("listing images"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         manifest = Manifest.open(source)
+    for warning in caught:
+        console.print(f"warning: {warning.message}")
     with _bar(console, MofNCompleteColumn()) as bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of odd but decodable images
         task = bar.add_task("images", total=len(manifest))
