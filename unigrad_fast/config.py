@@ -103,7 +103,7 @@ class Data(Node):
     """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
     threads: int | None = Field(default=None, ge=1)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
-    read_timeout: float = Field(default=60.0, gt=0)
+    read_timeout: float = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that does not answer is replaced by another image."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""

@@ -19,6 +19,7 @@ def read_size(path: bytes) -> tuple[int, int]:
     # Opened here because Pillow itself takes no path in bytes, and a name need not be UTF-8.
     # Without waiting: a pipe that somebody left there would never answer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        require_file(path, os.fstat(file.fileno()))
         return size_in(file)
 
 
@@ -39,12 +40,11 @@ def stored_size(image: Image.Image) -> tuple[int, int]:
 
 
 def require_file(path: bytes | str, state: os.stat_result) -> None:
-    """Raises OSError unless the state of what lies at a path is that of a regular file."""
+    """Raises OSError where the state of what lies at a path is that of a pipe or a device, which may never end."""
     mode = state.st_mode
-    if not stat.S_ISREG(mode):
-        kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
-        kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a file", path)
+    if stat.S_ISREG(mode) or stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # the latter two fail when they are opened
+        return
+    raise OSError(errno.EINVAL, f"not a file but a {'named pipe' if stat.S_ISFIFO(mode) else 'device'}", path)
 
 
 def reason(error: OSError) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from ..files.headers import FORMATS, reason, stored_size
-from ..manifest import Manifest
+from ..reading.timed import TimedReader
 
 _ENDINGS = {
     **{"JPEG": b".jpg", "MPO": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"},
@@ -32,10 +32,13 @@ class Prepared:
     defect: str | None = None
 
 
-def prepare(manifest: Manifest, image: int, short: int | None, quality: int) -> Prepared:
+def prepare(reader: TimedReader, image: int, short: int | None, quality: int) -> Prepared:
     """Reads and decodes an image, and makes it smaller where its short side has more pixels than `short`."""
     try:
-        content = manifest.read(image)
+        content = reader.read(image)
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
             size = stored_size(decoded)
             decoded.load()  # what cannot be decoded must not be found out by a training run

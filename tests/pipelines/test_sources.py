@@ -554,3 +554,11 @@ def test_a_tar_of_a_tree_has_the_trees_classes(tree, tmp_path):
 def test_images_of_a_tar_in_one_folder_are_not_labelled(tree, tmp_path):
     subprocess.run(["tar", "-cf", tmp_path / "one.tar", "-C", tree, "class0"], check=True)
     assert not Manifest.open(tmp_path / "one.tar").has_labels
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["x.tar", "classes.txt"])
+def test_named_pipe_in_place_of_a_shard_or_of_its_class_names_is_not_waited_for(tmp_path, name):
+    pack(tmp_path / "a.tar", [("a.jpg", encoded()), ("a.cls", b"0")])
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path / name if name.endswith(".tar") else tmp_path, rf"{name}: not a file but a named pipe")

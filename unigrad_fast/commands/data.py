@@ -11,6 +11,8 @@ from unigrad_fast.commands.requirements import require_dali
 from unigrad_fast.config import LocalViewChanges, ViewChanges
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
+READ_TIMEOUT = Field(default=60.0, gt=0, le=86_400)
+
 
 class DataSynth(Node):
     """Draw the built-in labelled JPEG images, with the folders train and val."""
@@ -38,6 +40,8 @@ class DataScan(Node):
     """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan goes on there."""
     threads: int | None = Field(default=None, ge=1)
     """Images decoded at once; null is one per core. More of them hide the latency of network storage."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer counts as bad."""
 
 
 def data_scan(options: DataScan) -> None:
@@ -64,6 +68,8 @@ class DataShard(Node):
     """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
     threads: int | None = Field(default=None, ge=1)
     """Threads that decode, resize and encode; null is the cores."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer is left out."""
     verify: bool = False
     """Read all shards back and compare them with their digests; of finished shards, do only this."""
 
@@ -73,7 +79,7 @@ def data_shard(options: DataShard) -> None:
     from unigrad_fast.pipelines.shards.packing import Packing
 
     packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
-    shard.shard(options.source, options.folder, packing, options.threads, options.verify)
+    shard.shard(options.source, options.folder, packing, options.threads, options.verify, options.read_timeout)
 
 
 class DataRecipes(Node):
