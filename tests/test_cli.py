@@ -67,6 +67,23 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data shard {} out --quality 90", "quality = 90: images are copied as they are; leave it out"),
+        ("data preview {} --recipe simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
+        ("bench kernels --compile_only true --width 512", "width = 512: compile_only does not use it; leave it out"),
+        ("bench kernels --tune true --output x", "output = "),
+        ("data scan {} --threads 100000", "threads = 100000: allowed is a whole number from 1 to 1024 or null"),
+        ("data scan {} --read_timeout 1e30", "read_timeout = 1e30: allowed is a number above 0 to 86400"),
+        ("data scan {} --output", "--output: a value is missing; allowed is a path or null"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_be_are_refused(words, message, images, capsys):
+    (line,) = refused(capsys, *words.format(images).split())
+    assert line.startswith(f"error: {message}")
+
+
 def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["pretrain", "--data.train", str(images), "--model.projector.width", "4096", "--verbose"]) == 0

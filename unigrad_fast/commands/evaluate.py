@@ -39,7 +39,7 @@ class EvaluateLinear(Node):
     """Epochs of the paper's protocol; null is its 90."""
     batch_size: int | None = Field(default=None, ge=1)
     """Images per step of the paper's protocol, over all ranks; null is its 4096."""
-    base_lr: float | None = Field(default=None, gt=0)
+    base_lr: float | None = Field(default=None, gt=0, le=1e6)
     """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
 
 

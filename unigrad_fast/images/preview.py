@@ -56,6 +56,9 @@ def preview(
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
     views = make_recipe(recipe, image_size, local_crops=local_crops, **changes)
+    if len(views) == GLOBALS and (local := changes.get("local_views")):
+        key, value = next(iter(local.items()))
+        raise UserError(f"local_views.{key} = {value}: {recipe} has no local views; add --local_crops")
     if (size := views[-1].size) > views[0].size:
         raise UserError(
             f"local_views.size = {size}: larger than the global views ({views[0].size}); give a smaller one"
