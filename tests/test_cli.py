@@ -13,6 +13,8 @@ from PIL import Image
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.trees import parse_arguments
+from unigrad_fast.runtime.validation import Node, keys, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +57,42 @@ def test_help_of_pretrain_shows_the_values_of_the_recipe(capsys):
     text = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     assert "--data.batch_size INT Images per optimizer step, over all ranks and accumulation steps" in text
     assert "(default: 128)" in text
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_shows_what_is_accepted(name, capsys, monkeypatch):
+    """Every key with every form of its value, and every default."""
+    monkeypatch.setenv("COLUMNS", "0")
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help"])
+    said = capsys.readouterr().out
+    options, positionals = cli.COMMANDS[name][0], cli.positionals(cli.COMMANDS[name][0])
+    assert said.startswith(" ".join([f"usage: unigrad-fast {name}", *map(str.upper, positionals)]))
+    shown = re.findall(r"^  --(\S+) (\S+)\n((?:      .*\n?)+)", said, re.MULTILINE)
+    assert {*positionals, *(key for key, *_ in shown)} == set(keys(options))
+    for key, forms, description in shown:
+        default = re.search(r"\(default:\s+(.+)\)\s*$", description)[1]
+        for written in [default, *forms.split("|")]:
+            accepted = [
+                not problems(options, parse_arguments([f"--{key}={value}"]), key)
+                for value in SAMPLES.get(written, (written,))
+            ]
+            assert any(accepted), (key, written)
+
+
+SAMPLES = {
+    **{"INT": ("0", "2", "16", "1e3"), "FLOAT": ("0.5", "1"), "STR": ("quickstart",), "PATH": ("some/where",)},
+    **{"FLOAT,FLOAT": ("0.5,1",), "FLOAT,FLOAT,FLOAT,FLOAT": ("0.1,0.1,0.1,0.1",)},
+}
+
+
+def problems(options: type[Node], tree: dict, key: str) -> list[str]:
+    """What is said of a key's own value."""
+    try:
+        validate(options, tree)
+    except UserError as error:
+        return [line for line in str(error).splitlines() if line.startswith(f"{key} = ") and ": allowed is" in line]
+    return []
 
 
 def test_print_config_can_be_fed_back(capsys, tmp_path):

@@ -42,7 +42,7 @@ class Node(BaseModel):
         """
         if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
             value = value.strip("[]()").split(",")
-        if isinstance(value, str) and int in _arms(cls.model_fields[info.field_name].annotation):
+        if isinstance(value, str) and int in arms(cls.model_fields[info.field_name].annotation):
             value = _whole(value)
         wants_bool = cls.model_fields[info.field_name].annotation is bool
         if value is BARE and wants_bool:
@@ -61,13 +61,13 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(get_origin(arm) is tuple for arm in get_args(annotation))
 
 
-def _arms(annotation: Any) -> Iterator[Any]:
+def arms(annotation: Any) -> Iterator[Any]:
     """What a value may be, of a union and without what Annotated adds."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         for arm in get_args(annotation):
-            yield from _arms(arm)
+            yield from arms(arm)
     else:
         yield annotation
 
@@ -99,10 +99,10 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
         path.append(str(part))
         if part not in owner.model_fields:
             return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
-        group = _group(owner, part)
-        if group is None:
+        inner = group(owner, part)
+        if inner is None:
             break  # what follows a leaf names an arm of its union
-        owner = group
+        owner = inner
     else:
         return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
     if problem["type"] == "missing" and len(path) == len(location):
@@ -116,7 +116,8 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
     return [f"{'.'.join(path)} = {shown(value)}: allowed is {allowed}{hint}"]
 
 
-def _group(owner: type[Node], key: str) -> type[Node] | None:
+def group(owner: type[Node], key: str) -> type[Node] | None:
+    """The keys below a key; None of a leaf."""
     annotation = owner.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
@@ -124,11 +125,11 @@ def _group(owner: type[Node], key: str) -> type[Node] | None:
 def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a tree."""
     for key in model.model_fields:
-        group = _group(model, key)
-        if group is None:
+        inner = group(model, key)
+        if inner is None:
             yield prefix + key
         else:
-            yield from keys(group, f"{prefix}{key}.")
+            yield from keys(inner, f"{prefix}{key}.")
 
 
 def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
