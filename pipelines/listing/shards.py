@@ -178,12 +178,14 @@ def _walk_shard(path: str) -> _Found:
             unread[key, ending] = name, content()
         elif (label := _label(ending, content(), path, name)) is not None:
             labels[ending][key] = label
-    keys = _without_parts(found, keys, seen, others)
+    dotted = any(b"." in key.rpartition(b"/")[2] for key in keys)
+    if dotted:
+        keys = _without_parts(found, keys, seen, others)
     if not found.names:
         raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}); leave it out, or pack it anew")
 
     def text(key: bytes) -> bytes | None:
-        for shorter in _shorter(key):
+        for shorter in _shorter(key) if dotted else (key,):
             for ending in (b"cls", b"json"):
                 if (shorter, ending) in unread:
                     name, content = unread.pop((shorter, ending))

@@ -21,6 +21,7 @@ from unigrad_fast.config import Config, resolve
 from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import write_whole
 
 Format = Literal["torchvision", "safetensors"]
@@ -154,7 +155,7 @@ def _read_probe(run: Path, branch: str) -> tuple[dict[str, Tensor], dict[str, st
     if not path.is_file():
         raise UserError(f"{path}: no such file; run `unigrad-fast evaluate linear {run}` first")
     try:
-        with safe_open(path, framework="pt") as file:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as file:
             probe, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: damaged ({error}); run `unigrad-fast evaluate linear {run}` again") from None
