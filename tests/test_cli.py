@@ -14,6 +14,8 @@ from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation.runs import Asked
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.trees import parse_arguments
+from unigrad_fast.runtime.validation import Node, keys, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +61,42 @@ def test_help_of_pretrain_shows_the_values_of_the_recipe(capsys):
     assert "(default: 128)" in text
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_shows_what_is_accepted(name, capsys, monkeypatch):
+    """Every key with every form of its value, and every default."""
+    monkeypatch.setenv("COLUMNS", "0")
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help"])
+    said = capsys.readouterr().out
+    options, positionals = cli.COMMANDS[name][0], cli.positionals(cli.COMMANDS[name][0])
+    assert said.startswith(" ".join([f"usage: unigrad-fast {name}", *map(str.upper, positionals)]))
+    shown = re.findall(r"^  --(\S+) (\S+)\n((?:      .*\n?)+)", said, re.MULTILINE)
+    assert {*positionals, *(key for key, *_ in shown)} == set(keys(options))
+    for key, forms, description in shown:
+        default = re.search(r"\(default:\s+(.+)\)\s*$", description)[1]
+        for written in [default, *forms.split("|")]:
+            accepted = [
+                not problems(options, parse_arguments([f"--{key}={value}"]), key)
+                for value in SAMPLES.get(written, (written,))
+            ]
+            assert any(accepted), (key, written)
+
+
+SAMPLES = {
+    **{"INT": ("0", "2", "16", "1e3"), "FLOAT": ("0.5", "1"), "STR": ("quickstart",), "PATH": ("some/where",)},
+    **{"FLOAT,FLOAT": ("0.5,1",), "FLOAT,FLOAT,FLOAT,FLOAT": ("0.1,0.1,0.1,0.1",)},
+}
+
+
+def problems(options: type[Node], tree: dict, key: str) -> list[str]:
+    """What is said of a key's own value."""
+    try:
+        validate(options, tree)
+    except UserError as error:
+        return [line for line in str(error).splitlines() if line.startswith(f"{key} = ") and ": allowed is" in line]
+    return []
+
+
 def test_print_config_can_be_fed_back(capsys, tmp_path):
     assert cli.main(["pretrain", "--recipe", "quickstart", "--seed", "3", "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -67,6 +105,23 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
     file.write_text(printed)
     assert cli.main(["pretrain", "--recipe", str(file), "--print-config"]) == 0
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data shard {} out --quality 90", "quality = 90: images are copied as they are; leave it out"),
+        ("data preview {} --recipe simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
+        ("bench kernels --compile_only true --width 512", "width = 512: compile_only does not use it; leave it out"),
+        ("bench kernels --tune true --output x", "output = "),
+        ("data scan {} --threads 100000", "threads = 100000: allowed is a whole number from 1 to 1024 or null"),
+        ("data scan {} --read_timeout 1e30", "read_timeout = 1e30: allowed is a number above 0 to 86400"),
+        ("data scan {} --output", "--output: a value is missing; allowed is a path or null"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_be_are_refused(words, message, images, capsys):
+    (line,) = refused(capsys, *words.format(images).split())
+    assert line.startswith(f"error: {message}")
 
 
 def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypatch, tmp_path):

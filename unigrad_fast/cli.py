@@ -14,12 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tyro
-
 import unigrad_fast
 from unigrad_fast.commands import COMMANDS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
+from unigrad_fast.runtime import command_help
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.trees import parse_arguments
@@ -64,15 +63,9 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 def show_help(name: str, tree: Mapping[str, Any]) -> None:
     """Prints a command's keys and their defaults, for pretrain those of the recipe beside --help."""
     options, _ = COMMANDS[name]
-    defaults = {"default": resolve(tree.get("recipe"), model=options)} if issubclass(options, Config) else {}
-    tyro.cli(
-        options,
-        prog=f"unigrad-fast {name}",
-        args=["--help"],
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
-        **defaults,
-    )
+    defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
+    print(command_help.text(f"unigrad-fast {name}", options, positionals(options), defaults))
+    raise SystemExit(0)
 
 
 def run(words: Sequence[str]) -> None:

@@ -8,12 +8,13 @@ from collections import Counter
 from ..errors import DataError
 from ..files.headers import ENDINGS, EXTENSIONS, reason
 from ..files.slow_storage import spread
+from .left_out import ending, tell
 
 MARKS_OF_A_RUN = {b"config.yaml", b"metrics.jsonl", b"log.txt"}  # a folder with all of them has pictures of a run
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
-    """Class names (none for a flat folder), images of each, and all names, class by class."""
+    """Class names (none for a flat folder), images of each, and all names, class by class; warns of other files."""
     base, runs = os.fsencode(root), []
     folders, flat, others = _entries(base, b"", runs)
     if runs:
@@ -31,15 +32,17 @@ def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
         warnings.warn(
             f"{len(flat)} images lie directly in {root} beside its class folders; they are not used", stacklevel=3
         )
+    others = sum((counts for _, counts in trees), others)
     if not found and not flat:
-        raise DataError(_no_image(root, sum((counts for _, counts in trees), others)))
+        raise DataError(_no_image(root, others))
+    tell(root, others)
     if not found:
         return [], [], flat
     classes = [os.fsdecode(folder) for folder, _ in found]
     return classes, [len(names) for _, names in found], [name for _, names in found for name in names]
 
 
-def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], Counter[str]]:
+def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], Counter[bytes]]:
     """All images under one class folder, at any depth, sorted by folder and name; and its other files by kind.
 
     Folders of runs are left out, and added to `runs`.
@@ -60,7 +63,7 @@ def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[byt
     return [name for here in sorted(done) for name in done[here]], others
 
 
-def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], list[bytes], Counter[str]]:
+def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], list[bytes], Counter[bytes]]:
     """Sub-folders and images of one folder, the images sorted, and its other files by kind; of a run's, nothing."""
     marks = set()
     folders, images, others = [], [], Counter()
@@ -79,7 +82,7 @@ def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes]
                 else:
                     if name in MARKS_OF_A_RUN:
                         marks.add(name)
-                    others[os.path.splitext(os.fsdecode(name))[1]] += 1
+                    others[ending(name)] += 1
     except OSError as error:
         raise DataError(_unreadable(os.fsdecode(path), error)) from error
     if marks == MARKS_OF_A_RUN:
@@ -111,11 +114,11 @@ def holds_images(root: str) -> bool:
     return False
 
 
-def _no_image(root: str, others: Counter[str]) -> str:
+def _no_image(root: str, others: Counter[bytes]) -> str:
     wanted = f"it must hold {', '.join(EXTENSIONS)} files, or one folder of them per class, or .tar shards"
     if not others:
         return f"{root} holds no files; {wanted}"
-    kinds = ", ".join(kind or "no extension" for kind, _ in others.most_common(3))
+    kinds = ", ".join(os.fsdecode(kind) or "no extension" for kind, _ in others.most_common(3))
     return f"{root} holds no images, only {others.total()} other files ({kinds}); {wanted}"
 
 

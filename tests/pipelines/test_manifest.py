@@ -4,11 +4,13 @@ import subprocess
 import sys
 import tarfile
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines.listing.folders import _is_folder
+from unigrad_fast.pipelines.reading.damage import defects
 
 
 def save(path, size=(8, 6), **options):
@@ -50,6 +52,23 @@ def test_hidden_files_and_folders_and_other_files_are_ignored(tmp_path):
     assert len(manifest) == 1 and manifest.classes == ["cat"]
 
 
+def test_every_file_of_an_image_folder_of_torchvision_is_used_and_others_are_counted(tmp_path):
+    from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
+
+    for number, extension in enumerate([*IMG_EXTENSIONS, ".TIF"]):
+        save(tmp_path / f"class{number % 3}" / f"{number:02}{extension}", (8, 6 + number))
+    for name in ("class0/x.gif", "class1/y.GIF", "only/z.avif", "notes.txt", "class0/README"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"left out: 2 \.gif, 1 \.txt, 1 without an ending, 1 \.avif; images end in"):
+        manifest = Manifest.from_folder(tmp_path)
+    reference = ImageFolder(tmp_path, allow_empty=True)
+    assert [manifest.path(i) for i in range(len(manifest))] == [path for path, _ in reference.samples]
+    assert len(manifest) == len(IMG_EXTENSIONS) + 1
+    decoded = defects([np.frombuffer(manifest.read(i), np.uint8) for i in range(len(manifest))], None, manifest.sizes)
+    assert decoded == [None] * len(manifest)
+
+
 @pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp"])
 def test_extensions(tmp_path, name):
     save(tmp_path / name)
@@ -65,7 +84,10 @@ def test_orientation_tag_does_not_swap_the_size(tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6
     save(tmp_path / "a.jpg", exif=turned)
-    assert Manifest.from_folder(tmp_path).sizes.tolist() == [[8, 6]]
+    save(tmp_path / "b.tif", tiffinfo={0x0112: 6})
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.sizes.tolist() == [[8, 6]] * 2
+    assert defects([np.frombuffer(manifest.read(i), np.uint8) for i in (0, 1)], None, manifest.sizes) == [None] * 2
 
 
 def test_nested_folders_count_to_their_class(tmp_path):

@@ -26,6 +26,7 @@ from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import dangling_link, within_images
+from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
@@ -149,7 +150,8 @@ def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            with utf8_path(file) as name:
+                return load_file(name)
         with torch.serialization.safe_globals(NUMPY_NUMBER), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(file, map_location="cpu", weights_only=True)

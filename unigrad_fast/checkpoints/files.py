@@ -32,6 +32,7 @@ from torch import Tensor
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
@@ -303,7 +304,8 @@ class Reader:
         if file not in self._open:
             path = self.folder / file
             try:
-                self._open[file] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+                with utf8_path(path) as name:
+                    self._open[file] = torch.load(name, mmap=True, weights_only=True, map_location="cpu")
             except (OSError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
                 raise UserError(f"{path}: cannot be read ({reason}); {_fall_back_hint()}") from None

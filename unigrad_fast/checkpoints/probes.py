@@ -12,6 +12,7 @@ from torch import Tensor
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.checkpoints.weights import fingerprint
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.utf8_path import utf8_path
 
 FOLDER = "evaluation"  # in a run's: what `evaluate` writes
 BEFORE = "linear.safetensors"  # where `evaluate linear` wrote its probe at first
@@ -54,14 +55,14 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     if not fitting:
         raise UserError(problems[0])
     path = max(fitting)[-1]
-    with safe_open(path, framework="pt") as content:
+    with utf8_path(path) as name, safe_open(name, framework="pt") as content:
         return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
 
 
 def describe_probe(path: Path) -> dict[str, Any]:
     """What a probe's file says of itself: texts and JSON values. Raises ValueError, in words, where it is none."""
     try:
-        with safe_open(path, framework="pt") as content:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as content:
             names, texts = set(content.keys()), content.metadata() or {}
     except FileNotFoundError:
         raise ValueError("no such file") from None

@@ -8,8 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_dali
-from unigrad_fast.config import LocalViewChanges, ViewChanges
+from unigrad_fast.config import MOST_THREADS, LocalViewChanges, ViewChanges
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+READ_TIMEOUT = Field(default=60.0, gt=0, le=86_400)
 
 
 class DataSynth(Node):
@@ -36,8 +39,10 @@ class DataScan(Node):
     """Images, as `--data.train` takes them."""
     output: AbsolutePath | None = None
     """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan goes on there."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Images decoded at once; null is one per core. More of them hide the latency of network storage."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer counts as bad."""
 
 
 def data_scan(options: DataScan) -> None:
@@ -62,8 +67,10 @@ class DataShard(Node):
     """JPEG quality of the images that are reduced."""
     shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Threads that decode, resize and encode; null is the cores."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer is left out."""
     verify: bool = False
     """Read all shards back and compare them with their digests; of finished shards, do only this."""
 
@@ -72,8 +79,12 @@ def data_shard(options: DataShard) -> None:
     from unigrad_fast.images import shard
     from unigrad_fast.pipelines.shards.packing import Packing
 
+    if "quality" in options.model_fields_set and options.short_side is None:
+        raise UserError(
+            f"quality = {options.quality}: images are copied as they are; leave it out, or add --short_side"
+        )
     packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
-    shard.shard(options.source, options.folder, packing, options.threads, options.verify)
+    shard.shard(options.source, options.folder, packing, options.threads, options.verify, options.read_timeout)
 
 
 class DataRecipes(Node):

@@ -55,7 +55,7 @@ class EvaluateLinear(Node):
     """Epochs of the paper's protocol; null is its 90."""
     batch_size: int | None = Field(default=None, ge=1)
     """Images per step of the paper's protocol, over all ranks; null is its 4096."""
-    base_lr: float | None = Field(default=None, gt=0)
+    base_lr: float | None = Field(default=None, gt=0, le=1e6)
     """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the checkpoint; null is the newest."""

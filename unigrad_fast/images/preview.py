@@ -61,6 +61,9 @@ def preview(
     source = find_source(path, recipe, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
     outputs.require_file(output, {"path": source.images})
     views = source.views
+    if len(views) == GLOBALS and (local := changes.get("local_views")):
+        key, value = next(iter(local.items()))
+        raise UserError(f"local_views.{key} = {value}: {source.name} has no local views; add --local_crops")
     if (size := views[-1].size) > views[0].size:
         raise UserError(
             f"local_views.size = {size}: larger than the global views ({views[0].size}); give a smaller one"

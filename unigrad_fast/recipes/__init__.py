@@ -8,8 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import absolute, shown
@@ -49,8 +48,8 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
             + (f"; {below[-1]} names it" if below else "")
         )
     try:
-        tree = _parse_yaml(path.read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError) as error:
+        tree = _parse_yaml(path.read_text(encoding="utf-8", errors="surrogateescape"), name)
+    except OSError as error:
         raise UserError(f"recipe = {name}: cannot be read as text: {error}") from None
     base = tree.get("recipe", DEFAULT_RECIPE)
     if not isinstance(base, str):
@@ -72,11 +71,9 @@ def title(name_or_path: str | Path) -> str:
 
 def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"recipe = {name}: not valid YAML{where}: {' '.join(str(problem).split())}") from None
+        tree = strict_yaml.read(text)
+    except UserError as error:
+        raise UserError(f"recipe = {name}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

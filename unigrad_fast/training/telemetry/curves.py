@@ -18,7 +18,7 @@ Series = tuple[list[float], list[float]]  # epochs, values
 def draw(run_dir: Path | str) -> Path:
     """Draws RUN/curves.png: loss, positive cosine, learning rate with momentum, kNN accuracy over epochs."""
     run_dir = Path(run_dir)
-    return draw_comparison({run_dir.resolve().name: run_dir}, run_dir / "curves.png")
+    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, run_dir / "curves.png")
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
@@ -109,6 +109,11 @@ def _annotate(axes: Axes, text: str, point: tuple[float, float], color: str, lef
         {"xytext": (8, -4), "ha": "left", "va": "top"} if left else {"xytext": (0, 8), "ha": "right", "va": "bottom"}
     )
     axes.annotate(text, point, textcoords="offset points", fontsize=9, color=color, **place)
+
+
+def _as_text(name: str) -> str:
+    """The name of a folder, which need not be text, and no formula where it has dollar signs."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("$", r"\$")
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -19,7 +19,7 @@ class Messages:
         self.console, self.path = console, path
 
     def open(self) -> None:
-        self.file = self.path.open("a", encoding="utf-8", buffering=1)
+        self.file = self.path.open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
 
     def close(self) -> None:
         self.file.close()

@@ -8,11 +8,13 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
 from unigrad_fast.training.telemetry.length import Length
 
@@ -64,6 +66,7 @@ class TensorBoard:
     def __init__(self, folder: Path, wanted: bool) -> None:
         self.folder, self.wanted = folder, wanted
         self.writer: SummaryWriter | None = None
+        self._named = ExitStack()
 
     def open(self, start_step: int) -> None:
         """Begin a file; what others say of steps after the first of this process does not count any more."""
@@ -71,7 +74,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
             purge = {"purge_step": start_step + 1} if start_step else {}
-            self.writer = SummaryWriter(str(self.folder), **purge)
+            self.folder.mkdir(exist_ok=True)
+            self.writer = SummaryWriter(self._named.enter_context(utf8_path(self.folder)), **purge)
 
     def add(self, group: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Write the numbers that are not None."""
@@ -84,6 +88,7 @@ class TensorBoard:
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+        self._named.close()
 
 
 def json_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
