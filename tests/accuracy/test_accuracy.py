@@ -40,6 +40,7 @@ def train_and_judge(recipe: str, data: Path, run: Path, record, *arguments) -> d
         record(f"{name}, kNN %", round(value, 2))
     record("minutes", round(summary["wall_seconds"] / 60, 1))
     record("images/s", round(summary["images_per_second"]))
+    record("threads", len(os.sched_getaffinity(0)))
     record("effective rank", round(summary["effective_rank"], 1))
     record("feature std", round(summary["feature_std"], 3))
     return accuracy

@@ -58,7 +58,8 @@ def test_a_run_ends_well_and_writes_its_files(finished):
     run, result = finished
     assert result.returncode == 0, result.stdout + result.stderr
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard", "summary.json", "log.txt", ".lock"
+        "config.yaml", "metrics.jsonl", "checkpoints", "curves.png", "curves.svg", "tensorboard", "summary.json",
+        "log.txt", ".lock"
     }  # fmt: skip
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -297,6 +299,31 @@ def test_curves_are_drawn_from_the_metrics(tmp_path, evaluated):
     for path in (tmp_path / "curves.png", comparison):
         with Image.open(path) as picture:
             assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**6)) > 20
+        drawing = path.with_suffix(".svg").read_text()
+        said = {text.strip() for text in re.findall("<!--(.*?)-->", drawing, re.DOTALL)}
+        assert {"Loss", "Positive cosine", "kNN accuracy, %", "Feature deviation", "Effective rank of F"} <= said
+        assert ("20.0 untrained" in said) == ("70.0" in said) == evaluated
+        assert ("not evaluated" in said) == (not evaluated)
+    before = (tmp_path / "curves.svg").read_bytes()
+    curves.draw(tmp_path)
+    assert (tmp_path / "curves.svg").read_bytes() == before  # no date, no random names
+
+
+@given(st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=200))
+def test_a_smoothed_curve_stays_within_its_values_and_keeps_their_gaps(values):
+    values = np.array(values, float)
+    smoothed = curves.smoothed(values)
+    assert np.array_equal(np.isnan(smoothed), np.isnan(values))
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        found = smoothed[np.isfinite(smoothed)]
+        assert finite.min() - 1e-9 <= found.min() and found.max() <= finite.max() + 1e-9
+
+
+def test_a_smoothed_curve_has_little_of_the_noise_and_all_of_the_course():
+    noise, course = np.random.default_rng(0).normal(size=1000), np.linspace(0, 100, 1000)
+    smoothed = curves.smoothed(course + noise)
+    assert np.std(smoothed - course) < np.std(noise) / 4
 
 
 def test_half_written_last_line_of_a_killed_run_is_passed_over(tmp_path):
