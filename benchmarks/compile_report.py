@@ -34,6 +34,7 @@ from rich.table import Table
 
 from unigrad_fast.benchmarks.record import make_folder
 from unigrad_fast.kernels import heuristics
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped
 
 # Triton is imported in the worker processes alone, where its interpreter is off.
@@ -332,7 +333,7 @@ def main(output: Path) -> None:
         RunStopped: a kernel does not compile, or wants more shared memory than its architecture has.
     """
     make_folder(output)
-    console = Console()
+    console = new_console()
     rows = compile_all([*dot_cases(), *row_cases()], console)
     console.print(summary(rows))
     path = output / "compile_report.csv"

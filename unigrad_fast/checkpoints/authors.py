@@ -25,6 +25,7 @@ from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
@@ -86,8 +87,8 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if train is None or val is None:
         print(f"To evaluate it, name its images in {run}/config.yaml: data.train and data.val")
     else:
-        print(f"Evaluate it: unigrad-fast evaluate knn {run}")
-    print(f"Export it: unigrad-fast export {run}")
+        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run))
+    print("Export it:", typed("unigrad-fast", "export", run))
 
 
 def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:

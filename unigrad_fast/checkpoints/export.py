@@ -21,6 +21,7 @@ from unigrad_fast.config import Config, resolve
 from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.whole_file import write_whole
 
 Format = Literal["torchvision", "safetensors"]
@@ -67,7 +68,7 @@ def export(
     if with_linear and about_probe["step"] != metadata["step"]:
         raise UserError(
             f"{run / PROBE}: was trained on the weights of step {about_probe['step']}, and the run is at step "
-            f"{metadata['step']}; run `unigrad-fast evaluate linear {run}` again"
+            f"{metadata['step']}; run `{_evaluating(run)}` again"
         )
     state |= {f"fc.{name}": tensor for name, tensor in probe.items()}
     head = tuple(probe["weight"].shape) if with_linear else None
@@ -148,18 +149,22 @@ def _writable_folder(run: Path, output: Path | None) -> Path:
     return folder
 
 
+def _evaluating(run: Path) -> str:
+    return typed("unigrad-fast", "evaluate", "linear", run)
+
+
 def _read_probe(run: Path, branch: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of the linear probe, and its metadata."""
     path = run / PROBE
     if not path.is_file():
-        raise UserError(f"{path}: no such file; run `unigrad-fast evaluate linear {run}` first")
+        raise UserError(f"{path}: no such file; run `{_evaluating(run)}` first")
     try:
         with safe_open(path, framework="pt") as file:
             probe, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged ({error}); run `unigrad-fast evaluate linear {run}` again") from None
+        raise UserError(f"{path}: damaged ({error}); run `{_evaluating(run)}` again") from None
     if probe.keys() != {"weight", "bias"} or "step" not in about:
-        raise UserError(f"{path}: not a linear probe; run `unigrad-fast evaluate linear {run}` again")
+        raise UserError(f"{path}: not a linear probe; run `{_evaluating(run)}` again")
     if branch != (of := about.get("branch", "online").split()[0]):
         raise UserError(f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out")
     return probe, about

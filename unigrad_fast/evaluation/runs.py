@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
 from torch import nn
@@ -23,6 +22,7 @@ from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
@@ -75,9 +75,9 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -
     require_writable(run)
     with process_group.session() as world:
         backbone, metadata, train, val = open_run(run, config, world, "a linear classifier")
-        console = Console(quiet=world.rank != 0, highlight=False)
+        console = new_console(quiet=world.rank != 0)
         dtype = autocast_dtype(config.engine.precision, world.device)
-        say = partial(console.print, markup=False, soft_wrap=True)
+        say = partial(console.print, soft_wrap=True)
         probe = linear.LinearProbe(config, world, train, val, backbone, dtype, say)
         if protocol == "quick":
             classifier = probe.quick()
@@ -134,9 +134,9 @@ def require_writable(run: Path) -> None:
 
 def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> None:
     """One table on the console, and the same numbers in RUN/knn.json."""
-    console = Console(highlight=False)
+    console = new_console()
     for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     result = list(rows.values())[-1]
     table = Table(
         title=f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "

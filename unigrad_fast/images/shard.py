@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.validation import count
 
@@ -26,7 +27,7 @@ def shard(source: Path, folder: Path, options: packing.Packing, threads: int | N
         RunStopped: shards differ from what was written.
     """
     threads = threads or os.cpu_count() or 1
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = new_console(soft_wrap=True)
     if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
         _pack(source, folder, options, threads, console)
     if verify:

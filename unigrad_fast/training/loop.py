@@ -13,6 +13,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.preemption import Preemption
@@ -191,12 +192,12 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     if trainer.world.rank != 0:
         return
     run = trainer.config.output
-    if run.is_relative_to(Path.cwd()):
+    if run.is_relative_to(Path.cwd()) and not str(run.relative_to(Path.cwd())).startswith("-"):
         run = run.relative_to(Path.cwd())
     draw(trainer.config.output)
-    commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
+    commands = [typed("tensorboard", "--logdir", run / "tensorboard")] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
-        commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
+        commands.insert(0, typed("unigrad-fast", "evaluate", "knn", run, "--baselines", "true"))
     telemetry.finish(
         {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
         commands,

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from unigrad_fast.runtime import fallback
+
 
 class Messages:
     """Everything is shown as it is, for the name of a folder may look like markup."""
@@ -17,7 +19,7 @@ class Messages:
         self.console, self.path = console, path
 
     def open(self) -> None:
-        self.file = self.path.open("a", encoding="utf-8", buffering=1)
+        self.file = self.path.open("a", encoding="utf-8", errors=fallback.NAME, buffering=1)
 
     def close(self) -> None:
         self.file.close()
