@@ -12,11 +12,11 @@ from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.training import checkpoint
-from unigrad_fast.training.preemption import Preemption
 from unigrad_fast.training.run_folder import occupied
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from unigrad_fast.training.preemption import Preemption
+from unigrad_fast.runtime.preemption import Preemption
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ def child(body: str) -> subprocess.Popen:
     code = f"""
 import sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from unigrad_fast.training import preemption as module
+from unigrad_fast.runtime import preemption as module
 module.SAME_SIGNAL_SECONDS = 0.0
 preemption = module.Preemption()
 with preemption:
