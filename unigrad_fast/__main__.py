@@ -16,6 +16,9 @@ def main() -> int:
             print(f"error: {said}", file=sys.stderr)
             return 2
         raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return cli.main()
 
 

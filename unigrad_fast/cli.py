@@ -1,7 +1,8 @@
 """The command `unigrad-fast`: finds the sub-command, checks its arguments, turns errors into an exit status.
 
-Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself,
-75 preempted after saving, 130 Ctrl-C. Standard output that nobody reads any more changes none of them.
+Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself, 75 preempted after
+saving, 130 Ctrl-C, after saving too where there is something to save. Standard output that nobody reads changes none
+of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unigrad_fast.commands import COMMANDS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import console
-from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, validate
@@ -128,11 +129,11 @@ def explained(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, UserError | DataError):
         return 2, "\n".join(f"{prefix}: {line}" for line in str(error).splitlines())
     if isinstance(error, Preempted):
-        return 75, f"preempted: {error}"
+        return error.status, f"{'interrupted' if error.status == INTERRUPTED else 'preempted'}: {error}"
     if isinstance(error, RunStopped):
         return 3, f"stopped: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return INTERRUPTED, "interrupted"
     if isinstance(error, ModuleNotFoundError) and (said := complaint(error.name or "")):
         return 2, f"{prefix}: {said}"
     if isinstance(error, OSError):

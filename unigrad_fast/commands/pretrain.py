@@ -6,6 +6,8 @@ import os
 
 from unigrad_fast.commands.requirements import fresh_output, require_dali, require_folders, require_named_output
 from unigrad_fast.config import Config, to_yaml
+from unigrad_fast.runtime.errors import Preempted
+from unigrad_fast.runtime.shell import typed
 
 
 class Pretrain(Config):
@@ -26,7 +28,8 @@ def pretrain(options: Pretrain) -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    if config.output is None:
+    named = config.output is not None
+    if not named:
         require_named_output(os.environ)
         # All ranks find the same free name, because rank 0 creates the folder only after all have met.
         config = config.model_copy(update={"output": fresh_output(config.recipe)})
@@ -37,4 +40,9 @@ def pretrain(options: Pretrain) -> None:
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import loop
 
-    loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back)
+    try:
+        loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back)
+    except Preempted as error:
+        if named:
+            raise
+        raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None

@@ -18,7 +18,7 @@ NEEDED = {
 
 def missing() -> list[str]:
     """The packages that are not installed, as pip names them."""
-    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    return [name for module, name in NEEDED.items() if not _is_there(module)]
 
 
 def complaint(module: str) -> str | None:
@@ -35,3 +35,10 @@ def complaint(module: str) -> str | None:
     else:
         remedy = f"type `{typed(sys.executable, '-m', 'pip', 'install', *names)}`"
     return f"{', '.join(names)} {verb} not installed for {sys.executable}; {remedy}"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -36,9 +37,13 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
         UserError, DataError: input that cannot work, before anything is written.
         RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
             be written.
-        Preempted: SIGTERM or SIGUSR1 came, and the state is saved.
+        Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
     """
-    with process_group.session() as world, Preemption() as preemption:
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            world = stack.enter_context(process_group.session())
+        stack.push(preemption.settle)
         saved, warnings = checkpoint.find(config, world, fall_back)
         if saved is None:
             on_all_ranks(lambda: require_same_run(config))
@@ -92,7 +97,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         elif bad:
             tell_bad_images(trainer, telemetry)
         if preempted:
-            raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
+            done = f"saved after step {trainer.steps_done}; the same command goes on from there"
+            raise Preempted(done, preemption.status)
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 
