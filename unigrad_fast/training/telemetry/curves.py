@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from unigrad_fast.runtime.fallback import printable
+from unigrad_fast.training.telemetry.events import Events
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 Series = tuple[list[float], list[float]]  # epochs, values
@@ -46,7 +48,7 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
         color = COLORS[number % len(COLORS)]
         events = read_events(run_dir)
         for axes, name in ((loss, "loss"), (cosine, "positive_cosine")):
-            axes.plot(*_series(events, "train", name), color=color, linewidth=1.3, label=label)
+            axes.plot(*_series(events, "train", name), color=color, linewidth=1.3, label=printable(label))
         rate.plot(*_series(events, "train", "lr"), color=color, linewidth=1.6)
         momentum.plot(
             *_series(events, "train", "target_momentum"),
@@ -59,7 +61,7 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
     if len(runs) > 1:
         loss.legend(frameon=False, fontsize=9)
     else:
-        figure.suptitle(next(iter(runs)), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(printable(next(iter(runs))), x=0.01, ha="left", fontsize=13, fontweight="bold")
     if not accuracy.lines:
         accuracy.text(0.5, 0.5, "not evaluated", transform=accuracy.transAxes, ha="center", color="#777777")
         accuracy.set(xticks=[], yticks=[])
@@ -71,11 +73,8 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The events of RUN/metrics.jsonl in order, without a last line that a killed run left half written."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    if lines and lines[-1]:  # every whole line ends with a line break
-        lines.pop()
-    return [json.loads(line) for line in lines if line]
+    """The events of RUN/metrics.jsonl in order, without lines that are none."""
+    return [event for _, event in Events(Path(run_dir) / "metrics.jsonl").whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:

@@ -91,6 +91,8 @@ class Telemetry:
         if self.messages.console.is_terminal:
             self.bar = ProgressBar(self.messages.console, self.length, self.step)
             self._move_bar()
+        if self.metrics.complaint:
+            self.warn(self.metrics.complaint)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
