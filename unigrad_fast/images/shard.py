@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
 from unigrad_fast.runtime.console import new_console
@@ -26,7 +27,7 @@ def shard(source: Path, folder: Path, options: packing.Packing, threads: int | N
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
-    threads = threads or os.cpu_count() or 1
+    threads = threads or usable_cores()
     console = new_console(soft_wrap=True)
     if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
         _pack(source, folder, options, threads, console)

@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 from unigrad_fast.runtime.rendezvous import meet, told
 
@@ -229,6 +230,7 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device does, while a host name may not resolve, without a network say.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    _take_fair_share(launch.local_size)
     try:
         store = _meet(launch, rendezvous_timeout)
         with told(
@@ -260,6 +262,13 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
         device=chosen,
         backend="nccl" if chosen.type == "cuda" else "gloo",
     )
+
+
+def _take_fair_share(ranks: int) -> None:
+    """Has torch compute with no more threads than this rank has cores, unless the user chose a number."""
+    chosen = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if not chosen and torch.get_num_threads() > usable_cores(ranks):
+        torch.set_num_threads(usable_cores(ranks))
 
 
 def stop() -> None:

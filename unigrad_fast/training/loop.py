@@ -11,7 +11,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
@@ -39,6 +39,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
             be written.
         Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
     """
+    watch = processors.Watch()
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
@@ -62,7 +63,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> 
             lengths = trainer.total_steps, trainer.steps_per_epoch
             with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
                 introduce(telemetry, trainer, train, obstacle)
-                for warning in warnings + said:
+                crowded = [] if world.device.type == "cuda" else filter(None, [watch.crowded()])
+                for warning in (*warnings, *said, *crowded):
                     telemetry.warn(warning)
                 run(trainer, telemetry, probe, preemption)
 
