@@ -34,6 +34,7 @@ from rich.table import Table
 
 from unigrad_fast.benchmarks.record import make_folder
 from unigrad_fast.kernels import heuristics
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 
 # Triton is imported in the worker processes alone, where its interpreter is off.
@@ -337,7 +338,7 @@ def main(output: Path) -> None:
         raise UserError(
             f"output = {output}: its compile_report.csv is another one; give another folder, or move that away"
         )
-    console = Console()
+    console = new_console()
     rows = compile_all([*dot_cases(), *row_cases()], console)
     console.print(summary(rows))
     write_csv(rows, path)

@@ -6,6 +6,7 @@ from os import PathLike
 
 import torch
 
+from .cores import usable_cores
 from .cutmix import CutMix
 from .errors import DataError
 from .manifest import Manifest
@@ -29,10 +30,7 @@ def thread_count(threads: int | None) -> int:
         if threads < 1:
             raise DataError(f"{threads} threads cannot decode images; use at least 1")
         return threads
-    cores = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # The machine's cores are shared by its ranks, unless the launcher already gave each rank cores of its own.
-    return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
+    return max(1, usable_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
 
 
 def check_types(manifest: object, **integers: object) -> None:

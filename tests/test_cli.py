@@ -14,6 +14,7 @@ from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation.runs import Asked
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.packages import NEEDED
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, keys, validate
 
@@ -327,6 +328,11 @@ def test_folder_without_a_run_cannot_be_evaluated(capsys, tmp_path):
     assert "no run there" in refused(capsys, "evaluate", "knn", str(tmp_path))[0]
 
 
+def test_the_packages_that_are_asked_for_are_those_that_are_installed():
+    wanted = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
+    assert set(re.findall(r'"([\w-]+)', wanted)) == set(NEEDED.values())
+
+
 def test_local_rank_of_the_deepspeed_launcher_is_accepted(capsys):
     assert cli.main(["--local_rank=1", "--version"]) == 0
 
@@ -336,3 +342,26 @@ def test_module_exits_with_the_status_and_no_traceback():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == "error: seed = x: allowed is a whole number from 0 to 4294967295\n"
+
+
+@pytest.mark.parametrize("gone", ["pydantic tyro yaml rich", "torch"])
+def test_a_checkout_without_its_dependencies_names_them_in_one_line(gone, tmp_path):
+    """In a new interpreter, in which nothing is imported yet."""
+    code = f"""
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {gone.split()}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Gone())
+sys.path[:0] = [{str(ROOT)!r}]
+sys.argv[1:] = {["evaluate", "knn", str(tmp_path)] if gone == "torch" else ["doctor"]}
+from unigrad_fast.__main__ import main
+sys.exit(main())
+"""
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "pip install" in line and str(ROOT) in line
+    assert all({"yaml": "pyyaml"}.get(name, name) in line for name in gone.split())

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cores import usable_cores
 from ..errors import DataError
 from ..manifest import Manifest
 from .files import append, begin, go_on, open_rows
@@ -48,7 +49,7 @@ def scan(
             while iterating, the storage does not answer any more.
         OSError: while iterating, if the disk is full; the rows so far stay and are continued.
     """
-    threads = len(os.sched_getaffinity(0)) if threads is None else threads
+    threads = usable_cores() if threads is None else threads
     if threads < 1:
         raise DataError(f"{threads} threads cannot decode images; use at least 1")
     folder = Path(folder)

@@ -139,17 +139,21 @@ def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undistu
     require_equal(output, undisturbed)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
-def test_a_signal_saves_and_ends_all_ranks_with_75(data, undisturbed, tmp_path, number, ranks):
+@pytest.mark.parametrize(
+    ("number", "ranks", "status"),
+    [(signal.SIGTERM, [0, 1], 75), (signal.SIGUSR1, [1], 75), (signal.SIGHUP, [0], 75), (signal.SIGINT, [0, 1], 130)],
+)
+def test_a_signal_saves_and_ends_all_ranks(data, undisturbed, tmp_path, number, ranks, status):
     output = tmp_path / "run"
     run = Run(data, output, 2, "--engine.zero_stage", "1")
     assert run.wait_for(lambda: steps_logged(output) >= 4)
     run.signal(number, ranks)
     statuses, said = run.end()
-    assert statuses == [75, 75], said
+    assert statuses == [status, status], said
+    word = "interrupted" if number == signal.SIGINT else "preempted"
     step = Reader(latest(output)).about["step"]
     assert step % STEPS_PER_EPOCH or step >= 5  # wherever it was
-    assert said.count(f"preempted: saved after step {step}; the same command goes on from there") == 2
+    assert said.count(f"{word}: saved after step {step}; the same command goes on from there") == 2
     assert "Traceback" not in said
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -327,5 +328,40 @@ def test_a_smoothed_curve_has_little_of_the_noise_and_all_of_the_course():
 
 
 def test_half_written_last_line_of_a_killed_run_is_passed_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "epoch": 1}\n{"event": "tra')
-    assert curves.read_events(tmp_path) == [{"event": "train", "epoch": 1}]
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "epoch": 1}\n{"event": "tra')
+    assert curves.read_events(tmp_path) == [{"event": "train", "step": 1, "epoch": 1}]
+
+
+BROKEN = (
+    *(b"\xff\xfe", b"{}", b"[]", b"7", b'{"event": "tra', b'{"event": "train", "step": "x", "epoch": 0.1}'),
+    *(b'{"event": "train", "epoch": 0.1}', b'{"event": "knn", "step": 1, "epoch": 0.1}', b"[" * 100_000, b"\0" * 50),
+    *(b'{"event": "train", "step": 1, "epoch": NaN}', b'{"event": "train", "step": 1, "epoch": 0.1, "loss": "low"}'),
+    *(b'{"event": {}, "step": 1, "epoch": 0.1}', b'{"event": "warning", "step": 0, "epoch": 0, "message": null}'),
+)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_run_goes_on_without_lines_of_its_metrics_that_are_none(tmp_path, broken):
+    whole = b'{"event": "knn", "step": 0, "epoch": 0.0, "accuracy": 25.0, "k": 20, "temperature": 0.1, '
+    whole += b'"protocol": "weighted kNN", "branch": "online backbone"}'
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([broken, whole, broken, broken]))
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        telemetry.log_train(10, METRICS)
+        assert telemetry.finish()["knn_first"] == 25.0
+    kinds = [event["event"] for event in run.events()]
+    assert kinds == ["knn", "warning", "train"]
+    assert "WARNING" in run.shown and "metrics.jsonl: 2 lines are no events, first 1: " in run.shown
+    if broken == BROKEN[0]:
+        curves.draw(tmp_path)
+
+
+def test_a_run_folder_whose_name_is_no_text_has_log_and_curves(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9 [x")
+    run = Run(folder)
+    with run.telemetry as telemetry:
+        telemetry.say(f"run folder {folder}")
+        telemetry.log_train(10, METRICS)
+        telemetry.finish()
+    assert "caf\\xe9 [x" in (folder / "log.txt").read_text(encoding="utf-8")
+    assert curves.draw(folder).is_file()

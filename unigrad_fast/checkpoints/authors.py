@@ -26,6 +26,7 @@ from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import dangling_link, within_images
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
@@ -88,8 +89,8 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if train is None or val is None:
         print(f"Evaluate it: unigrad-fast evaluate knn {run} --data.train FOLDER --data.val FOLDER")
     else:
-        print(f"Evaluate it: unigrad-fast evaluate knn {run}")
-    print(f"Export it: unigrad-fast export {run}")
+        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run))
+    print("Export it:", typed("unigrad-fast", "export", run))
 
 
 def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:

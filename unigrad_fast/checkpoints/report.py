@@ -7,10 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import byte_size, count
 
@@ -45,7 +45,7 @@ def show(path: Path) -> None:
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    new_console().print(table)
 
 
 def verify(path: Path) -> None:

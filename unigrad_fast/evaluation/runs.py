@@ -29,6 +29,7 @@ from unigrad_fast.images.manifests import digest, read_manifests
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.preemption import Preemption
@@ -87,7 +88,7 @@ class Opened:
     preemption: Preemption
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
 
 def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
@@ -208,7 +209,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         UserError: a run without weights, labels or validation images.
     """
     with process_group.session() as world, Preemption() as preemption:
-        console = Console(quiet=world.rank != 0, highlight=False)
+        console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was done yet"):
             reader = open_checkpoint(run, asked.checkpoint)
             config, told = configuration(run, reader)

@@ -18,6 +18,7 @@ from rich.table import Table
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.scan import files, summary
 from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.validation import count
 
 PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
@@ -40,7 +41,7 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
     """
     if output is None:
         output = Path("-".join(["scan", *re.findall(r"[\w.]+", path.name)])).absolute()
-    console = Console()
+    console = new_console()
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
         warnings.simplefilter("always", UserWarning)

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.validation import count
@@ -36,8 +38,8 @@ def shard(
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
-    threads = threads or os.cpu_count() or 1
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    threads = threads or usable_cores()
+    console = new_console(soft_wrap=True)
     if problem := within_images(folder, {"source": source}):
         raise UserError(f"folder = {folder}: {problem}")
     if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there

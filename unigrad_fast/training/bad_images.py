@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 
 FILE = "bad_images.jsonl"
@@ -72,7 +73,7 @@ class BadImages:
         for (_, image), failure in sorted(found.items(), key=lambda item: item[0]):
             if image not in self.images:
                 self.images.add(image)
-                told.append(f"{_printable(failure.path)}: {failure.reason}; another image takes its place")
+                told.append(f"{printable(failure.path)}: {failure.reason}; another image takes its place")
         new = [found[key] for key in sorted(found.keys() - self.known.keys())]
         self.latest = {(failure.step, failure.image): failure.reason for failure in new}
         self.known |= self.latest
@@ -112,18 +113,13 @@ class BadImages:
     def _some(self, what: str) -> str:
         reasons = {image: reason for (_, image), reason in self.known.items()}
         first = [
-            _printable(
+            printable(
                 f"{self.manifest.path(image)}: {reasons[image]}" if image in reasons else self.manifest.complaint(image)
             )
             for image in sorted(self.images)[:SHOWN]
         ]
         more = f", and {len(self.images) - SHOWN:,} more" if len(self.images) > SHOWN else ""
         return f"{len(self.images):,} of {len(self.manifest):,} images {what}: {'; '.join(first)}{more}"
-
-
-def _printable(name: str) -> str:
-    """Of a file name that may hold bytes that are no text."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _read(path: Path | None, count: int) -> list[Failure]:

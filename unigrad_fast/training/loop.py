@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,10 +13,11 @@ from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.training import checkpoint, run_folder
@@ -38,9 +40,14 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         UserError, DataError: input that cannot work, before anything is written.
         RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
             be written.
-        Preempted: SIGTERM or SIGUSR1 came, and the state is saved.
+        Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
     """
-    with process_group.session() as world, Preemption() as preemption:
+    watch = processors.Watch()
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            world = stack.enter_context(process_group.session())
+        stack.push(preemption.settle)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
         if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
@@ -65,9 +72,15 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
                 introduce(telemetry, trainer, train, queries.obstacle)
                 if begins_again:
                     telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
-                for warning in [*warnings, *said, *queries.told]:
+                crowded = [] if world.device.type == "cuda" else filter(None, [watch.crowded()])
+                for warning in (*warnings, *said, *queries.told, *crowded):
                     telemetry.warn(warning)
-                run(trainer, telemetry, probe, preemption)
+                try:
+                    run(trainer, telemetry, probe, preemption)
+                except Preempted as error:
+                    if not numbered:
+                        raise
+                    raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
 
 
 def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
@@ -100,7 +113,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         elif bad:
             tell_bad_images(trainer, telemetry)
         if preempted:
-            raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
+            done = f"saved after step {trainer.steps_done}; the same command goes on from there"
+            raise Preempted(done, preemption.status)
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 
@@ -204,13 +218,13 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     if trainer.world.rank != 0:
         return
     run = trainer.config.output
-    if run.is_relative_to(Path.cwd()):
+    if run.is_relative_to(Path.cwd()) and not str(run.relative_to(Path.cwd())).startswith("-"):
         run = run.relative_to(Path.cwd())
     with naming(trainer.config.output / "curves.png"):
         draw(trainer.config.output)
-    commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
+    commands = [typed("tensorboard", "--logdir", run / "tensorboard")] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
-        commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
+        commands.insert(0, typed("unigrad-fast", "evaluate", "knn", run, "--baselines", "true"))
     telemetry.finish(
         {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
         commands,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
+from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
+from unigrad_fast.training.telemetry.events import Events
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 GRAY = "#777777"
@@ -82,11 +83,8 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The events of RUN/metrics.jsonl in order, without a last line that a killed run left half written."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    if lines and lines[-1]:  # every whole line ends with a line break
-        lines.pop()
-    return [json.loads(line) for line in lines if line]
+    """The events of RUN/metrics.jsonl in order, without lines that are none."""
+    return [event for _, event in Events(Path(run_dir) / "metrics.jsonl").whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:
@@ -229,7 +227,7 @@ def _with_values(axes: Axes) -> list[Line2D]:
 
 def _as_text(name: str) -> str:
     """The name of a folder, which need not be text, and no formula where it has dollar signs."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("$", r"\$")
+    return printable(name).replace("$", r"\$")
 
 
 def _style(axes: Axes, title: str) -> None:

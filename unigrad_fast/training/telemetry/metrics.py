@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
+from unigrad_fast.training.telemetry.events import Events
 from unigrad_fast.training.telemetry.length import Length
 
 if TYPE_CHECKING:
@@ -23,27 +24,26 @@ if TYPE_CHECKING:
 
 
 class MetricsFile:
-    """RUN/metrics.jsonl: one event per line, on its way to the disk as soon as it is written."""
+    """RUN/metrics.jsonl: one event per line, on its way to the disk as soon as it is written.
+
+    Attributes:
+        complaint: what was wrong with the file when it was opened, None when nothing was.
+    """
 
     def __init__(self, path: Path, length: Length) -> None:
         self.path, self.length = path, length
+        self.complaint: str | None = None
 
     def open(self, start_step: int) -> list[dict[str, Any]]:
         """Open the file to add to it; returns its events up to the first step of this process, and drops the rest."""
         kept = []
         if self.path.is_file():
-            kept = [(line, event) for line, event in self._read() if event["step"] <= start_step]
-            write_whole(self.path, "".join(f"{line}\n" for line, _ in kept).encode())
+            found = Events(self.path)
+            self.complaint = found.complaint
+            kept = [(line, event) for line, event in found.whole if event["step"] <= start_step]
+            write_whole(self.path, b"".join(line + b"\n" for line, _ in kept))
         self.file = self.path.open("a", encoding="utf-8", buffering=1)
         return [event for _, event in kept]
-
-    def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:  # the last line of a process that was killed while writing it
-                continue
-            yield line, event
 
     def write(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
         line = {"event": event, "step": step, "epoch": self.length.epoch(step), **fields}
