@@ -61,7 +61,8 @@ def export(
         raise UserError(f"probe = {probe}: belongs to --with_linear true; leave it out, or add that")
     reader = open_checkpoint(run, checkpoint)
     config, told = configuration(run, reader)
-    print(*(f"{line}\n" for line in told), sep="", end="")
+    for line in told:
+        print(f"warning: {line}")
     format = _format(format, output)
     if format == "torchvision" and config.model.stem != "imagenet":
         raise UserError(
