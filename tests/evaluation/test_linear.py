@@ -245,6 +245,8 @@ def test_a_batch_that_is_too_large_for_a_rank_is_worked_off_in_parts(data, worke
 class AskedToLeave:
     """In place of what watches for signals: one comes in the third step."""
 
+    status = 75
+
     def __init__(self) -> None:
         self.steps = 0
 

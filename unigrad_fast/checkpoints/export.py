@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import unigrad_fast
 from unigrad_fast.checkpoints.configuration import configuration
 from unigrad_fast.checkpoints.probes import describe_probe, find_probe
-from unigrad_fast.checkpoints.weights import load_branch, open_checkpoint
+from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
@@ -63,7 +63,8 @@ def export(
         raise UserError(f"probe = {probe}: belongs to --with_linear true; leave it out, or add that")
     reader = open_checkpoint(run, checkpoint)
     config, told = configuration(run, reader)
-    print(*(f"{line}\n" for line in told), sep="", end="")
+    for line in told:
+        print(f"warning: {line}")
     format = _format(format, output)
     if format == "torchvision" and config.model.stem != "imagenet":
         raise UserError(
@@ -174,7 +175,7 @@ def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tupl
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise UserError(f"{run}: its weights do not fit its configuration: {error}") from None
+        raise UserError(f"{run}: its weights do not fit its configuration: {misfit(error)}") from None
 
 
 def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:

@@ -12,6 +12,8 @@ from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.runtime.errors import UserError
 
+LONGEST = 300  # characters of a message from torch
+
 
 def open_checkpoint(run: Path, step: int | None = None) -> Reader:
     """The checkpoint of a step, or the newest one.
@@ -53,4 +55,10 @@ def load_encoder(reader: Reader, backbone: nn.Module) -> None:
     try:
         backbone.load_state_dict(load_branch(reader, "online.backbone"), strict=True)
     except RuntimeError as error:
-        raise UserError(f"{reader.folder}: its weights do not fit its configuration: {error}") from None
+        raise UserError(f"{reader.folder}: does not fit its configuration: {misfit(error)}") from None
+
+
+def misfit(error: RuntimeError) -> str:
+    """The first line of torch's about a state dict, which has one for each tensor that does not fit."""
+    first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+    return first[:LONGEST] + (f" ... and {len(others)} more" if others else "")

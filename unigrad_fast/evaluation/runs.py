@@ -213,6 +213,8 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         with preemption.nothing_to_save("nothing was done yet"):
             reader = open_checkpoint(run, asked.checkpoint)
             config, told = configuration(run, reader)
+            for line in told:
+                console.print(f"warning: {line}", markup=False, soft_wrap=True)
             config = asked.of(config)
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
@@ -233,7 +235,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             console=console,
             preemption=preemption,
         )
-        for line in [*told, *said, *queries.told]:
+        for line in [*said, *queries.told]:
             this.say(f"warning: {line}")
         yield this
 
