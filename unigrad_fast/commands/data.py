@@ -9,6 +9,7 @@ from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_dali
 from unigrad_fast.config import LocalViewChanges, ViewChanges
+from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 
@@ -42,6 +43,7 @@ class DataScan(Node):
 
 def data_scan(options: DataScan) -> None:
     require_dali()
+    require_room()
     from unigrad_fast.images import scan
 
     scan.scan(**dict(options))
@@ -69,6 +71,7 @@ class DataShard(Node):
 
 
 def data_shard(options: DataShard) -> None:
+    require_room()
     from unigrad_fast.images import shard
     from unigrad_fast.pipelines.shards.packing import Packing
 
