@@ -19,8 +19,9 @@ import unigrad_fast
 from unigrad_fast.commands import COMMANDS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
-from unigrad_fast.runtime import command_help, console
+from unigrad_fast.runtime import command_help, console, limits
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
@@ -131,6 +132,10 @@ def explained(error: BaseException) -> tuple[int, str] | None:
         return INTERRUPTED, "interrupted"
     if isinstance(error, ModuleNotFoundError) and (said := complaint(error.name or "")):
         return 2, f"{prefix}: {said}"
+    if said := limits.explained(error):
+        return 2, f"{prefix}: {said}"
+    if is_out_of_memory(error):
+        return 3, f"stopped: out of memory{asked_for(error)}; end other programs, or do it in smaller parts"
     if isinstance(error, OSError):
         return _explained_file(error, prefix)
     return None

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def in_a_process(function: Callable, *arguments: object, **variables: str) -> int:
     process = start(function, *arguments, environment=variables)
-    process.join(120)
+    process.join(300)
     return process.exitcode
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.rendezvous import meet, told
 
 Result = TypeVar("Result")
@@ -223,6 +224,7 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
         UserError: the environment is wrong, there is no GPU for this process, or not all processes came.
     """
     launch = launch_environment(os.environ)
+    require_room(launch.size)
     chosen = _choose_device(device, launch)
     # DeepSpeed wants it, as the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))

@@ -20,7 +20,7 @@ from unigrad_fast.runtime.process_group import gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
-from unigrad_fast.training import checkpoint, run_folder
+from unigrad_fast.training import checkpoint, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
@@ -95,7 +95,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
     evaluate(trainer, telemetry, probe, preemption)
     while trainer.steps_done < trainer.total_steps:
         try:
-            waited = trainer.step(trainer.steps_done, batches)
+            with needs.step(trainer.config, trainer.world, trainer.steps_done):
+                waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
             # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
             if trainer.world.size == trainer.accumulation == 1:
@@ -169,7 +170,8 @@ def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, pre
     saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
     with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
         try:
-            result = probe(trainer.online.module.backbone, trainer.dtype)
+            with needs.evaluation(trainer.config, probe, step):
+                result = probe(trainer.online.module.backbone, trainer.dtype)
         except DataError as error:
             raise RunStopped(str(error)) from None
         telemetry.log_knn(step, result)

@@ -19,6 +19,7 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import needs
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
@@ -63,26 +64,30 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
-        encoder = build_encoder(config.model, config.seed, world.device)
+        with needs.network(config):
+            encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        self.target = make_target(encoder).to(memory_format=torch.channels_last)
+        with needs.target(encoder):
+            self.target = make_target(encoder).to(memory_format=torch.channels_last)
         self.optimizer = build_optimizer(encoder, config.optimizer)
-        self.online = build_engine(
-            encoder,
-            self.optimizer,
-            settings=config.engine,
-            micro_batch_size=config.data.batch_size // (self.accumulation * world.size),
-            dtype=self.dtype,
-            verbose=verbose,
-        )
-        self.fragments = build_fragments(self.online, self.optimizer)
-        self.objective = build(
-            config.objective.method,
-            width=config.model.projector.width,
-            balance=config.objective.balance,
-            decay=config.objective.decay,
-            correlation_source=config.objective.correlation_source,
-        ).to(world.device)
+        with needs.optimizer(encoder):
+            self.online = build_engine(
+                encoder,
+                self.optimizer,
+                settings=config.engine,
+                micro_batch_size=config.data.batch_size // (self.accumulation * world.size),
+                dtype=self.dtype,
+                verbose=verbose,
+            )
+            self.fragments = build_fragments(self.online, self.optimizer)
+        with needs.correlation(config):
+            self.objective = build(
+                config.objective.method,
+                width=config.model.projector.width,
+                balance=config.objective.balance,
+                decay=config.objective.decay,
+                correlation_source=config.objective.correlation_source,
+            ).to(world.device)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
