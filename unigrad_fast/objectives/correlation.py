@@ -78,8 +78,8 @@ class MovingCorrelation(nn.Module):
             RuntimeError: memory that stays would have to be made while a CUDA graph is captured; F has no values.
         """
         working, exact = self._working, torch.promote_types(like.dtype, torch.float32)
-        is_that = working is not None and working.dtype == product_dtype and working.device == like.device
-        if is_that and self.correlation.dtype == exact and self._copy_is_current():
+        is_in_use = self.correlation.dtype == exact and self.correlation.device == like.device
+        if is_in_use and working is not None and working.dtype == product_dtype and self._copy_is_current():
             return working
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
             if self.correlation.dtype != exact or self.correlation.device != like.device:

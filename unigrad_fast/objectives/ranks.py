@@ -6,12 +6,14 @@ ranks agreed on, and a sum of counts. The host waits for neither.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # The same under two names: torch renames it, and warns of the old one.
-_gather_into = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def size(group: dist.ProcessGroup | None) -> int:

@@ -73,9 +73,9 @@ class UniGrad(nn.Module):
         for name, number in (("width", width), ("most_images", most_images)):
             if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool)):
                 raise TypeError(f"{name} {number!r} is no whole number; use an int")
-        for name, number in (("balance", balance), ("decay", decay)):
-            if not isinstance(number, numbers.Real) or isinstance(number, bool):
-                raise TypeError(f"{name} {number!r} is no number; use a float")
+        for name, factor in (("balance", balance), ("decay", decay)):
+            if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
+                raise TypeError(f"{name} {factor!r} is no number; use a float")
         if width < 1:
             raise ValueError(f"width {width} is not a positive number of channels")
         if not balance >= 0:
