@@ -93,7 +93,8 @@ def paper(
             if preempted:
                 raise Preempted(
                     f"saved after step {training.steps_done} of {training.steps} of the classifier; the same command "
-                    "goes on from there"
+                    "goes on from there",
+                    preemption.status,
                 )
     return training.classifier
 
