@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that
 torch.set_num_threads(THREADS)
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # as of a shell's background, or nohup; it would be inherited
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,7 +87,7 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if rest:
         print(f"Left out: {', '.join(rest)}")
     if train is None or val is None:
-        print(f"Evaluate it: unigrad-fast evaluate knn {run} --data.train FOLDER --data.val FOLDER")
+        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
     else:
         print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run))
     print("Export it:", typed("unigrad-fast", "export", run))

@@ -13,9 +13,9 @@ from unigrad_fast.runtime.outputs import dangling_link, holds_run, problem_of_ru
 
 
 def require_run(folder: Path) -> None:
-    """Raises UserError unless a folder holds a run: every run starts by writing its configuration."""
-    if not os.path.exists(folder / "config.yaml"):
-        raise UserError(f"run = {folder}: no run there (no config.yaml); give a folder that pretrain wrote")
+    """Raises UserError unless a folder holds a run."""
+    if not os.path.exists(folder / "config.yaml") and not holds_run(folder):
+        raise UserError(f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder of pretrain's")
 
 
 def require_folders(config: Config, fresh: bool = False, numbered: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -208,13 +208,17 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
     Raises:
         UserError: a run without weights, labels or validation images.
     """
-    with process_group.session() as world, Preemption() as preemption:
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            world = stack.enter_context(process_group.session())
+        stack.push(preemption.settle)
         console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was done yet"):
             reader = open_checkpoint(run, asked.checkpoint)
             config, told = configuration(run, reader)
             for line in told:
-                console.print(f"warning: {line}", markup=False, soft_wrap=True)
+                console.print(f"warning: {line}", soft_wrap=True)
             config = asked.of(config)
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
