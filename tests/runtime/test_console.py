@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drawn_images import draw_tree
 from forked import start
+from thin import thin
 
 from unigrad_fast.runtime import console, fallback
 
@@ -68,6 +70,49 @@ def run_closed(stderr: str, words: tuple[str, ...]) -> None:
 def test_a_command_that_nobody_reads_ends_as_it_would_have_and_quietly(tmp_path, ending, words):
     assert in_a_process(ending, str(tmp_path / "stderr"), words) == 0
     assert (tmp_path / "stderr").read_text() == ""
+
+
+def train_on_closing_terminal(stderr: str, words: tuple[str, ...]) -> None:
+    """The terminal is closed when the run has begun, while its progress bar is shown."""
+    ours, theirs = pty.openpty()
+
+    def read() -> None:
+        seen = b""
+        while b"run folder" not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+
+    threading.Thread(target=read, daemon=True).start()
+    with thin():
+        run(theirs, stderr, words)
+
+
+def train_with_broken_pipe(stderr: str, words: tuple[str, ...]) -> None:
+    with thin():
+        run_with_broken_pipe(stderr, words)
+
+
+RECIPE = """
+recipe: cifar_subset
+data: {batch_size: 16, image_size: 16, threads: 1}
+model: {projector: {depth: 1, width: 32}}
+schedule: {epochs: 2}
+evaluation: {every: 0}
+telemetry: {tensorboard: false}
+"""
+
+
+@pytest.mark.parametrize("ending", [train_with_broken_pipe, train_on_closing_terminal])
+def test_training_goes_on_when_nobody_sees_it(tmp_path, ending):
+    draw_tree(tmp_path / "train", per_class=24)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = ("pretrain", "--recipe", tmp_path / "recipe.yaml", "--data.train", tmp_path / "train")
+    words = tuple(map(str, (*words, "--output", tmp_path / "run")))
+    assert in_a_process(ending, str(tmp_path / "stderr"), words, TERM="xterm") == 0
+    assert (tmp_path / "stderr").read_text() == ""
+    log = (tmp_path / "run/log.txt").read_text(encoding="utf-8")
+    assert "run folder" in log and "finished: " in log and "stopped" not in log
+    assert (tmp_path / "run/checkpoints/step-00000006").is_dir() and (tmp_path / "run/summary.json").is_file()
 
 
 def test_output_that_cannot_be_kept_is_said(tmp_path):

@@ -53,6 +53,7 @@ def run_with_little(said: str, words: list[str], more: int) -> None:
         os._exit(cli.main(words))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA takes addresses for all of its memory")
 def test_memory_that_ends_while_a_run_is_built_names_the_part(images, tmp_path):
     said = tmp_path / "stderr"
     process = start(run_with_little, str(said), arguments(images, tmp_path, 24_576), 3 << 29)
