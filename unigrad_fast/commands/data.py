@@ -55,7 +55,7 @@ def data_scan(options: DataScan) -> None:
 
 
 class DataShard(Node):
-    """Pack images into tar shards, which network storage reads faster and a start lists at once."""
+    """Pack images, shuffled, into tar shards, which network storage reads faster and a start lists at once."""
 
     source: AbsolutePath
     """Images, as `--data.train` takes them."""
@@ -68,7 +68,8 @@ class DataShard(Node):
     quality: int = Field(default=90, ge=1, le=100)
     """JPEG quality of the images that are reduced."""
     shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
+    """Seed of the order in the shards, which is not the files': it mixes the classes, for other readers. So a run on them
+    has other batches than one on the files; null keeps the order, and the batches."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Threads that decode, resize and encode; null is the cores."""
     read_timeout: float = READ_TIMEOUT
