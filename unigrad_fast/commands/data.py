@@ -61,8 +61,8 @@ class DataShard(Node):
     quality: int = Field(default=90, ge=1, le=100)
     """JPEG quality of the images that are reduced."""
     shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of the order in the shards, which is not the files': it mixes the classes, for other readers. So a run on them
-    has other batches than one on the files; null keeps the order, and the batches."""
+    """Seed of the order in the shards, which is not the files': it mixes the classes, for other readers. So a run on
+    shards has other batches than one on the files; null keeps the order, and the batches."""
     threads: int | None = Field(default=None, ge=1)
     """Threads that decode, resize and encode; null is the cores."""
     verify: bool = False
