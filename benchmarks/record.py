@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.outputs import dangling_link
+from unigrad_fast.runtime.links import dangling_link
 
 OUTPUT = Path("bench-results")
 """Where rows go unless the user says otherwise; the project's own lie in benchmarks/results."""

@@ -151,7 +151,7 @@ class Model(Node):
 class Objective(Node):
     method: Literal["unigrad"] = "unigrad"
     """Training objective."""
-    balance: float = Field(default=100.0, ge=0, le=1e9)
+    balance: float = Field(default=100.0, ge=0)
     """Weight of the negative term against the positive one (paper: 100)."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """Share of the old correlation matrix that is kept at each micro-batch (paper: 0.99)."""
@@ -169,15 +169,15 @@ class Target(Node):
 class Optimizer(Node):
     name: Literal["sgd"] = "sgd"
     """Optimizer (paper: SGD for 100 epochs)."""
-    base_lr: float = Field(default=0.05, gt=0, le=1e6)
+    base_lr: float = Field(default=0.05, gt=0)
     """Peak learning rate per 256 images: the rate is base_lr * data.batch_size / 256 (paper: 0.05)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD momentum (paper: 0.9)."""
-    weight_decay: float = Field(default=1e-4, ge=0, le=1e3)
+    weight_decay: float = Field(default=1e-4, ge=0)
     """L2 penalty on the weights (paper: 1e-4)."""
     exclude_bias_and_norm: bool = False
     """Leave biases and batch norm out of weight decay (authors' code, SGD: no)."""
-    clip_norm: float = Field(default=0.0, ge=0, le=1e9)
+    clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of the whole gradient; 0 is no clipping (authors' code)."""
 
 

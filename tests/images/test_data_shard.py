@@ -58,6 +58,18 @@ def test_shards_hold_the_same_bytes_and_classes(tree, tmp_path, capsys):
     assert packed.classes == ["a", "b", "c"]
 
 
+def test_the_order_is_shuffled_unless_asked_to_be_the_files(tree, tmp_path):
+    def contents(path: Path) -> list[bytes]:
+        manifest = Manifest.open(path)
+        return [manifest.read(place) for place in range(len(manifest))]
+
+    files = contents(tree)
+    for folder, options in {"shuffled": (), "kept": ("--shuffle_seed", "null")}.items():
+        assert shard(tree, tmp_path / folder, "--images_per_shard", "4", *options) == 0
+        packed = contents(tmp_path / folder)
+        assert sorted(packed) == sorted(files) and (packed == files) == (folder == "kept")
+
+
 def test_shards_are_what_webdataset_reads(tree, tmp_path):
     """Members of a sample stand together, and share the name up to the first dot behind the last slash."""
     shard(tree, tmp_path / "out", "--images_per_shard", "6")

@@ -229,9 +229,11 @@ def test_who_is_awaited_is_said(tmp_path):
 def test_who_did_not_come_is_named(tmp_path):
     first, _, third = what_ranks_say(tmp_path, [0.0, None, 0.0])
     assert first[0].startswith("rank 0 of 3 waits for rank 1 at ")
+    # Rank 2, when its own time is up, may find that rank 0 has gone before.
+    causes = {0: ("rank 1 did not come",), 2: ("rank 1 did not come", "rank 0 has left again, and says why")}
     for rank, (line, remedy) in ((0, first[1:]), (2, third)):
         assert line.startswith(f"rank {rank} of 3 did not meet the others at 127.0.0.1:")
-        assert line.endswith(" within 3 s: rank 1 did not come") and "all 3 processes were started" in remedy
+        assert line.partition(" within 3 s: ")[2] in causes[rank] and "all 3 processes were started" in remedy
 
 
 def test_an_address_without_a_meaning_is_said_at_once(tmp_path):

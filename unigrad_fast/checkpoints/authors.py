@@ -25,7 +25,8 @@ from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.outputs import dangling_link, within_images
+from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate

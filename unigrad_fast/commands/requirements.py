@@ -9,7 +9,8 @@ from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.outputs import dangling_link, holds_run, problem_of_run_folder, within_images
+from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.outputs import holds_run, problem_of_run_folder, within_images
 
 
 def require_run(folder: Path) -> None:

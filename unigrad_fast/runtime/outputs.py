@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.validation import Node
 from unigrad_fast.runtime.whole_file import write_whole
 
@@ -106,16 +107,6 @@ def require_whole_links(options: Node, prefix: str = "") -> None:
             require_whole_links(value, f"{prefix}{key}.")
         elif isinstance(value, Path) and (problem := dangling_link(value)):
             raise UserError(f"{prefix}{key} = {value}: {problem}")
-
-
-def dangling_link(path: Path) -> str | None:
-    """What is wrong with a path that is a link that leads nowhere, or lies below one; None when it does not."""
-    for place in (path, *path.parents):
-        if os.path.exists(place):
-            break
-        if os.path.islink(place):
-            return f"{place} is a link to {os.readlink(place)}, which is not there; make that, or give another path"
-    return None
 
 
 def _owner(path: Path, run: Path | None) -> Path | None:
