@@ -150,7 +150,7 @@ def test_every_character_of_ours_has_a_twin():
         for text in texts
         if isinstance(text, str)
         for character in text
-        if not character.isascii() and character.isprintable()
+        if "\x7f" < character < "\ud800"  # what follows stands for names and damage, and is not ours
     }
     assert len(characters) > 5
     assert [character for character in characters if "\\" in fallback.twin(character)] == []

@@ -69,13 +69,8 @@ class DataShard(Node):
     """JPEG quality of the images that are reduced."""
     shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the order in the shards, which is not the files': it mixes the classes, for other readers. So a run on
-<<<<<<< HEAD
     them has other batches than one on the files; null keeps the order, and the batches."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
-=======
-    shards has other batches than one on the files; null keeps the order, and the batches."""
-    threads: int | None = Field(default=None, ge=1)
->>>>>>> twelve-words
     """Threads that decode, resize and encode; null is the cores."""
     read_timeout: float = READ_TIMEOUT
     """Seconds after which a file that does not answer is left out."""
