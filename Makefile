@@ -18,7 +18,7 @@ help:
 	@echo "make quickstart   draw images, pretrain an encoder on them, judge it"
 	@echo "make test         the tests, but the slow ones"
 	@echo "make test-quick   those that start no processes, in a minute and a half"
-	@echo "make test-slow    the slow tests; writes tests/slow-results.md"
+	@echo "make test-slow    the slow tests, or TESTS=FILE::TEST; writes tests/slow-results.md"
 	@echo "make coverage     the lines that make test reaches"
 	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
 	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
@@ -48,7 +48,7 @@ coverage: $(READY)
 	@$(PYTEST) $(TWO) --cov --cov-report term:skip-covered $(TESTS)
 
 test-slow: $(READY)
-	@$(PYTEST) -m slow --slow-results tests/slow-results.md
+	@$(PYTEST) -m slow --slow-results tests/slow-results.md $(TESTS)
 
 bench: $(READY)
 	@mkdir -p "$(OUTPUT)"

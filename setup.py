@@ -74,5 +74,5 @@ setup(
         ],
     },
     cmdclass={"build_py": BuildWithoutTests},
-    entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.cli:main"]},
+    entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
 )

@@ -46,6 +46,7 @@ from unigrad_fast.benchmarks.loader_variants import DALI, OURS, PILLOW, QUEUE, T
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
 from unigrad_fast.pipelines import recipe as views_of
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 
 RECIPES = ("simsiam", "multicrop")  # measured unless one is named
@@ -143,7 +144,7 @@ def main(
     threads = threads or len(os.sched_getaffinity(0))
     steps = -(-steps // threads) * threads
     make_folder(output)
-    console = Console()
+    console = new_console()
     if images is None:
         console.print("images are drawn and unlike photographs; give --images for figures that mean something")
     with tempfile.TemporaryDirectory() as name:

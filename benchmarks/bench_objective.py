@@ -5,7 +5,8 @@
     authors          the authors' formulation: whole-matrix expressions and autograd; under autocast, as published, F is
                      in half precision too
     torch            the best of plain torch: F moved by one in-place product over both views, the gradient by hand
-    torch lerp       the same with bf16 operands and fp32 results, which torch has on a GPU only
+    torch lerp       the same with bf16 operands and fp32 results: a product, then `lerp_`; on a GPU only
+    torch addmm      the same as one product that adds bf16 operands into F in fp32; on a GPU only
     ours             `UniGrad`; on the CPU also with the product u·F in bf16, where the processor multiplies it
 
 Each but the authors' and ours is measured as it is and compiled. All take the same embeddings of two views, and turns:
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 
 from unigrad_fast.benchmarks.objective_measure import measure, ratio_rows
-from unigrad_fast.benchmarks.objective_variants import variants
+from unigrad_fast.benchmarks.objective_variants import left_out, variants
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.roofline import measure_peaks
 from unigrad_fast.kernels.dispatch import use_triton
@@ -99,6 +100,8 @@ def bench(
     peaks = measure_peaks(precisions, device, side, elements)
     products = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {precision}" for precision, flops in peaks.flops.items())
     print(f"peaks: {products}; copy {peaks.copy / 1e9:.3g} GB/s", flush=True)
+    if missing := left_out(device):
+        print(f"left out, as fp32 results of bf16 matrices need a GPU that has bf16: {', '.join(missing)}")
     print("limit: share of the roofline; N·C: peak memory beyond F in fp32 arrays of that size; F: with its copies")
     for C, N in itertools.takewhile(lambda _: time.monotonic() < end, shapes):
         torch.compiler.reset()  # it gives up after some shapes

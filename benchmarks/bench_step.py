@@ -33,6 +33,7 @@ from unigrad_fast.benchmarks.step_measure import SUBJECTS, Block, Case, Subject,
 from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 
@@ -118,7 +119,7 @@ def main(
     if process_group.launch_environment(os.environ).size > 1:
         raise UserError("bench step measures one process; start it without torchrun, deepspeed or srun")
     make_folder(output)
-    console = Console()
+    console = new_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shipped = "fp32" if autocast_dtype("auto", device) is None else "bf16"
     with tempfile.TemporaryDirectory() as folder:

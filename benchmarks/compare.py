@@ -36,6 +36,7 @@ from unigrad_fast.benchmarks import script
 from unigrad_fast.benchmarks.harness import ratio_row, spread, take_turns
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 
 HERE = Path(__file__).resolve().parent
@@ -190,7 +191,7 @@ def main(
     """
     commit = find_commit(root, base)
     make_folder(output)
-    console = Console()
+    console = new_console()
     here = git(root, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").stdout.strip()
     with console.status("making the base's worktree") as status, checked_out(root, commit) as checkout:
         say(console, f"{THIS}: {here}, {root}")

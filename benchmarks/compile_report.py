@@ -21,7 +21,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,8 @@ from rich.table import Table
 
 from unigrad_fast.benchmarks.record import make_folder
 from unigrad_fast.kernels import heuristics
-from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.errors import RunStopped, UserError
 
 # Triton is imported in the worker processes alone, where its interpreter is off.
 
@@ -328,14 +329,18 @@ def main(output: Path) -> None:
         output: folder of the file, compile_report.csv, which is written anew.
 
     Raises:
-        UserError: `output` is a file.
+        UserError: `output` is a file, or holds a compile_report.csv that is no such report.
         RunStopped: a kernel does not compile, or wants more shared memory than its architecture has.
     """
     make_folder(output)
-    console = Console()
+    path = output / "compile_report.csv"
+    if path.exists() and not is_report(path):
+        raise UserError(
+            f"output = {output}: its compile_report.csv is another one; give another folder, or move that away"
+        )
+    console = new_console()
     rows = compile_all([*dot_cases(), *row_cases()], console)
     console.print(summary(rows))
-    path = output / "compile_report.csv"
     write_csv(rows, path)
     console.print(f"{len(rows)} lines in {path}")
     failures = [f"{row.case}: {failure}" for row in rows if (failure := failure_of(row))]
@@ -370,9 +375,20 @@ def summary(rows: Iterable[Row]) -> Table:
     return table
 
 
+def columns() -> list[str]:
+    return [field.name for field in fields(Case)] + [field.name for field in fields(Row)][1:] + ["wide"]
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file begins as one that `write_csv` has written."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.readline(10_000).strip() == ",".join(columns()).encode()
+    return False
+
+
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     """Write all that is known of each kernel."""
-    keys = [field.name for field in fields(Case)] + [field.name for field in fields(Row)][1:] + ["wide"]
+    keys = columns()
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(keys)

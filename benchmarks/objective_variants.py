@@ -35,6 +35,7 @@ class Variant:
     """
 
     name: str
+    may_fail = False  # where torch or the machine cannot do it; it is then said, and the others are measured
 
     def __init__(self, precision: str, width: int, device: torch.device):
         self.precision, self.device = precision, device
@@ -88,6 +89,7 @@ class PlainTorch(Variant):
         self.moving = torch.zeros(width, width, device=device)
         self.first = True
         self.compiled = compiled
+        self.may_fail = self.may_fail or compiled  # a machine without a compiler, or a torch that cannot compile this
         self.gradient = torch.compile(self._gradient, dynamic=False, fullgraph=True) if compiled else self._gradient
 
     def __str__(self) -> str:
@@ -143,6 +145,29 @@ class Lerp(PlainTorch):
         return torch.mm(unit_MC.bfloat16(), moving.bfloat16(), out_dtype=torch.float32)
 
 
+class Addmm(PlainTorch):
+    """bf16 operands are multiplied and added into fp32 F by one product."""
+
+    name = "torch addmm"
+    may_fail = True  # before 2.10 torch wants F in the operands' dtype
+
+    @staticmethod
+    def move(moving: Tensor, unit_MC: Tensor, target_MC: Tensor, decay: float) -> Tensor:
+        # The compiler takes this addmm apart, into a product and a pass over F; an operator of one's own stays whole.
+        add = torch.ops.unigrad_fast_bench.add_product_ if torch.compiler.is_compiling() else add_product_
+        add(moving, target_MC.bfloat16(), decay)
+        return torch.mm(unit_MC.bfloat16(), moving.bfloat16(), out_dtype=torch.float32)
+
+
+def add_product_(moving: Tensor, half_MC: Tensor, decay: float) -> None:
+    """F ← ρ·F + (1−ρ)·mᵀm / M in place, on a GPU."""
+    scale = (1 - decay) / len(half_MC)
+    torch.addmm(moving, half_MC.T, half_MC, out_dtype=torch.float32, beta=decay, alpha=scale, out=moving)
+
+
+torch.library.custom_op("unigrad_fast_bench::add_product_", add_product_, mutates_args=("moving",))
+
+
 class Ours(Variant):
     name = "ours"
 
@@ -163,10 +188,16 @@ class Ours(Variant):
         return self.objective.correlation
 
     def correlation_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.objective.buffers() if buffer.dim() == 2)
+        return self.objective.average.nbytes
 
 
 KINDS = (Authors, PlainTorch, Ours)
+ON_GPU = (Lerp, Addmm)  # products of half-precision matrices with fp32 results, which torch has on a GPU only
+
+
+def left_out(device: torch.device) -> list[str]:
+    """Names of the variants that a device does not have."""
+    return [] if device.type == "cuda" and has_fast_bf16(device) else [kind.name for kind in ON_GPU]
 
 
 def variants(width: int, device: torch.device, compiled: bool) -> list[Variant]:
@@ -181,6 +212,6 @@ def variants(width: int, device: torch.device, compiled: bool) -> list[Variant]:
         *(Authors(precision, width, device) for precision in single),
         *(Authors(precision, width, device) for precision in ("fp16", *half) if on_gpu),
         *(InPlace(precision, width, device, way) for precision in single for way in ways),
-        *(Lerp(precision, width, device, way) for precision in half for way in ways if on_gpu),
+        *(kind(precision, width, device, way) for kind in ON_GPU for precision in half for way in ways if on_gpu),
         *(Ours(precision, width, device) for precision in (*single, *half)),
     ]

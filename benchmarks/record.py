@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import dangling_link
 
 OUTPUT = Path("bench-results")
 """Where rows go unless the user says otherwise; the project's own lie in benchmarks/results."""
@@ -47,8 +48,10 @@ def make_folder(output: Path) -> None:
     """Make the folder of the rows, if it is not there; called before anything is measured.
 
     Raises:
-        UserError: there is a file of that name, or above it.
+        UserError: there is a file of that name, or above it, or a link that leads nowhere.
     """
+    if problem := dangling_link(output):
+        raise UserError(f"output = {output}: {problem}")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

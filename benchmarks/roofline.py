@@ -86,6 +86,19 @@ def launches(N: int) -> dict[str, int]:
     }
 
 
+def plain_torch(M: int, C: int) -> dict[str, tuple[int, int]]:
+    """FLOPs and bytes of what plain torch's best way in bf16 does with C×C matrices, launch by launch.
+
+    `addmm` reads and writes F in fp32 and computes all of it, the cast reads F and writes a bf16 copy, `mm` reads the
+    copy. The passes over [M, C] arrays before, between and after are left out.
+    """
+    return {
+        "addmm": (2 * M * C * C, 8 * C * C + 2 * M * C),
+        "cast": (0, 6 * C * C),
+        "mm": (2 * M * C * C, 2 * C * C + (2 + 4) * M * C),
+    }
+
+
 @dataclass(frozen=True)
 class Peaks:
     """What a device does at most: FLOP/s of a large matrix product by precision, bytes/s of a copy."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import tyro
 
+from unigrad_fast.runtime.console import take_over
 from unigrad_fast.runtime.errors import RunStopped, UserError
 
 
@@ -16,6 +17,7 @@ def run(main: Callable[..., int | None], arguments: list[str] | None = None) -> 
     Returns:
         The exit status: what `main` returns, or that of `unigrad-fast` where it ends early.
     """
+    take_over()
     module = sys.modules[main.__module__]
     program = f"python -m {module.__spec__.name}"
     try:

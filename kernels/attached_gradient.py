@@ -15,18 +15,21 @@ class _KnownGradient(Function):
     def forward(ctx, terms: Tensor, gradient_MC: Tensor, *embeddings: Tensor) -> Tensor:
         ctx.dtypes = [embedding.dtype for embedding in embeddings]
         ctx.save_for_backward(gradient_MC)
-        # A view saves a launch. Compiled code confuses it with the caller's other views of the terms.
-        return terms[0].clone() if torch.compiler.is_compiling() else terms[0]
+        # Not a view: those of a function cannot be worked on in place, and what was done to one is done to all.
+        return terms[0].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         (gradient_MC,) = ctx.saved_tensors
         # Multiplied before it is rounded: a scale of the loss is there to lift gradients into fp16's range.
-        dtype = ctx.dtypes[0] if len(set(ctx.dtypes)) == 1 else gradient_MC.dtype
+        alike = len(set(ctx.dtypes)) == 1
+        dtype = ctx.dtypes[0] if alike else gradient_MC.dtype
         scaled_MC = torch.empty_like(gradient_MC, dtype=dtype)
         torch.mul(gradient_MC, grad_output.to(gradient_MC.dtype), out=scaled_MC)
         views = scaled_MC.chunk(len(ctx.dtypes))
+        if alike:
+            return None, None, *views
         return None, None, *(view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True))
 
 
@@ -42,6 +45,9 @@ def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Ten
         embeddings: V tensors [N, C] that the loss depends on.
 
     Returns:
-        The loss, a scalar; its backward gives each embedding its gradient times `grad_output`, in its dtype.
+        The loss, a scalar in memory of its own; its backward gives each embedding its gradient times `grad_output`, in
+        its dtype.
     """
+    if not torch.is_grad_enabled() or not any(embedding.requires_grad for embedding in embeddings):
+        return terms[0].clone()
     return _KnownGradient.apply(terms, gradient_MC, *embeddings)

@@ -94,7 +94,16 @@ def is_last(p_ticket, programs):
 
 @triton.jit
 def statistics_kernel(
-    p_x, p_parts, p_statistics, p_tickets, rows, chunk, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+    p_x,
+    p_parts,
+    p_statistics,
+    p_tickets,
+    rows,
+    chunk,
+    C,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
     p_group = p_x + group.to(tl.int64) * rows * C
@@ -174,9 +183,7 @@ def settle_kernel(
             b_squares += tl.load(p + 2 * C, mask=m_C, other=0) + b_rows * b_difference * b_difference  # [COLUMNS]
         b_one = tl.maximum(b_count, 1.0)
         b_mean = b_pivot + b_shifted / b_one
-        b_squares = tl.maximum(
-            b_squares - b_shifted * b_shifted / b_one, 0.0, propagate_nan=tl.PropagateNan.ALL
-        )
+        b_squares = tl.maximum(b_squares - b_shifted * b_shifted / b_one, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(p_mean + group * C + o_C, b_mean.to(tl.float32), mask=m_C)
         tl.store(p_variance + group * C + o_C, (b_squares / b_one).to(tl.float32), mask=m_C)
         tl.store(p_count + group + 0 * o_C, b_count, mask=o_C == 0)

@@ -83,7 +83,9 @@ def _normalise(x, mean, variance, weight, bias, residual, eps, relu, keep_mask):
 @torch.library.register_fake("unigrad_fast::batch_norm_normalise", lib=LIBRARY)
 def _(x, mean, variance, weight, bias, residual, eps, relu, keep_mask):
     rows, channels = x.numel() // x.shape[1], x.shape[1]
-    mask = x.new_empty(rows, -(-channels // WORD), dtype=torch.int32) if keep_mask else x.new_empty(0, dtype=torch.int32)
+    mask = (
+        x.new_empty(rows, -(-channels // WORD), dtype=torch.int32) if keep_mask else x.new_empty(0, dtype=torch.int32)
+    )
     return _like(x), mask
 
 

@@ -144,7 +144,9 @@ def normalise(
     """
     dtype = mean_GC.dtype
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
-    y = _per_group(x, lambda part, g: F.batch_norm(part, mean_GC[g], variance_GC[g], weight, bias, eps=eps), len(mean_GC))
+    y = _per_group(
+        x, lambda part, g: F.batch_norm(part, mean_GC[g], variance_GC[g], weight, bias, eps=eps), len(mean_GC)
+    )
     if residual is not None:
         y += residual
     mask = _packed(y > 0) if keep_mask else None

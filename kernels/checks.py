@@ -108,12 +108,12 @@ def require_product(product_MC: Tensor, unit_MC: Tensor) -> None:
 
 def require_rows(
     unit_MC: Tensor,
-    *,
     inverse_norm: Tensor,
     target: Tensor,
     first: Tensor | None,
     second: Tensor | None,
     ratio: Tensor | None,
+    *,
     dtype: torch.dtype,
 ) -> None:
     """Norms and positives of these unit embeddings, and the dtype of their gradient."""
@@ -131,7 +131,6 @@ def require_rows(
 
 def require_state(
     device: torch.device,
-    *,
     nonfinite: Tensor | None = None,
     skip: Tensor | None = None,
     updates: Tensor | None = None,

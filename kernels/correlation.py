@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .heuristics import TRIANGLE, Tile, tile_for
+from .heuristics import TRIANGLE, Tile, blocks, tile_for
 from .structures import Correlation
 
 
@@ -137,7 +137,7 @@ def update_correlation_(
     if unit_MC.dtype == torch.float32 and input_precision != "ieee":
         unit_MC = unit_MC.T.contiguous().T  # TF32 units multiply rows of operands that are contiguous in memory
     tile = tile or tile_for("update", unit_MC, input_precision)
-    row_tiles, column_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.rows)
+    row_tiles, column_tiles = blocks(rows, tile.rows), blocks(width, tile.rows)
     symmetric = correlation.is_whole
     tiles = column_tiles * (column_tiles + 1) // 2 if symmetric else row_tiles * column_tiles
     update_correlation_kernel[(tiles,)](

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+INTERPRETED = ("1", "true", "yes", "on", "y")  # values of Triton's variable
 _imagined = False  # CPU tensors stand for those of a GPU
 
 
@@ -43,14 +44,16 @@ def use_triton(device: torch.device) -> bool:
     if _imagined:
         return True
     choice = os.environ.get("UNIGRAD_KERNELS", "")
-    if choice not in ("", "triton", "torch"):
+    if choice == "":
+        return device.type == "cuda"
+    if choice not in ("triton", "torch"):
         raise ValueError(f"UNIGRAD_KERNELS={choice} is unknown; use triton or torch, or unset it")
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    if choice == "triton" and device.type != "cuda" and not interpreted:
+    interpreted = device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "").lower() in INTERPRETED
+    if choice == "triton" and not interpreted:
         raise ValueError(
             "UNIGRAD_KERNELS=triton on the CPU needs Triton's interpreter; set TRITON_INTERPRET=1 before Python starts"
         )
-    return choice == "triton" or (choice == "" and device.type == "cuda")
+    return choice == "triton"
 
 
 def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
@@ -66,9 +69,20 @@ def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
     return True
 
 
+def needs_dispatcher() -> bool:
+    """Whether torch has to see an operator: it is traced, recorded for autograd, or watched by a mode.
+
+    Else its function may be called past the dispatcher, which takes longer than some launchers do.
+    """
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def exact_dtype(*tensors: Tensor) -> torch.dtype:
     """What tensors are computed in: fp32, or float64 where one of them is."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def precision_of(unit: Tensor) -> str:

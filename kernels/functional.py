@@ -6,7 +6,6 @@ Shape suffixes: V views, N images, M = V·N rows, C embedding width, K rows of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def unit_embeddings(
     if nonfinite is None:
         nonfinite = views[0].new_empty(rows, dtype=torch.int32)
     checks.require_row_flags(nonfinite, rows, views[0].device)
-    return OPERATORS.unit_embeddings(views=[view.detach() for view in views], dtype=dtype, nonfinite=nonfinite)
+    return OPERATORS.unit_embeddings([view.detach() for view in views], dtype, nonfinite)
 
 
 def update_correlation_(
@@ -84,16 +83,10 @@ def update_correlation_(
     checks.require_batch(unit_MC, correlation, decay=decay, count=count)
     checks.require_state(correlation.device, skip=skip, updates=updates)
     checks.require_precision(input_precision)
+    decay, count = _scalar(decay, correlation), _scalar(count, correlation)
+    # By place: names take torch a microsecond each.
     OPERATORS.update_correlation_(
-        correlation=correlation,
-        unit=unit_MC,
-        decay=_scalar(decay, correlation),
-        count=_scalar(count, correlation),
-        skip=skip,
-        updates=updates,
-        first_row=first_row,
-        working=working,
-        input_precision=input_precision,
+        correlation, unit_MC, decay, count, skip, updates, first_row, working, input_precision
     )
     return correlation
 
@@ -115,7 +108,7 @@ def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: s
     checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=None)
     checks.require_precision(input_precision)
-    return OPERATORS.correlation_product(unit=unit_MC, correlation=correlation, input_precision=input_precision)
+    return OPERATORS.correlation_product(unit_MC, correlation, input_precision)
 
 
 def embedding_gradient(
@@ -161,21 +154,13 @@ def embedding_gradient(
         ValueError: shapes or dtypes that do not fit, with their values.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows: dict[str, Any] = {
-        "inverse_norm": inverse_norm_M,
-        "target": target_KC,
-        "first": first,
-        "second": second,
-        "ratio": ratio,
-    }
-    state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
+    rows = (inverse_norm_M, target_KC, first, second, ratio)
+    state = (nonfinite, skip, updates, ticket)
     checks.require_units(unit_MC)
     checks.require_product(product_MC, unit_MC)
-    checks.require_rows(unit_MC, **rows, dtype=dtype)
-    checks.require_state(unit_MC.device, **state)
-    return OPERATORS.embedding_gradient(
-        product=product_MC, unit=unit_MC, **rows, **state, balance=balance, scale=scale, dtype=dtype
-    )
+    checks.require_rows(unit_MC, *rows, dtype=dtype)
+    checks.require_state(unit_MC.device, *state)
+    return OPERATORS.embedding_gradient(product_MC, unit_MC, *rows, *state, balance, scale, dtype)
 
 
 def unigrad_gradient(
@@ -202,21 +187,14 @@ def unigrad_gradient(
     dz = (g − u·(u·g)) / ‖z‖ · scale.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows: dict[str, Any] = {
-        "inverse_norm": inverse_norm_M,
-        "target": target_KC,
-        "first": first,
-        "second": second,
-        "ratio": ratio,
-    }
-    state = {"nonfinite": nonfinite, "skip": skip, "updates": updates, "ticket": ticket}
+    rows = (inverse_norm_M, target_KC, first, second, ratio)
+    state = (nonfinite, skip, updates, ticket)
     checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])
-    checks.require_rows(unit_MC, **rows, dtype=dtype)
-    checks.require_state(unit_MC.device, **state)
+    checks.require_rows(unit_MC, *rows, dtype=dtype)
+    checks.require_state(unit_MC.device, *state)
     checks.require_precision(input_precision)
-    settings = {"balance": balance, "scale": scale, "dtype": dtype, "input_precision": input_precision}
-    return OPERATORS.unigrad_gradient(unit=unit_MC, correlation=correlation, **rows, **state, **settings)
+    return OPERATORS.unigrad_gradient(unit_MC, correlation, *rows, *state, balance, scale, dtype, input_precision)
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .correlation import any_raised
-from .heuristics import Tile, row_tile, tile_for, working_scale
+from .heuristics import Tile, blocks, row_tile, tile_for, working_scale
 from .structures import Rows, State
 
 
@@ -214,7 +214,7 @@ def correlation_product(
     is_working = correlation_RC.dtype != torch.float32
     scale = working_scale(unit_MC.dtype, width)
     tile = tile or tile_for("product", unit_MC, input_precision)
-    tiles = triton.cdiv(images, tile.rows) * triton.cdiv(rows, tile.columns)
+    tiles = blocks(images, tile.rows) * blocks(rows, tile.columns)
     correlation_product_kernel[(tiles,)](
         unit_MC,
         correlation_RC,
@@ -240,7 +240,7 @@ def embedding_gradient(
 ) -> Tensor:
     """See `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
     device, (M, C) = product_MC.device, product_MC.shape
-    rows_2M = torch.empty(2, M, dtype=torch.float32, device=device)
+    cosine_M, negative_M = (torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     terms = torch.empty(5, dtype=torch.float32, device=device)
     ticket = torch.zeros((), dtype=torch.int32, device=device) if state.ticket is None else state.ticket
     tile = row_tile(C, arrays=3)
@@ -253,8 +253,8 @@ def embedding_gradient(
         rows.second,
         rows.ratio,
         gradient_MC,
-        rows_2M[0],
-        rows_2M[1],
+        cosine_M,
+        negative_M,
         terms,
         state.nonfinite,
         state.skip,

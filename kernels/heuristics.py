@@ -41,6 +41,12 @@ class RowTile:
     warps: int
 
 
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover so many elements; `triton.cdiv` takes the host 4 µs."""
+    return -(-size // block)
+
+
+@cache
 def row_tile(width: int, arrays: int = 1) -> RowTile:
     """The tile of a kernel with one program per row that holds so many arrays of it."""
     block = max(16, 1 << (width - 1).bit_length())
@@ -75,6 +81,7 @@ def tile_for(kernel: str, unit_MC: Tensor, input_precision: str) -> Tile:
     return choose(kernel, architecture_of(unit_MC.device), arithmetic(unit_MC.dtype, input_precision), rows, width)
 
 
+@cache
 def architecture_of(device: torch.device) -> str:
     """Name in the table of a device's architecture."""
     # The interpreter has none; small tiles show it more borders.

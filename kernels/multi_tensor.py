@@ -169,7 +169,7 @@ def lars_(
     """
     chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
     grid = (len(chunks),)
-    sums = torch.empty(len(chunks), 2, device=chunks.device)
+    sums = torch.empty(len(chunks), 2, dtype=torch.float32, device=chunks.device)
     lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
     with torch.cuda.device_of(chunks):
         if adapt:
@@ -232,7 +232,7 @@ def _chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         firsts = range(0, size, length)
         chunks = (len(rows), len(rows) + len(firsts))
         rows += [(number, first, min(first + length, size), *chunks) for first in firsts]
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
 def address_table(*tensors: Sequence[Tensor]) -> Tensor:
@@ -246,7 +246,7 @@ def address_table(*tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _address_table(addresses: tuple[int, ...], device: torch.device, stream) -> Tensor:
-    table = torch.tensor(addresses, dtype=torch.int64)
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         table = table.pin_memory()  # else the host would wait
     return table.to(device, non_blocking=True)

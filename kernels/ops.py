@@ -23,7 +23,7 @@ _LIBRARY.define("unit_embeddings(Tensor[] views, ScalarType dtype, Tensor(a!) no
 
 
 @torch.library.impl(_LIBRARY, "unit_embeddings", "CompositeExplicitAutograd")
-def _unit_embeddings(views, dtype, nonfinite):
+def unit_embeddings(views, dtype, nonfinite):
     if takes_triton(views[0].device, dtype, exact_dtype(*views)):
         from . import normalize
 
@@ -48,7 +48,7 @@ _LIBRARY.define(
 
 
 @torch.library.impl(_LIBRARY, "update_correlation_", "CompositeExplicitAutograd")
-def _update_correlation_(correlation, unit, decay, count, skip, updates, first_row, working, input_precision):
+def update_correlation_(correlation, unit, decay, count, skip, updates, first_row, working, input_precision):
     moved = Correlation(matrix=correlation, working=working, first_row=first_row)
     if takes_triton(correlation.device, correlation.dtype, unit.dtype):
         from . import correlation as kernel
@@ -123,7 +123,7 @@ _LIBRARY.define(
 
 
 @torch.library.impl(_LIBRARY, "unigrad_gradient", "CompositeExplicitAutograd")
-def _unigrad_gradient(
+def unigrad_gradient(
     unit,
     correlation,
     inverse_norm,

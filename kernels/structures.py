@@ -60,6 +60,9 @@ class Rows:
 
     def contiguous(self) -> Rows:
         """The same rows without gaps in memory, which is what launchers take."""
+        tensors = (self.unit, self.inverse_norm, self.target, self.first, self.second, self.ratio)
+        if _are_contiguous(tensors):
+            return self
         return Rows(
             unit=self.unit.contiguous(),
             inverse_norm=self.inverse_norm.contiguous(),
@@ -88,6 +91,8 @@ class State:
 
     def contiguous(self) -> State:
         """The same with flags that have no gaps in memory, which is what launchers take."""
+        if _are_contiguous((self.nonfinite, self.skip)):
+            return self
         return State(
             nonfinite=contiguous(self.nonfinite),
             skip=contiguous(self.skip),
@@ -98,3 +103,7 @@ class State:
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _are_contiguous(tensors: tuple[Tensor | None, ...]) -> bool:
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)

@@ -1,6 +1,6 @@
 """JPEG files on disk to augmented views on the device.
 
-    which images there are   manifest, by the modules of listing, which remember what they found
+    which images there are   manifest, by the modules of listing, which remember what they found; part takes some
     which are in a step      order, and parameters of their augmentation, both from the random bits of philox
     reading them             reading; its damage finds what cannot be used, its replacement chooses others
     decoding, augmenting     stream runs a graph of DALI, on a CPU followed by cpu_views; cutmix mixes

@@ -28,7 +28,7 @@ def augment(
         exact: recolour as `photometric` does, and not as `crops`.
         pool: threads that compute with one core each.
     """
-    outputs = [torch.empty(len(images), view.size, view.size, 3) for view in views]
+    outputs = [torch.empty(len(images), view.size, view.size, 3, dtype=torch.float32) for view in views]
 
     def some(first: int) -> None:
         part = slice(first, first + CHUNK)

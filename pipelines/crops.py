@@ -143,7 +143,7 @@ def _bands(sigma: np.ndarray, side: int, radius: int) -> Tensor:
     period = max(1, 2 * side - 2)
     source = (np.arange(side)[:, None] + distance) % period
     source = torch.from_numpy(np.minimum(source, period - source))
-    bands = torch.zeros(len(sigma), side, side)
+    bands = torch.zeros(len(sigma), side, side, dtype=torch.float32)
     return bands.scatter_add_(2, source.expand(len(sigma), -1, -1), weights[:, None].expand(-1, side, -1))
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from . import graph
-from .errors import DataError
 from .loader_settings import TIMEOUT, check_rank, device_number, thread_count
 from .manifest import Manifest
 from .reading.damage import Damaged
 from .reading.source import Source
 from .reading.supply import Failure, Supply
+from .recipes import short_side
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -50,11 +50,9 @@ class EvaluationLoader:
         threads: int | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if not 0 < crop_fraction <= 1:
-            raise DataError(f"crop fraction {crop_fraction} is out of range; use 0.875, or up to 1")
         check_rank(rank, world_size)
         self.manifest, self.image_size = manifest, image_size
-        self.short_side = round(image_size / crop_fraction)
+        self.short_side = short_side(image_size, crop_fraction)
         self.index = np.arange(rank, len(manifest), world_size)
         self.batch_size = min(batch_size, max(1, len(self.index)))
         self.device_id, self.threads, self.timeout = device_number(device), thread_count(threads), timeout

@@ -20,7 +20,16 @@ from .compute_threads import one_thread_each
 from .cpu_views import augment
 from .cutmix import CutMix, draw
 from .errors import DataError
-from .loader_settings import TIMEOUT, check_division, check_groups, check_rank, device_number, thread_count, too_few
+from .loader_settings import (
+    TIMEOUT,
+    check_division,
+    check_groups,
+    check_rank,
+    check_types,
+    device_number,
+    thread_count,
+    too_few,
+)
 from .manifest import Manifest
 from .order import batch_indices
 from .parameters import Parameters, sample
@@ -92,6 +101,7 @@ class Loader:
     ) -> None:
         if not isinstance(recipe, str) and override:
             raise DataError(f"{', '.join(override)} given beside finished views; change the views instead")
+        check_types(manifest, batch_size=batch_size, rank=rank, world_size=world_size, prefetch=prefetch)
         check_rank(rank, world_size)
         check_division(batch_size, accumulation_steps, world_size)
         if prefetch < 1:

@@ -1,9 +1,12 @@
 """What loaders are told, checked, and resolved to the number of a GPU and a count of threads."""
 
 import os
+from numbers import Integral
+from os import PathLike
 
 import torch
 
+from .cores import usable_cores
 from .cutmix import CutMix
 from .errors import DataError
 from .manifest import Manifest
@@ -27,10 +30,18 @@ def thread_count(threads: int | None) -> int:
         if threads < 1:
             raise DataError(f"{threads} threads cannot decode images; use at least 1")
         return threads
-    cores = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # The machine's cores are shared by its ranks, unless the launcher already gave each rank cores of its own.
-    return max(1, min(allowed, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
+    return max(1, usable_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1))) - 1)
+
+
+def check_types(manifest: object, **integers: object) -> None:
+    """Raises `DataError` where the images are no `Manifest`, or a number is none."""
+    if not isinstance(manifest, Manifest):
+        root = getattr(manifest, "root", None)  # torchvision's data sets have one
+        folder = repr(str(root)) if isinstance(root, (str, PathLike)) else "FOLDER"
+        raise DataError(f"a {type(manifest).__name__} is no Manifest; give Manifest.from_folder({folder})")
+    for name, value in integers.items():
+        if not isinstance(value, Integral):
+            raise DataError(f"{name} {value!r} is no whole number; use an int")
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, size_in
+from .files.headers import EXTENSIONS, read_size, reason, require_file, size_in
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
 from .listing.labels import number_labels
-from .listing.shards import list_shards
+from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
 from .shards.archives import Shards, tar_files
 from .shards.index import Index
@@ -56,6 +56,7 @@ class Manifest:
     shards: Shards | None = field(default=None, repr=False)
     _store: Path | None = field(default=None, repr=False)
     _marked: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # sizes of the unusable
+    _kept: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # what else is remembered
 
     @classmethod
     def open(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
@@ -86,7 +87,8 @@ class Manifest:
     def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads an ImageFolder tree (`CLASS/**/*.jpg`), or a flat folder of images, which has no labels.
 
-        Sorted by class and name. Hidden files and folders are ignored, and so is a class folder without an image.
+        Sorted by class and name. Hidden files and folders are ignored, and so is a class folder without an image; other
+        files are counted in a warning.
 
         Args:
             path: the folder.
@@ -157,6 +159,7 @@ class Manifest:
             index=index,
             shards=shards,
             _store=store,
+            _kept={LEFT_OUT: content[LEFT_OUT]},
         )
         return manifest._ready(content, changed=not known)
 
@@ -173,7 +176,9 @@ class Manifest:
     ) -> "Manifest":
         joined = b"".join(names)
         lengths = np.fromiter(map(len, names), np.int32, len(names))
-        named = () if source == root or labels is None else (labels, "\0".join(classes).encode("utf-8", "replace"))
+        named = (
+            () if source == root or labels is None else (labels, "\0".join(classes).encode("utf-8", "surrogateescape"))
+        )
         fingerprint = digest(joined, lengths, states, *named)
         store = cache_file(source, cache)
         content = recall(store, fingerprint)
@@ -222,7 +227,9 @@ class Manifest:
     def read(self, index: int) -> bytes:
         """The encoded image. Raises OSError where it cannot be read. Threads and forked processes may share it."""
         if self.index is None:
-            with open(self.path_bytes(index), "rb") as file:
+            path = self.path_bytes(index)
+            with open(path, "rb") as file:
+                require_file(path, os.fstat(file.fileno()))
                 return file.read()
         return self._read_shard(range(len(self))[index])
 
@@ -303,5 +310,6 @@ class Manifest:
             fingerprint=self.fingerprint,
             sizes=self.header_sizes(),
             unusable=np.array(sorted(self._marked), np.int64),
+            **self._kept,
             **arrays,
         )

@@ -39,7 +39,8 @@ def apply(view: View, crops: Tensor, parameters: Parameters) -> Tensor:
         fp32 [N, 3, S, S], normalised, channels-last, on the device of the crops.
     """
     count, side = crops.shape[:2]
-    images = torch.empty((count, 3, side, side), device=crops.device, memory_format=torch.channels_last)
+    layout = {"dtype": torch.float32, "memory_format": torch.channels_last}
+    images = torch.empty((count, 3, side, side), device=crops.device, **layout)
     step = _AT_A_TIME if crops.device.type == "cpu" else max(count, 1)
     for part in (slice(start, start + step) for start in range(0, count, step)):
         _apply(view, crops[part], parameters[part], images[part])
@@ -65,7 +66,9 @@ def _apply(view: View, crops: Tensor, parameters: Parameters, images: Tensor) ->
     change(parameters.blur, lambda some: _blur(some, sigma, view.blur_sigma[1]))
     change(parameters.solarize, lambda some: torch.minimum(some, 255 - some))  # the inverse from 128 on
     change(parameters.flip, lambda some: some.flip(-1))
-    shift, scale = (_to(255 * torch.tensor(values)[:, None, None], device) for values in (MEAN, DEVIATION))
+    shift, scale = (
+        _to(255 * torch.tensor(values, dtype=torch.float32)[:, None, None], device) for values in (MEAN, DEVIATION)
+    )
     images.copy_(levels.sub_(shift).div_(scale)[_send(np.argsort(arranged), device)])
 
 

@@ -10,6 +10,8 @@ from .errors import DataError
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, red green blue, on the scale 0..1
 DEVIATION = (0.229, 0.224, 0.225)
 GLOBALS = 2  # views that the target branch sees
+_LONGEST = 4096  # pixels of the short side of an image that is resized to be cropped
+_WIDEST = 128  # pixels, largest deviation of a blur
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class View:
             low, high = getattr(self, name)
             if not (0 < low <= high and math.isfinite(high)):
                 raise DataError(f"{name} ({low}, {high}) is no range; use 0 < low <= high")
+        if self.ratio[0] < 0.01 or self.ratio[1] > 100:
+            raise DataError(f"ratio {self.ratio} is out of range; use 0.01 to 100")
+        if self.blur_sigma[0] < 0.01 or self.blur_sigma[1] > _WIDEST:
+            raise DataError(f"blur_sigma {self.blur_sigma} is out of range; use 0.01 to {_WIDEST}")
         if self.scale[1] > 1:
             raise DataError(f"scale {self.scale} asks for more than the whole image; use at most 1")
         for name in (field.name for field in fields(self) if field.name.endswith("_probability")):
@@ -56,6 +62,25 @@ class View:
             raise DataError(f"interpolation {self.interpolation!r} is unknown; use 'bilinear' or 'bicubic'")
         if min(self.jitter) < 0 or self.jitter[3] > 0.5:
             raise DataError(f"jitter {self.jitter} is out of range; use values from 0, and a hue up to 0.5")
+        if max(self.jitter) > 100:
+            raise DataError(f"jitter {self.jitter} is out of range; use values up to 100")
+
+
+def short_side(image_size: int, crop_fraction: float) -> int:
+    """Pixels to which the short side is resized, so that a central crop is that fraction of it.
+
+    Raises:
+        DataError: the fraction is none, or so small that the image would become too large.
+    """
+    if not 0 < crop_fraction <= 1:
+        raise DataError(f"crop fraction {crop_fraction} is out of range; use 0.875, or up to 1")
+    if image_size / crop_fraction > _LONGEST:
+        least = math.ceil(1000 * image_size / _LONGEST) / 1000
+        raise DataError(
+            f"images of {image_size} pixels would be cropped out of ones with more than {_LONGEST}; use "
+            + (f"{least:g} to 1" if least <= 1 else f"images of at most {_LONGEST} pixels")
+        )
+    return round(image_size / crop_fraction)
 
 
 @dataclass(frozen=True)

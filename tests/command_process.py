@@ -75,6 +75,10 @@ def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.C
 def _run(arguments: tuple[str, ...], files: list[Path], is_thin: bool) -> None:
     for stream, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    if terminal := os.environ.get("PYTHONIOENCODING"):  # which an interpreter reads as it starts
+        encoding, _, errors = terminal.partition(":")
+        for written in (sys.stdout, sys.stderr):
+            written.reconfigure(encoding=encoding, errors=errors or "strict")
     from unigrad_fast.cli import main
 
     with thin() if is_thin else nullcontext():

@@ -1,11 +1,9 @@
-"""What all tests share: few threads, the right accelerator, sample data, the record of the slow tests."""
+"""What all tests share: few threads, the right accelerator, sample data, what runs and in which order."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import os
-import platform
+import signal
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_results import record
 
 pytest_plugins = ["worker_fixtures"]
 
@@ -37,12 +36,25 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that
 torch.set_num_threads(THREADS)
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # as of a shell's background, or nohup; it would be inherited
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps the tests' manifests out of the user's cache."""
     os.environ["UNIGRAD_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_machine() -> Iterator[None]:
+    """Keeps what else the machine does out of what runs say."""
+    from unigrad_fast.runtime.processors import Watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "crowded", lambda self: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +88,7 @@ def _unpack(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow-results", metavar="FILE", help="write results, commit and machine to FILE")
+    parser.addoption("--slow-results", metavar="FILE", help="write results, commit and machine into FILE")
     parser.addoption("--quick", action="store_true", help="leave out what starts processes, compiles or takes long")
 
 
@@ -107,50 +119,7 @@ def _no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if file := config.getoption("--slow-results"):
         stats = terminalreporter.stats
-        reports = [report for outcome in ("passed", "failed", "skipped") for report in stats.get(outcome, [])]
-        Path(file).write_text(_slow_results(reports), encoding="utf-8")
-
-
-def _slow_results(reports: list[pytest.TestReport]) -> str:
-    """Markdown: commit, machine, versions, and a row per test with what it noted by `record_property`."""
-    packages = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
-    versions = [f"{name} {version}" for name in packages if (version := _version(name))]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    lines = [
-        "# Last run of the slow tests",
-        "",
-        f"- {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, commit {_commit()}",
-        f"- {_processor()}, {os.cpu_count()} cores, {device}",
-        f"- Python {platform.python_version()}, {', '.join(versions)}",
-        "",
-        "| test | result | seconds | noted |",
-        "|---|---|---|---|",
-    ]
-    for report in reports:
-        noted = ", ".join(f"{key}: {value}" for key, value in report.user_properties)
-        lines.append(f"| {report.nodeid} | {report.outcome} | {report.duration:.0f} | {noted} |")
-    return "\n".join(lines) + "\n"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + changed
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return models[0].partition(": ")[2] if models else platform.machine()
+        record(Path(file), [report for outcome in ("passed", "failed") for report in stats.get(outcome, [])])
 
 
 @pytest.fixture(scope="session")

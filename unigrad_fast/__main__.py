@@ -1,8 +1,26 @@
 """`python -m unigrad_fast` is the command `unigrad-fast`."""
 
+from __future__ import annotations
+
 import sys
 
-from unigrad_fast.cli import main
+from unigrad_fast.runtime.packages import complaint
+
+
+def main() -> int:
+    """The command, or one line where it cannot even be imported; returns the exit status."""
+    try:
+        from unigrad_fast import cli
+    except ModuleNotFoundError as error:
+        if said := complaint(error.name or ""):
+            print(f"error: {said}", file=sys.stderr)
+            return 2
+        raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,8 @@
 """The command `unigrad-fast`: finds the sub-command, checks its arguments, turns errors into an exit status.
 
-Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself,
-75 preempted after saving, 130 Ctrl-C.
+Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself, 75 preempted after
+saving, 130 Ctrl-C, after saving too where there is something to save. Standard output that nobody reads changes none
+of them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tyro
-
 import unigrad_fast
 from unigrad_fast.commands import COMMANDS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
-from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime import command_help, console, limits
+from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.memory import asked_for, is_out_of_memory
+from unigrad_fast.runtime.outputs import require_whole_links
+from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, validate
 
@@ -63,15 +66,9 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 def show_help(name: str, tree: Mapping[str, Any]) -> None:
     """Prints a command's keys and their defaults, for pretrain those of the recipe beside --help."""
     options, _ = COMMANDS[name]
-    defaults = {"default": resolve(tree.get("recipe"), model=options)} if issubclass(options, Config) else {}
-    tyro.cli(
-        options,
-        prog=f"unigrad-fast {name}",
-        args=["--help"],
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
-        **defaults,
-    )
+    defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
+    print(command_help.text(f"unigrad-fast {name}", options, positionals(options), defaults))
+    raise SystemExit(0)
 
 
 def run(words: Sequence[str]) -> None:
@@ -93,40 +90,63 @@ def run(words: Sequence[str]) -> None:
     elif issubclass(options, Config):
         command(resolve(overrides=tree, model=options))
     else:
-        command(validate(options, tree))
+        given = validate(options, tree)
+        require_whole_links(given)
+        command(given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    console.take_over()
     words = sys.argv[1:] if arguments is None else arguments
     # The deepspeed launcher adds this; LOCAL_RANK says the same.
     words = [word for word in words if not word.startswith("--local_rank=")]
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    prefix = "error" if rank == "0" else f"error on rank {rank}"
+    status = 0
     try:
         run(words or ["--help"])
-    except (UserError, DataError) as error:
-        print(*(f"{prefix}: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
-        return 2
-    except Preempted as error:
-        print(f"preempted: {error}", file=sys.stderr)
-        return 75
-    except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 3
-    except OSError as error:
-        wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
-        if error.filename and error.errno in wrong_paths:
-            print(f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path", file=sys.stderr)
-            return 2
-        if error.filename and error.errno == errno.EIO:
-            print(f"stopped: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
-            return 3
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM):
+    except (Exception, KeyboardInterrupt) as error:
+        ended = explained(error)
+        if ended is None:
             raise
-        print(f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
+        status, said = ended
+        print(said, file=sys.stderr)
+    finally:
+        lost = console.end()
+    if lost and status == 0:
+        print(f"stopped: standard output cannot be written: {lost}; what was printed is not complete", file=sys.stderr)
         return 3
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return status
+
+
+def explained(error: BaseException) -> tuple[int, str] | None:
+    """The exit status of an error, and what is said of it; None of a bug."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    prefix = "error" if rank == "0" else f"error on rank {rank}"
+    if isinstance(error, UserError | DataError):
+        return 2, "\n".join(f"{prefix}: {line}" for line in str(error).splitlines())
+    if isinstance(error, Preempted):
+        return error.status, f"{'interrupted' if error.status == INTERRUPTED else 'preempted'}: {error}"
+    if isinstance(error, RunStopped):
+        return 3, f"stopped: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, ModuleNotFoundError) and (said := complaint(error.name or "")):
+        return 2, f"{prefix}: {said}"
+    if said := limits.explained(error):
+        return 2, f"{prefix}: {said}"
+    if is_out_of_memory(error):
+        return 3, f"stopped: out of memory{asked_for(error)}; end other programs, or do it in smaller parts"
+    if isinstance(error, OSError):
+        return _explained_file(error, prefix)
+    return None
+
+
+def _explained_file(error: OSError, prefix: str) -> tuple[int, str] | None:
+    wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
+    if error.filename and error.errno in wrong_paths:
+        return 2, f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path"
+    if error.filename and error.errno == errno.EIO:
+        return 3, f"stopped: {os.fsdecode(error.filename)}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM):
+        return 3, f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}"
+    return None

@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 import yaml
 from pydantic import Field, model_validator
 
-from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe
-from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, recipe_names
+from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_side
+from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, recipe_names, title
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.trees import merge, parse_arguments
+from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, count, shown, validate
 
+MOST_THREADS = 1024
 Pair = tuple[float, float]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -79,7 +80,7 @@ class Data(Node):
     """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
     recipe: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
     """Augmentation preset, see `unigrad-fast data recipes` (paper: as in SimSiam; multicrop adds local crops)."""
-    batch_size: int = Field(default=1024, ge=2)
+    batch_size: int = Field(default=1024, ge=2, le=2**24)
     """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
     image_size: int = Field(default=224, ge=16, le=1024)
     """Height and width of a global view in pixels (paper: 224)."""
@@ -101,9 +102,9 @@ class Data(Node):
     """Where images are decoded and augmented; auto is the GPU where there is one."""
     hw_decoder_load: float = Field(default=0.65, ge=0, le=1)
     """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
-    read_timeout: float = Field(default=60.0, gt=0)
+    read_timeout: float = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that does not answer is replaced by another image."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
@@ -128,7 +129,7 @@ class Data(Node):
 class Projector(Node):
     depth: int = Field(default=3, ge=1, le=5)
     """Number of linear layers (paper: 3)."""
-    width: int = Field(default=2048, ge=1)
+    width: int = Field(default=2048, ge=1, le=2**17)
     """Width of every layer and of the embedding (paper: 2048)."""
 
 
@@ -181,7 +182,7 @@ class Optimizer(Node):
 
 
 class Schedule(Node):
-    epochs: int = Field(default=100, ge=1)
+    epochs: int = Field(default=100, ge=1, le=10**6)
     """Passes over the training images (paper: 100)."""
     warmup_epochs: float = Field(default=5.0, ge=0)
     """Epochs of linear warm-up, fractions allowed (paper: 5)."""
@@ -203,7 +204,7 @@ class Engine(Node):
 
 
 class Checkpoint(Node):
-    every: float = Field(default=1.0, gt=0)
+    every: float = Field(default=1.0, gt=0, le=1e6)
     """Epochs between two checkpoints, fractions allowed (authors' code: 1)."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept (2: the newest may turn out damaged)."""
@@ -214,7 +215,7 @@ class Checkpoint(Node):
 class KNN(Node):
     k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Neighbours that vote; auto is 200 from 20,000 training images on (the usual protocol), 20 below."""
-    temperature: float = Field(default=0.1, gt=0)
+    temperature: float = Field(default=0.1, ge=0.001, le=1000)
     """Temperature of the votes exp(similarity / temperature) (usual protocol: 0.1)."""
 
 
@@ -223,7 +224,7 @@ class Evaluation(Node):
     """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
     crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
-    batch_size: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=256, ge=1, le=2**16)
     """Images per rank and forward pass."""
     knn: KNN = KNN()
     """The weighted nearest-neighbour classifier."""
@@ -244,9 +245,9 @@ class Config(Node):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of weights, order and augmentations."""
     output: AbsolutePath | None = None
-    """Run folder; null is the first free one of runs/RECIPE, runs/RECIPE-2, runs/RECIPE-3, ..."""
+    """Run folder; null is the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ... with the recipe's name."""
     recipe: str = DEFAULT_RECIPE
-    """Shipped recipe that the tree starts from; on the command line also the path of a YAML file."""
+    """Shipped recipe that the tree starts from; on the command line and in a YAML file also another one's path."""
     data: Data = Data()
     """Images and augmentation."""
     model: Model = Model()
@@ -277,6 +278,10 @@ class Config(Node):
                 f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
             )
         problems += self._view_problems()
+        try:
+            short_side(self.data.image_size, self.evaluation.crop_fraction)
+        except DataError as error:
+            problems.append(f"evaluation.crop_fraction = {shown(self.evaluation.crop_fraction)}: {error}")
         if self.data.cutmix.probability and self.objective.correlation_source == "online":
             problems.append(
                 f"data.cutmix.probability = {shown(self.data.cutmix.probability)}: the correlation comes from unmixed "
@@ -366,14 +371,22 @@ def resolve(
     Args:
         recipe: shipped name or path of a YAML file; None takes it from the overrides, else `imagenet_100ep`.
         overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
-        model: Config, or a subclass of it with more keys.
+        model: Config, or a subclass of it with more keys; its `name` is the recipe's unless it is given.
 
     Raises:
         UserError: listing every unknown key, wrong value and impossible combination.
     """
     top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     named = top.pop("recipe", None)
-    return validate(model, merge(load_recipe(recipe or named or DEFAULT_RECIPE), top))
+    if named is BARE:
+        raise UserError(
+            f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
+        )
+    given = recipe or named or DEFAULT_RECIPE
+    tree = load_recipe(given)
+    if "name" in model.model_fields:
+        tree.setdefault("name", title(given))
+    return validate(model, merge(tree, top))
 
 
 def to_yaml(config: Node) -> str:

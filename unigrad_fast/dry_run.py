@@ -18,8 +18,9 @@ import json
 import math
 import os
 import types
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from typing import Any
@@ -239,8 +240,8 @@ class _Count(TorchDispatchMode):
         super().__init__()
         self.found, self.card, self.ranks = found, card, ranks
         self.phase = "data"
-        self._mark = PhaseClock.mark
-        self.trainer = trainer
+        self.lasting = _lasting(trainer)
+        self.memory = _Memory(self.lasting)
 
     def __enter__(self):
         def mark(clock: PhaseClock, phase: str) -> None:
@@ -254,6 +255,8 @@ class _Count(TorchDispatchMode):
 
     def __exit__(self, *error: object):
         self._patch.stop()
+        sizes = {kind: sum(map(_bytes, tensors)) for kind, tensors in self.lasting.items()}
+        self.found.peak = {**sizes, "activations, gradients and what passes": self.memory.most}
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -261,6 +264,7 @@ class _Count(TorchDispatchMode):
         result = operator(*args, **kwargs)
         name = operator._schema.name
         short = name.partition("::")[2]
+        self.memory.take(result)
         if short in VIEWS:
             return result
         self.found.operators[name] += 1
@@ -326,6 +330,46 @@ class _Count(TorchDispatchMode):
         if short in ("_to_copy", "to"):
             return "casts"
         return "other"
+
+
+def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
+    """What is there before and after a step, by kind."""
+    online = list(trainer.online.module.parameters())
+    state = trainer.optimizer.state
+    return {
+        "weights": online,
+        "momentum": [t for p in online for t in state[p].values() if isinstance(t, Tensor)],
+        "target": list(trainer.target.parameters()),
+        "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
+        "correlation": [t for t in vars(trainer.objective.average).values() if isinstance(t, Tensor)]
+        + list(trainer.objective.average.buffers()),
+    }
+
+
+class _Memory:
+    """Bytes in use that were not there before, now and at most."""
+
+    def __init__(self, lasting: Mapping[str, list[Tensor]]):
+        self.now = self.most = 0
+        self._known = {t.untyped_storage()._cdata for tensors in lasting.values() for t in tensors}
+
+    def take(self, result: object) -> None:
+        """An operator's results."""
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._give_back, key, storage.nbytes())
+
+    def _give_back(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
 
 
 def _changed(operator, args, kwargs) -> list[Tensor]:

@@ -1,13 +1,17 @@
 """Image files as their names and headers tell: what counts as one, and its width and height."""
 
+import errno
 import io
 import os
+import stat
 
 from PIL import Image, UnidentifiedImageError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+# What torchvision's ImageFolder takes; DALI decodes all of it.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ENDINGS = tuple(extension.encode() for extension in EXTENSIONS)
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+_ORIENTATION, _WIDTH, _HEIGHT = 0x112, 0x100, 0x101  # tags of TIFF files
 
 
 def read_size(path: bytes) -> tuple[int, int]:
@@ -15,6 +19,7 @@ def read_size(path: bytes) -> tuple[int, int]:
     # Opened here because Pillow itself takes no path in bytes, and a name need not be UTF-8.
     # Without waiting: a pipe that somebody left there would never answer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        require_file(path, os.fstat(file.fileno()))
         return size_in(file)
 
 
@@ -22,9 +27,24 @@ def size_in(file: io.BufferedIOBase) -> tuple[int, int]:
     """Width and height of an image from its header. Raises OSError where there is none."""
     try:
         with Image.open(file, formats=FORMATS) as image:
-            return image.size
+            return stored_size(image)
     except (SyntaxError, ValueError, Image.DecompressionBombError) as error:  # of broken headers
         raise UnidentifiedImageError(str(error)) from error
+
+
+def stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as they are stored, for orientation tags are ignored; Pillow turns TIFF files by theirs."""
+    if image.format == "TIFF" and image.tag_v2.get(_ORIENTATION, 1) != 1:
+        return image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
+    return image.size
+
+
+def require_file(path: bytes | str, state: os.stat_result) -> None:
+    """Raises OSError where the state of what lies at a path is that of a pipe or a device, which may never end."""
+    mode = state.st_mode
+    if stat.S_ISREG(mode) or stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # the latter two fail when they are opened
+        return
+    raise OSError(errno.EINVAL, f"not a file but a {'named pipe' if stat.S_ISFIFO(mode) else 'device'}", path)
 
 
 def reason(error: OSError) -> str:

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import lru_cache
 
-_OPEN = 256  # files kept open; the usual limit is 1,024 per process
+# Files kept open; the usual limit is 1,024 per process.
+_LIMIT, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+_OPEN = 256 if _LIMIT == resource.RLIM_INFINITY else max(8, min(256, _LIMIT // 4))
 
 
 class File:

@@ -8,29 +8,45 @@ from collections import Counter
 from ..errors import DataError
 from ..files.headers import ENDINGS, EXTENSIONS, reason
 from ..files.slow_storage import spread
+from .left_out import ending, tell
+
+MARKS_OF_A_RUN = {b"config.yaml", b"metrics.jsonl", b"log.txt"}  # a folder with all of them has pictures of a run
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
-    """Class names (none for a flat folder), images of each, and all names, class by class."""
-    base = os.fsencode(root)
-    folders, flat, others = _entries(base, b"")
+    """Class names (none for a flat folder), images of each, and all names, class by class; warns of other files."""
+    base, runs = os.fsencode(root), []
+    folders, flat, others = _entries(base, b"", runs)
+    if runs:
+        raise DataError(f"{root} is the folder of a run, whose pictures are no images to train on; give another")
     folders.sort()
-    trees = spread(lambda folder: _list_class(base, folder), folders)
+    trees = spread(lambda folder: _list_class(base, folder, runs), folders)
+    if runs:
+        warnings.warn(
+            f"folders of runs lie among the images in {root} ({len(runs)}, {os.fsdecode(min(runs))} for one); they are "
+            "not used",
+            stacklevel=3,
+        )
     found = [(folder, names) for folder, (names, _) in zip(folders, trees, strict=True) if names]
     if found and flat:
         warnings.warn(
             f"{len(flat)} images lie directly in {root} beside its class folders; they are not used", stacklevel=3
         )
+    others = sum((counts for _, counts in trees), others)
     if not found and not flat:
-        raise DataError(_no_image(root, sum((counts for _, counts in trees), others)))
+        raise DataError(_no_image(root, others))
+    tell(root, others)
     if not found:
         return [], [], flat
     classes = [os.fsdecode(folder) for folder, _ in found]
     return classes, [len(names) for _, names in found], [name for _, names in found for name in names]
 
 
-def _list_class(base: bytes, folder: bytes) -> tuple[list[bytes], Counter[str]]:
-    """All images under one class folder, at any depth, sorted by folder and name; and its other files by kind."""
+def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], Counter[bytes]]:
+    """All images under one class folder, at any depth, sorted by folder and name; and its other files by kind.
+
+    Folders of runs are left out, and added to `runs`.
+    """
     waiting, done, seen, others = [folder], {}, set(), Counter()
     while waiting:
         here = waiting.pop()
@@ -41,14 +57,15 @@ def _list_class(base: bytes, folder: bytes) -> tuple[list[bytes], Counter[str]]:
         if (state.st_dev, state.st_ino) in seen:  # a link that leads back up
             continue
         seen.add((state.st_dev, state.st_ino))
-        inner, done[here], kinds = _entries(base, here)
+        inner, done[here], kinds = _entries(base, here, runs)
         others += kinds
         waiting += [os.path.join(here, name) for name in inner]
     return [name for here in sorted(done) for name in done[here]], others
 
 
-def _entries(base: bytes, folder: bytes) -> tuple[list[bytes], list[bytes], Counter[str]]:
-    """Sub-folders and images of one folder, the images sorted, and its other files by kind."""
+def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], list[bytes], Counter[bytes]]:
+    """Sub-folders and images of one folder, the images sorted, and its other files by kind; of a run's, nothing."""
+    marks = set()
     folders, images, others = [], [], Counter()
     path = os.path.join(base, folder) if folder else base
     prefix = os.path.join(folder, b"")
@@ -63,9 +80,14 @@ def _entries(base: bytes, folder: bytes) -> tuple[list[bytes], list[bytes], Coun
                 elif name.lower().endswith(ENDINGS):
                     images.append(prefix + name)
                 else:
-                    others[os.path.splitext(os.fsdecode(name))[1]] += 1
+                    if name in MARKS_OF_A_RUN:
+                        marks.add(name)
+                    others[ending(name)] += 1
     except OSError as error:
         raise DataError(_unreadable(os.fsdecode(path), error)) from error
+    if marks == MARKS_OF_A_RUN:
+        runs.append(folder)
+        return [], [], Counter()
     images.sort()
     return folders, images, others
 
@@ -83,17 +105,20 @@ def _is_folder(entry: os.DirEntry) -> bool:
 def holds_images(root: str) -> bool:
     """Whether there is an image in a folder, at any depth."""
     for _, folders, files in os.walk(os.fsencode(root), followlinks=False):
+        if MARKS_OF_A_RUN.issubset(files):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if not name.startswith(b".")]
         if any(name.lower().endswith(ENDINGS) and not name.startswith(b".") for name in files):
             return True
     return False
 
 
-def _no_image(root: str, others: Counter[str]) -> str:
+def _no_image(root: str, others: Counter[bytes]) -> str:
     wanted = f"it must hold {', '.join(EXTENSIONS)} files, or one folder of them per class, or .tar shards"
     if not others:
         return f"{root} holds no files; {wanted}"
-    kinds = ", ".join(kind or "no extension" for kind, _ in others.most_common(3))
+    kinds = ", ".join(os.fsdecode(kind) or "no extension" for kind, _ in others.most_common(3))
     return f"{root} holds no images, only {others.total()} other files ({kinds}); {wanted}"
 
 

@@ -1,12 +1,16 @@
 """The images of tar shards: as remembered, as the index beside the shards says, or from the tar headers.
 
-The headers are walked once. A sample is an image and what has the same key, the name up to the first dot behind the
-last slash: `a/7.jpg`, `a/7.cls` (an integer), `a/7.json` (with the key `label` or `cls`).
+The headers are walked once. Every member with the ending of an image is one. Its label is in the file with the longest
+key that its own name begins with: `a/7.jpg` and `a/7.v2.jpg` both find `a/7.cls` (an integer) or `a/7.json` (with the
+key `label` or `cls`), and the latter would rather take `a/7.v2.cls`. In a sample as WebDataset writes it, an image
+`a/7.jpg` beside files of other kinds, `a/7.seg.png` is no further image but one more of these.
 """
 
 import json
 import os
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,14 +25,19 @@ from ..shards.archives import CLASSES, Shards
 from ..shards.index import INDEX, Index, load, missing
 from .cache import fits
 from .labels import number_labels
+from .left_out import ending as ending_of
+from .left_out import from_array, tell, to_array
 
 _THREADS = 8  # hides the latency of network storage
+LEFT_OUT = "left_out"  # array beside the index in the cache: what it leaves out; older ones, which lack it, had less
 
 
 def list_shards(
     source: str, shards: Shards, content: dict[str, np.ndarray]
 ) -> tuple[Index, dict[str, np.ndarray], bool]:
     """The index of some shards, the arrays that came with it, and whether both were remembered.
+
+    Warns of members that are left out.
 
     Args:
         source: the folder, or the one shard.
@@ -37,8 +46,9 @@ def list_shards(
     Raises:
         DataError: as `_walk` and `Shards.classes`; or shards are missing that the index beside them lists.
     """
-    index = _index_in(content, shards)
-    if index is not None:
+    index, left_out = _index_in(content, shards), from_array(content.get(LEFT_OUT))
+    if index is not None and left_out is not None:
+        tell(source, left_out)
         return index, content, True
     beside = Path(shards.root, INDEX)
     if os.path.isdir(source) and (gone := missing(beside, shards)):
@@ -48,11 +58,13 @@ def list_shards(
         )
     content = load(beside, shards) or {}
     index = _index_in(content, shards)
-    if index is not None:
-        return index, content, False
+    if index is not None:  # `data shard` wrote the shards, and nothing else lies in them
+        return index, {**content, LEFT_OUT: to_array(Counter())}, False
     if os.path.isdir(source) and os.path.exists(beside):
         warnings.warn(f"{beside} is damaged or belongs to other shards; it is not used", stacklevel=3)
-    return _from_headers(shards), {}, False
+    index, left_out = _from_headers(shards)
+    tell(source, left_out)
+    return index, {LEFT_OUT: to_array(left_out)}, False
 
 
 def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
@@ -65,8 +77,8 @@ def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
     return None
 
 
-def _from_headers(shards: Shards) -> Index:
-    """The index of some shards, from their headers."""
+def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
+    """The index of some shards, from their headers, and what it leaves out, by endings."""
     found = _walk(shards)
     names = [os.fsencode(tar) + b"/" + name for tar, one in zip(shards.tars, found, strict=True) for name in one.names]
     texts = [text for one in found for text in one.labels]
@@ -85,7 +97,7 @@ def _from_headers(shards: Shards) -> Index:
             )
         classes = given
     counts = [len(one.names) for one in found]
-    return Index(
+    index = Index(
         names=np.frombuffer(b"".join(names), np.uint8),
         offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))]),
         shard=np.repeat(np.arange(len(found), dtype=np.int32), counts),
@@ -94,16 +106,18 @@ def _from_headers(shards: Shards) -> Index:
         labels=np.zeros(0, np.int64) if labels is None else labels,
         classes=np.array(classes, np.str_),
     )
+    return index, sum((one.left_out for one in found), Counter())
 
 
 @dataclass
 class _Found:
-    """Images of one shard: names, where they start, their lengths in bytes and the texts of their labels."""
+    """Images of one shard: names, where they start, lengths in bytes and texts of labels; and what else there is."""
 
     names: list[bytes] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
     labels: list[bytes] = field(default_factory=list)
+    left_out: Counter[bytes] = field(default_factory=Counter)
 
 
 def _walk(shards: Shards) -> list[_Found]:
@@ -132,20 +146,22 @@ def _walk(shards: Shards) -> list[_Found]:
 
 def _walk_shard(path: str) -> _Found:
     found = _Found()
-    keys: list[bytes] = []
-    labels: dict[bytes, dict[bytes, bytes]] = {b"cls": {}, b"json": {}}
-    dotted, seen = [], set()
+    keys: list[bytes] = []  # of the images: names without endings
+    labels: dict[bytes, dict[bytes, bytes | None]] = {b"cls": {}, b"json": {}}
+    unread: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}  # files with two dots that may hold a label
+    seen, others = set(), set()  # others: keys of files that are no images
     for name, at, length, link, content in members(path):
         folder, slash, base = name.rpartition(b"/")
-        stem, dot, ending = base.partition(b".")
-        if not stem or not dot:  # hidden, or without an ending
+        stem, dot, ending = base.rpartition(b".")
+        if base.startswith(b"."):  # hidden
             continue
         key, ending = folder + slash + stem, ending.lower()
-        is_image = b"." + ending in ENDINGS
-        if not is_image and ending not in labels:
-            if ending.endswith(ENDINGS):
-                dotted.append(name)
-            continue
+        is_image = bool(dot) and b"." + ending in ENDINGS
+        if not is_image:
+            others.add(folder + slash + base.partition(b".")[0])
+            if not dot or ending not in labels:
+                found.left_out[ending_of(base)] += 1
+                continue
         if link:
             raise DataError(f"{member(path, name)}: a link; pack it with `tar --dereference --hard-dereference`")
         mark = (key, b"" if is_image else ending)
@@ -158,18 +174,58 @@ def _walk_shard(path: str) -> _Found:
             found.names.append(name)
             found.at.append(at)
             found.length.append(length)
+        elif b"." in stem:
+            unread[key, ending] = name, content()
         elif (label := _label(ending, content(), path, name)) is not None:
             labels[ending][key] = label
+    dotted = any(b"." in key.rpartition(b"/")[2] for key in keys)
+    if dotted:
+        keys = _without_parts(found, keys, seen, others)
     if not found.names:
-        why = f"; {text_of(dotted[0])} has more than one dot, which WebDataset takes for another kind" if dotted else ""
-        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}){why}; leave it out, or pack it anew")
-    texts = {**labels[b"json"], **labels[b"cls"]}
-    found.labels = [texts[key] for key in keys if key in texts]
+        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}); leave it out, or pack it anew")
+
+    def text(key: bytes) -> bytes | None:
+        for shorter in _shorter(key) if dotted else (key,):
+            for ending in (b"cls", b"json"):
+                if (shorter, ending) in unread:
+                    name, content = unread.pop((shorter, ending))
+                    labels[ending][shorter] = _label(ending, content, path, name)
+                if (label := labels[ending].get(shorter)) is not None:
+                    return label
+        return None
+
+    texts = [text(key) for key in keys]
+    found.left_out.update(ending_of(name) for name, _ in unread.values())
+    found.labels = [label for label in texts if label is not None]
     if found.labels and len(found.labels) < len(keys):
-        bare = next(name for name, key in zip(found.names, keys, strict=True) if key not in texts)
+        bare = found.names[texts.index(None)]
         count = f"{len(found.labels)} of {len(keys)} images have a label"
         raise DataError(f"{member(path, bare)}: no label (.cls or .json), but {count}; give all of them one, or none")
     return found
+
+
+def _shorter(key: bytes) -> Iterator[bytes]:
+    """A key, and what remains of it without its last dots."""
+    folder, slash, stem = key.rpartition(b"/")
+    while stem:
+        yield folder + slash + stem
+        stem = stem.rpartition(b".")[0]
+
+
+def _without_parts(found: _Found, keys: list[bytes], seen: set[tuple[bytes, bytes]], others: set[bytes]) -> list[bytes]:
+    """Takes out the images that are parts of a sample of WebDataset's; the keys of those that stay."""
+    stays = []
+    for key in keys:
+        *_, first = _shorter(key)
+        stays.append(key == first or (first, b"") not in seen or first not in others)
+    if all(stays):
+        return keys
+    for name, stay in zip(found.names, stays, strict=True):
+        if not stay:
+            found.left_out[b"." + name.rpartition(b"/")[2].partition(b".")[2].lower()] += 1
+    for values in (found.names, found.at, found.length):
+        values[:] = [value for value, stay in zip(values, stays, strict=True) if stay]
+    return [key for key, stay in zip(keys, stays, strict=True) if stay]
 
 
 def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | None:

@@ -9,10 +9,13 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from ..files.headers import FORMATS
+from ..files.headers import FORMATS, stored_size
 from .decoder import Decoder
 
-_EXTENSIONS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+_EXTENSIONS = {
+    **{".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"},
+    **{".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF"},
+}
 
 
 def find_defect(data: bytes, facts: dict[str, Any], decoder: Decoder) -> str | None:
@@ -24,13 +27,14 @@ def find_defect(data: bytes, facts: dict[str, Any], decoder: Decoder) -> str | N
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         return _header_defect(data, error)
     with image:
-        facts |= {"width": image.width, "height": image.height, "format": image.format, "colour": _colour(image)}
+        width, height = stored_size(image)
+        facts |= {"width": width, "height": height, "format": image.format, "colour": _colour(image)}
         try:
             size, said = decoder.decode(data)
         except RuntimeError as error:
             return _body_defect(image, data, str(error))
-        if size != image.size:
-            return f"damaged (decodes to {size[0]}x{size[1]}, its header says {image.width}x{image.height})"
+        if size != (width, height):
+            return f"damaged (decodes to {size[0]}x{size[1]}, its header says {width}x{height})"
         facts["note"] = "; ".join(_notes(image, data, facts["path"], said))
     return None
 
@@ -85,8 +89,13 @@ def _notes(image: Image.Image, data: bytes, path: str, said: list[str]) -> Itera
             yield "no end marker"
     if image.mode == "CMYK":
         yield _colour(image)
-    if image.format == "PNG" and data[24] == 16:  # the bit depth, which Pillow does not tell for colour
+    png = image.format == "PNG"
+    if (png and data[24] == 16) or (
+        not png and image.mode.startswith("I")
+    ):  # Pillow does not tell it of a PNG's colour
         yield "16 bits per channel"
+    if image.mode == "F":
+        yield "floating-point values"
     # Tags and frame tables of damaged files break Pillow in many ways, and training reads neither.
     with contextlib.suppress(Exception):
         if image.getexif().get(0x0112, 1) not in (0, 1):

@@ -39,6 +39,7 @@ def open_rows(folder: Path) -> Iterator[io.FileIO]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = [name for name in FILES if (folder / name).exists() and (folder / name).stat().st_size]
+        _before(folder)  # raises where another program wrote it
         if taken and not (folder / _DESCRIPTION).exists():
             raise DataError(f"{folder} holds a {taken[0]} that no scan wrote; give another folder")
         file = open(folder / "manifest.csv", "ab", buffering=0)  # noqa: SIM115  closed below
@@ -74,9 +75,7 @@ def whole(path: Path) -> Iterator[IO[str]]:
 def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> None:
     """Drops what a scan of other files has left, and notes which are scanned now."""
     now = {"version": _VERSION, "path": source, "fingerprint": manifest.fingerprint, "images": len(manifest)}
-    before: dict[str, Any] = {}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        before = json.loads((folder / _DESCRIPTION).read_text())
+    before = _before(folder)
     state = ("version", "fingerprint", "images")
     if before and all(before.get(key) == now[key] for key in state):
         return
@@ -89,6 +88,19 @@ def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> Non
         (folder / name).unlink(missing_ok=True)
     with whole(folder / _DESCRIPTION) as draft:
         json.dump(now, draft, indent=2)
+
+
+def _before(folder: Path) -> dict[str, Any]:
+    """What an earlier scan has noted; nothing where there is none, or where a crash has left its file empty."""
+    try:
+        content = (folder / _DESCRIPTION).read_bytes()
+    except FileNotFoundError:
+        return {}
+    with contextlib.suppress(ValueError):
+        before = json.loads(content or b"{}")
+        if before == {} or (isinstance(before, dict) and {"version", "fingerprint"} <= before.keys()):
+            return before
+    raise DataError(f"{folder} holds a {_DESCRIPTION} that no scan wrote; give another folder")
 
 
 def go_on(manifest: Manifest, rows: io.FileIO) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
+from ..errors import DataError
 from ..manifest import Manifest
 from .worker import work
 
@@ -23,15 +24,14 @@ Result = tuple[bytes, int, int]  # the rows as CSV, how many, how many are bad
 
 
 class _Worker:
-    def __init__(self, manifest: Manifest, inherited: list[Connection]) -> None:
+    def __init__(self, manifest: Manifest, inherited: list[Connection], timeout: float) -> None:
         context = multiprocessing.get_context("fork")
         self.task: Task | None = None
         self.image = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # shared, which one it is at; -1: none
         self.image.value = -1
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=work, args=(manifest, theirs, [*inherited, self.connection], self.image), daemon=True
-        )
+        arguments = manifest, theirs, [*inherited, self.connection], self.image, timeout
+        self.process = context.Process(target=work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -46,7 +46,7 @@ class _Worker:
         self.process.join()
 
 
-def results(manifest: Manifest, start: int, threads: int) -> Iterator[Result | None]:
+def results(manifest: Manifest, start: int, threads: int, timeout: float) -> Iterator[Result | None]:
     """Rows of the images from `start` on, in order; None where there is nothing new for a while."""
     count = len(manifest) - start
     if not count:
@@ -64,7 +64,7 @@ def results(manifest: Manifest, start: int, threads: int) -> Iterator[Result | N
     workers: list[_Worker] = []
     try:
         for _ in range(threads):
-            workers.append(_Worker(manifest, [other.connection for other in workers]))
+            workers.append(_Worker(manifest, [other.connection for other in workers], timeout))
         while start < len(manifest):
             for worker in workers:
                 if worker.task is None and tasks and tasks[0][0] < start + window:
@@ -79,8 +79,10 @@ def results(manifest: Manifest, start: int, threads: int) -> Iterator[Result | N
                     _bury(worker, crashed_once, crashing)
                     tasks.appendleft(worker.task)
                     others = [other.connection for other in workers if other is not worker]
-                    workers[place] = _Worker(manifest, others)
+                    workers[place] = _Worker(manifest, others, timeout)
                     continue
+                if isinstance(result, DataError):
+                    raise result
                 if isinstance(result, str):
                     raise RuntimeError(f"a scan's worker failed:\n{result}")
                 finished[worker.task[0]] = result

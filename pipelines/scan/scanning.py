@@ -4,10 +4,11 @@ Worker processes decode, one per thread: a file that crashes the decoder ends it
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cores import usable_cores
 from ..errors import DataError
 from ..manifest import Manifest
 from .files import append, begin, go_on, open_rows
@@ -28,7 +29,8 @@ def scan(
     folder: str | os.PathLike,
     threads: int | None = None,
     source: str | os.PathLike | None = None,
-) -> Iterator[Progress]:
+    timeout: float = 60.0,
+) -> Generator[Progress, None, None]:
     """Decodes the images that have no row in FOLDER/manifest.csv yet, and appends theirs.
 
     Yields the progress as rows are written, first with what an earlier scan has left; the same object each time.
@@ -40,12 +42,14 @@ def scan(
         threads: worker processes, which are forked; None for one per core. More of them hide the latency of
             network storage.
         source: where the images are from, absolute; None for the manifest's root.
+        timeout: seconds after which a file that does not answer counts as bad.
 
     Raises:
-        DataError: the folder cannot be written, holds something else, or another scan is at work there.
+        DataError: the folder cannot be written, holds something else, or another scan is at work there;
+            while iterating, the storage does not answer any more.
         OSError: while iterating, if the disk is full; the rows so far stay and are continued.
     """
-    threads = len(os.sched_getaffinity(0)) if threads is None else threads
+    threads = usable_cores() if threads is None else threads
     if threads < 1:
         raise DataError(f"{threads} threads cannot decode images; use at least 1")
     folder = Path(folder)
@@ -54,7 +58,7 @@ def scan(
         begin(manifest, os.fspath(source or manifest.root), folder, rows)
         progress.done, progress.bad = go_on(manifest, rows)
         yield progress
-        for done in results(manifest, progress.done, threads):
+        for done in results(manifest, progress.done, threads, timeout):
             if done:
                 content, images, bad = done
                 append(rows, content)

@@ -7,20 +7,22 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..errors import DataError
 from ..files.headers import reason
 from ..manifest import Manifest
+from ..reading.timed import TimedReader
 from .decoder import Decoder
 from .defects import find_defect
 from .files import BAD, COLUMNS, as_csv, name_of
 
 
-def work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any) -> None:
+def work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any, timeout: float) -> None:
     """Of a worker: takes tasks and answers with rows, until its connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that gives the tasks
     for other in inherited:
         other.close()  # so that each worker ends when the scan is killed
     try:
-        decoder = Decoder()
+        decoder, reader = Decoder(), TimedReader(manifest, timeout)
         warnings.simplefilter("ignore")
         while True:
             try:
@@ -29,22 +31,24 @@ def work(manifest: Manifest, connection: Connection, inherited: list[Connection]
                 return
             rows = []
             for image.value in range(first, end):
-                rows.append(_row(manifest, image.value, decoder, crashing.get(image.value)))
+                rows.append(_row(reader, image.value, decoder, crashing.get(image.value)))
             image.value = -1
             connection.send((as_csv(rows), len(rows), sum(row[-1].startswith(BAD) for row in rows)))
     except BrokenPipeError:
         return
+    except DataError as error:
+        connection.send(error)
     except Exception:
         connection.send(traceback.format_exc())
 
 
-def _row(manifest: Manifest, index: int, decoder: Decoder, crash: str | None) -> list[Any]:
-    facts = dict.fromkeys(COLUMNS, "")
+def _row(reader: TimedReader, index: int, decoder: Decoder, crash: str | None) -> list[Any]:
+    facts, manifest = dict.fromkeys(COLUMNS, ""), reader.manifest
     facts["path"] = name_of(manifest, index)
     if manifest.labels is not None:
         facts["label"] = manifest.classes[manifest.labels[index]]
     try:
-        data = manifest.read(index)
+        data = reader.read(index)
     except FileNotFoundError:
         facts["note"] = f"{BAD}missing"
     except OSError as error:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from ..files.headers import FORMATS, reason
-from ..manifest import Manifest
+from ..files.headers import FORMATS, reason, stored_size
+from ..reading.timed import TimedReader
 
-_ENDINGS = {"JPEG": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"}
+_ENDINGS = {
+    **{"JPEG": b".jpg", "MPO": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"},
+    **{"PPM": b".ppm", "TIFF": b".tif"},
+}
 _COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that RGB of 8 bits holds
 
 
@@ -29,13 +32,17 @@ class Prepared:
     defect: str | None = None
 
 
-def prepare(manifest: Manifest, image: int, short: int | None, quality: int) -> Prepared:
+def prepare(reader: TimedReader, image: int, short: int | None, quality: int) -> Prepared:
     """Reads and decodes an image, and makes it smaller where its short side has more pixels than `short`."""
     try:
-        content = manifest.read(image)
+        content = reader.read(image)
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+            size = stored_size(decoded)
             decoded.load()  # what cannot be decoded must not be found out by a training run
-            ending, size, before = _ENDINGS[decoded.format], decoded.size, len(content)
+            ending, before = _ENDINGS[decoded.format], len(content)
             again = short is not None and min(size) > short and decoded.mode in _COLOURS
             if again:
                 size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)

@@ -3,8 +3,8 @@
     FOLDER/shard-000000.tar, ...    KEY.jpg and, with labels, KEY.cls; KEY is the image's path without its ending
     FOLDER/classes.txt              names of the classes, a line each, in the order of the labels
     FOLDER/index.npz                where each image lies, its pixels, its digest: a start reads this alone
-    FOLDER/left-out.txt             images that cannot be decoded, and why, a line each; line breaks and the like in a
-                                    name are written as in Python
+    FOLDER/left-out.txt             images that cannot be read or decoded, and why, a line each; line breaks and
+                                    the like in a name are written as in Python
     FOLDER/shards.json              what the shards were made of, written first; last, the digest of the index
 
 A shard is written under another name, flushed to the disk and renamed, and what goes into it depends on its number
@@ -30,6 +30,7 @@ from ..files.npz_files import DAMAGED
 from ..files.tar_format import BLOCK
 from ..manifest import Manifest
 from ..order import epoch_order
+from ..reading.timed import TimedReader
 from .archives import CLASSES, UNFINISHED
 from .index import INDEX
 from .packed_images import ahead, prepare
@@ -68,7 +69,13 @@ class Packed:
 
 
 def pack(
-    manifest: Manifest, source: str, folder: Path, packing: Packing, threads: int, told: Callable[[int], None]
+    manifest: Manifest,
+    source: str,
+    folder: Path,
+    packing: Packing,
+    threads: int,
+    told: Callable[[int], None],
+    timeout: float = 60.0,
 ) -> Packed:
     """Writes shards, or those that are missing.
 
@@ -77,10 +84,11 @@ def pack(
         folder: for the shards: a new one, an empty one, or one in which the same was begun.
         threads: that decode, resize and encode.
         told: is called with a number of images after these are done.
+        timeout: seconds after which a file that does not answer is left out.
 
     Raises:
-        DataError: the folder holds something else, the disk is too small, a class has a line break in its name, or no
-            image can be decoded.
+        DataError: the folder holds something else, the disk is too small, a class has a line break in its name, no
+            image can be decoded, or the storage does not answer any more.
         OSError: the folder cannot be written.
     """
     for name in manifest.classes:
@@ -109,12 +117,12 @@ def pack(
         _require_space(manifest, folder, sum(len(parts[number]) for number in missing))
     told(len(order) - sum(len(parts[number]) for number in missing))
     keys = _keys(manifest) if missing else []
-    pool = ThreadPoolExecutor(threads)
+    pool, reader = ThreadPoolExecutor(threads), TimedReader(manifest, timeout)
     try:
         for number in missing:
             prepared = ahead(
                 pool,
-                lambda image: prepare(manifest, image, packing.short_side, packing.quality),
+                lambda image: prepare(reader, image, packing.short_side, packing.quality),
                 parts[number].tolist(),
                 4 * threads,
             )
@@ -128,7 +136,10 @@ def read_description(folder: Path) -> dict[str, Any]:
     """What the shards in a folder were made of; nothing where none were begun."""
     with suppress(FileNotFoundError, NotADirectoryError):
         try:
-            return json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            if not isinstance(description, dict):
+                raise ValueError("no description of shards")
+            return description
         except ValueError as error:
             raise DataError(f"{folder / DESCRIPTION} is damaged ({error}); give another folder") from error
     return {}

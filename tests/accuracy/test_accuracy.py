@@ -33,12 +33,14 @@ def train_and_judge(recipe: str, data: Path, run: Path, record, *arguments) -> d
     folders = ("--data.train", data / "train", "--data.val", data / "val", "--output", run)
     unigrad_fast("pretrain", "--recipe", recipe, *folders, *arguments)
     unigrad_fast("evaluate", "knn", run, "--baselines", "true")
-    accuracy = json.loads((run / "knn.json").read_text())["accuracy"]
+    (result,) = (run / "evaluation").glob("knn-*.json")
+    accuracy = json.loads(result.read_text())["accuracy"]
     summary = json.loads((run / "summary.json").read_text())
     for name, value in accuracy.items():
         record(f"{name}, kNN %", round(value, 2))
     record("minutes", round(summary["wall_seconds"] / 60, 1))
     record("images/s", round(summary["images_per_second"]))
+    record("threads", len(os.sched_getaffinity(0)))
     record("effective rank", round(summary["effective_rank"], 1))
     record("feature std", round(summary["feature_std"], 3))
     return accuracy

@@ -14,6 +14,8 @@ from unigrad_fast.benchmarks.memory import peak_bytes
 from unigrad_fast.benchmarks.objective_variants import (
     BALANCE,
     DECAY,
+    ON_GPU,
+    Addmm,
     Authors,
     InPlace,
     Lerp,
@@ -58,15 +60,53 @@ def test_variant_has_the_authors_gradient_and_correlation(make):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fp32 results of half-precision products need a GPU")
-@pytest.mark.parametrize("kind", [Authors, Lerp, Ours])
+@pytest.mark.parametrize("kind", [Authors, *ON_GPU, Ours])
 def test_half_precision_is_the_same_up_to_its_rounding(kind):
     device = torch.device("cuda")
-    variant = kind("bf16", 256, device, *([False] if kind is Lerp else []))
+    variant = kind("bf16", 256, device, *([False] if kind in ON_GPU else []))
     views = objective_measure.draw_embeddings(64, 256, device, torch.bfloat16)
     for _ in range(3):
         variant.step(*views)
     assert objective_measure.gradient_error(*views) < 2e-2
     assert variant.correlation.dtype == (torch.bfloat16 if kind is Authors else torch.float32)
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_what_runs_on_a_gpu_only_computes_the_same_where_its_products_are_stood_in_for(monkeypatch, kind):
+    """torch's own check of the arguments, then the product of the rounded operands in fp32."""
+    plain_mm, plain_addmm = torch.mm, torch.addmm
+
+    def mm(a, b, *, out_dtype):
+        assert plain_mm(a.to("meta"), b.to("meta"), out_dtype=out_dtype).dtype == torch.float32
+        return plain_mm(a.float(), b.float())
+
+    def addmm(F, a, b, *, out_dtype, beta, alpha, out):
+        checked = [x.to("meta") for x in (F, a, b)]
+        plain_addmm(*checked, out_dtype=out_dtype, beta=beta, alpha=alpha, out=checked[0])
+        return out.copy_(plain_addmm(F, a.float(), b.float(), beta=beta, alpha=alpha))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    variant, authors = kind("bf16", 48, CPU, compiled=False), Authors("fp32", 48, CPU)
+    for theirs, ours in zip(batches(3, 8, 48), batches(3, 8, 48), strict=True):
+        authors.step(*theirs)
+        variant.step(*ours)
+        expected, found = (torch.cat([z.grad for z in views[0]]) for views in (theirs, ours))
+        assert torch.linalg.vector_norm(found - expected) < 1e-2 * torch.linalg.vector_norm(expected)
+        torch.testing.assert_close(variant.correlation, authors.correlation, rtol=1e-2, atol=1e-4)
+
+
+def test_a_variant_that_torch_refuses_is_named_and_the_others_are_measured():
+    chosen = [
+        Authors("fp32", 32, CPU),
+        InPlace("fp32", 32, CPU, compiled=False),
+        Addmm("bf16", 32, CPU, compiled=False),
+    ]
+    measured = objective_measure.measure([*chosen, Ours("fp32", 32, CPU)], 4, 32, 1, 0.0, 0.0, lambda _: None)
+    rows = {row["what"]: row for row in (each.row(Peaks({"fp32": 1.0, "bf16": 1.0}, 1.0)) for each in measured)}
+    assert rows["torch addmm, bf16"]["failed"].startswith("NotImplementedError")
+    assert [name for name, row in rows.items() if row["median"] is None] == ["torch addmm, bf16"]
+    assert all("addmm" not in row["what"] for row in objective_measure.ratio_rows(measured))
 
 
 def test_exact_gradient_is_that_of_float64():
@@ -236,3 +276,5 @@ def test_every_variant_is_measured_and_recorded(tmp_path, capsys):
         assert row.keys() >= {"commit", "processor", "torch", "threads", "peak_tflops", "peak_gb_per_s"}
     shown = capsys.readouterr().out
     assert all(row["what"] in shown for row in rows)
+    names = {variant.name for variant in chosen}
+    assert all(kind.name in names or kind.name in shown for kind in ON_GPU)

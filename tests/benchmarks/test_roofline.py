@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unigrad_fast.benchmarks.roofline import Design, Peaks, launches
+from unigrad_fast.benchmarks.roofline import Design, Peaks, launches, plain_torch
 
 ROOFLINE = Path(__file__).resolve().parents[2] / "benchmarks/ROOFLINE.md"
 CARDS = {"H100": Peaks({"bf16": 798e12}, 3.0e12), "A100": Peaks({"bf16": 312e12}, 2.0e12)}
@@ -47,3 +47,29 @@ def test_the_expected_times_are_those_of_the_counts(width, images):
             peaks = CARDS[card]
             least = max(flops / peaks.flops["bf16"], moved / peaks.copy) * 1e6
             assert float(cells[place]) == pytest.approx(least, abs=0.6)
+
+
+def test_the_times_of_plain_torch_are_those_of_its_count():
+    section = ROOFLINE.read_text(encoding="utf-8").partition("## The best of plain torch")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"
+    ]
+    written = {
+        row[0].partition(":")[0].strip("`"): [float(cell.replace(",", "")) for cell in row[3:]] for row in rows[2:]
+    }
+    peaks = CARDS["H100"]
+    for place, (width, images) in enumerate([(16384, 512), (16384, 128), (8192, 512), (2048, 512)]):
+        least = {
+            name: max(flops / peaks.flops["bf16"], moved / peaks.copy) * 1e6
+            for name, (flops, moved) in plain_torch(2 * images, width).items()
+        }
+        ours = {
+            kernel: max(
+                DESIGN.flops(kernel, M, width) / peaks.flops["bf16"], DESIGN.bytes(kernel, M, width) / peaks.copy
+            )
+            for kernel, M in launches(images).items()
+        }
+        both = (ours["update_correlation"] + ours["correlation_product"]) * 1e6
+        assert {name: times[place] for name, times in written.items()} == pytest.approx(
+            {**least, "sum": sum(least.values()), "ours": both}, abs=0.6
+        )

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import unigrad_fast
 from unigrad_fast import cli
 from unigrad_fast.checkpoints import export
-from unigrad_fast.checkpoints.files import write_weights
-from unigrad_fast.checkpoints.weights import load_encoder
+from unigrad_fast.checkpoints.files import Reader, complete_checkpoints, write_weights
+from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone
 
@@ -95,7 +95,7 @@ def test_printed_lines_load_the_online_backbone_into_torchvision(backbone, forma
     model = executed(lines)
     assert type(model) is torchvision.models.ResNet and "unigrad" not in "".join(lines[:2])
     original = build_backbone(backbone, config.model.stem).eval()
-    load_encoder(tmp_path / "run", original)
+    load_encoder(open_checkpoint(tmp_path / "run"), original)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model(images), original(images))
@@ -106,7 +106,7 @@ def test_the_linear_probe_becomes_the_classifier(format, run, capsys):
     probe = make_probe(run)
     model = executed(exported(capsys, run, "--format", format, "--with_linear", "true"))
     backbone = build_backbone("resnet18").eval()
-    load_encoder(run, backbone)
+    load_encoder(open_checkpoint(run), backbone)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = torch.nn.functional.linear(backbone(images), probe["weight"], probe["bias"])
@@ -223,6 +223,42 @@ def test_wrong_outputs_are_refused_before_any_work(run, capsys, tmp_path, monkey
     assert "not writable" in refused(capsys, run, "--output", tmp_path / "encoder.pth")
 
 
+def test_nothing_that_is_there_is_replaced_unless_told_so(run, capsys, tmp_path):
+    path = tmp_path / "encoder.pt"
+    exported(capsys, run, "--output", path)
+    exported(capsys, run, "--output", path)  # the same again
+    for _ in range(3):
+        exported(capsys, run)
+    before = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
+    assert f"{path}: exists already; give another name, or --overwrite true" in refused(
+        capsys, run, "--output", path, "--branch", "target"
+    )
+    described = tmp_path / "new.pt.json"
+    described.write_text("mine")
+    assert f"{described}: exists already" in refused(capsys, run, "--output", tmp_path / "new.pt")
+    described.unlink()
+    shard = next((run / "checkpoints").rglob("rank-00000.pt"))
+    (tmp_path / "link.pt").symlink_to(shard)
+    for output in (shard, run / "new.pt", tmp_path / "link.pt"):
+        error = refused(capsys, run, "--output", output, "--overwrite", "true")
+        assert f"belongs to the run in {run}; give a file elsewhere, or in {run}/export" in error
+    (tmp_path / "link.pt").unlink()
+    exported(capsys, run, "--output", run / "export/mine.pt")
+    after = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
+    assert {entry: after[entry] for entry in before} == before
+    exported(capsys, run, "--output", path, "--branch", "target", "--overwrite", "true")
+    assert path.read_bytes() != before[path]
+
+
+@pytest.mark.parametrize("name", ["encoder.onnx", "encoder", "train.py", "config.yaml", "metrics.jsonl"])
+def test_endings_that_are_not_written_are_refused(name, run, capsys):
+    before = {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()}
+    for more in ((), ("--format", "torchvision", "--overwrite", "true")):
+        error = refused(capsys, run, "--output", run / name, *more)
+        assert "give a name that ends in one of .safetensors, .pth, .pt" in error
+    assert {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()} == before
+
+
 def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monkeypatch):
     path = tmp_path / "encoder.safetensors"
     exported(capsys, run, "--output", path)
@@ -232,10 +268,11 @@ def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert cli.main(["export", str(run), "--branch", "target", "--output", str(path)]) == 3
+    again = (run, "--branch", "target", "--output", path, "--overwrite", "true")
+    assert cli.main(["export", *map(str, again)]) == 3
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == before
     monkeypatch.undo()
-    exported(capsys, run, "--branch", "target", "--output", path)
+    exported(capsys, *again)
     assert path.read_bytes() != before[path.name]
 
 
@@ -247,5 +284,8 @@ def test_a_folder_without_run_or_weights_is_refused(tmp_path, capsys):
 
 def test_weights_of_another_model_are_refused(run, capsys):
     config = resolve("quickstart", {"model": {"backbone": "resnet34"}})
-    (run / "config.yaml").write_text(to_yaml(config))
-    assert "do not fit its configuration" in refused(capsys, run)
+    (reader,) = (Reader(folder) for folder in complete_checkpoints(run))
+    tensors = {name: reader.tensor(name) for name in reader.names}
+    write_weights(run, tensors, 40, 2.0, config.model_dump(mode="json"))
+    error = refused(capsys, run)
+    assert "do not fit its configuration" in error and len(error.splitlines()) == 1

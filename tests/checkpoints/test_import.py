@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from unigrad_fast import cli
-from unigrad_fast.checkpoints.weights import load_branch, load_encoder
+from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
 from unigrad_fast.config import Model, resolve
 from unigrad_fast.networks.encoder import Encoder, build_backbone, build_encoder
 
@@ -105,9 +105,10 @@ def test_imported_backbones_compute_what_the_originals_compute(name, tmp_path):
     images = torch.randn(2, 3, 32, 32)
     for branch, seed in (("online", ONLINE), ("target", TARGET)):
         original, taken = encoder(name, seed).eval(), build_encoder(config.model, 7, torch.device("cpu")).eval()
-        weights, metadata = load_branch(tmp_path / "run", branch)
+        reader = open_checkpoint(tmp_path / "run")
+        weights = load_branch(reader, branch)
         taken.load_state_dict(weights)
-        assert metadata == {"step": "125100", "epoch": "100"}
+        assert (reader.about["step"], reader.about["epoch"]) == (125100, 100)
         with torch.no_grad():
             assert torch.equal(taken.backbone(images), original.backbone(images))
             assert torch.equal(taken([images])[0], original([images])[0])
@@ -135,11 +136,12 @@ def test_every_form_of_the_file_gives_the_same_weights(prefix, wrapping, suffix,
         torch.save({wrapping: content, "epoch": 3} if wrapping else content, file)
     imported(file, tmp_path / "run")
     for branch, seed in (("online", ONLINE), ("target", TARGET)):
-        found, metadata = load_branch(tmp_path / "run", branch)
+        reader = open_checkpoint(tmp_path / "run")
+        found = load_branch(reader, branch)
         expected = encoder("resnet18", seed).state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert metadata["epoch"] == {"model": "4", "state_dict": "3", None: "0"}[wrapping]
+        assert reader.about["epoch"] == {"model": 4, "state_dict": 3, None: 0}[wrapping]
 
 
 @pytest.mark.parametrize(
@@ -162,23 +164,23 @@ def test_a_projector_of_another_layout_is_left_out_and_said(case, state, tmp_pat
     imported(tmp_path / "weights.pth", tmp_path / "run")
     assert "Left out: the projector (" in capsys.readouterr().out
     for branch, seed in (("online", ONLINE), ("target", TARGET)):
-        assert load_branch(tmp_path / "run", f"{branch}.projector")[0] == {}
-        backbone = load_branch(tmp_path / "run", f"{branch}.backbone")[0]
+        assert load_branch(open_checkpoint(tmp_path / "run"), f"{branch}.projector") == {}
+        backbone = load_branch(open_checkpoint(tmp_path / "run"), f"{branch}.backbone")
         assert torch.equal(backbone["conv1.weight"], encoder("resnet18", seed).backbone.conv1.weight)
-    load_encoder(tmp_path / "run", build_backbone("resnet18"))
+    load_encoder(open_checkpoint(tmp_path / "run"), build_backbone("resnet18"))
 
 
 def test_a_run_without_images_says_where_to_name_them(state, tmp_path, capsys):
     torch.save(state, tmp_path / "weights.pth")
     imported(tmp_path / "weights.pth", tmp_path / "run")
     said = capsys.readouterr().out
-    assert "epoch unknown" in said and f"name its images in {tmp_path}/run/config.yaml" in said
+    assert "epoch unknown" in said and f"evaluate knn {tmp_path}/run --data.train FOLDER" in said
 
 
 def test_half_precision_becomes_fp32(state, tmp_path):
     torch.save({name: t.half() if t.is_floating_point() else t for name, t in state.items()}, tmp_path / "weights.pth")
     imported(tmp_path / "weights.pth", tmp_path / "run")
-    backbone = load_branch(tmp_path / "run", "online.backbone")[0]
+    backbone = load_branch(open_checkpoint(tmp_path / "run"), "online.backbone")
     assert {tensor.dtype for tensor in backbone.values()} == {torch.float32, torch.int64}
 
 
@@ -188,7 +190,7 @@ def test_an_imported_run_without_images_says_where_to_name_them(protocol, state,
     imported(tmp_path / "weights.pth", tmp_path / "run")
     capsys.readouterr()
     assert cli.main(["evaluate", protocol, str(tmp_path / "run")]) == 2
-    assert f"no training images; name their folder in {tmp_path}/run/config.yaml" in capsys.readouterr().err
+    assert "no training images; give their folder with --data.train FOLDER" in capsys.readouterr().err
 
 
 def test_an_imported_run_is_evaluated_and_exported(state, tmp_path, capsys):
@@ -215,7 +217,7 @@ def test_an_imported_run_is_evaluated_and_exported(state, tmp_path, capsys):
     classifier = torchvision.models.resnet18(num_classes=2)
     classifier.load_state_dict(torch.load(tmp_path / "classifier.pth", weights_only=True))
     about = json.loads((tmp_path / "classifier.pth.json").read_text())["linear"]
-    measured = json.loads((tmp_path / "run/linear.json").read_text())
+    measured = json.loads((tmp_path / "run/evaluation/linear-quick-epoch100.json").read_text())
     assert about["classes"] == ["0", "1"]
     assert (about["protocol"], about["accuracy"]) == (measured["protocol"], measured["accuracy"])
 

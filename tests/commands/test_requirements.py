@@ -2,8 +2,8 @@
 
 import pytest
 
-from unigrad_fast.commands.requirements import fresh_output, require_folders
-from unigrad_fast.config import resolve
+from unigrad_fast.commands.requirements import require_folders
+from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.runtime.errors import UserError
 
 
@@ -30,9 +30,10 @@ def test_impossible_paths_are_refused_without_a_traceback(path):
 def test_output_that_holds_a_run_is_refused_by_fresh(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(run)})
+    (tmp_path / "images").mkdir()
+    config = resolve(overrides={"data": {"train": str(tmp_path / "images")}, "output": str(run)})
     require_folders(config)
-    (run / "config.yaml").write_text("seed: 0\n")
+    (run / "config.yaml").write_text(to_yaml(config))
     require_folders(config)
     with pytest.raises(UserError, match="holds a run, which --fresh does not continue; give another folder"):
         require_folders(config, fresh=True)
@@ -40,14 +41,23 @@ def test_output_that_holds_a_run_is_refused_by_fresh(tmp_path):
 
 def test_output_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    config = resolve(overrides={"data": {"train": str(tmp_path)}, "output": str(tmp_path / "file/run")})
+    (tmp_path / "images").mkdir()
+    config = resolve(overrides={"data": {"train": str(tmp_path / "images")}, "output": str(tmp_path / "file/run")})
     with pytest.raises(UserError, match="is not writable"):
         require_folders(config)
 
 
-def test_fresh_output_is_the_first_free_folder(tmp_path):
-    names = []
-    for _ in range(3):
-        names.append(fresh_output("quickstart", tmp_path).name)
-        (tmp_path / names[-1]).mkdir()
-    assert names == ["quickstart", "quickstart-2", "quickstart-3"]
+def test_a_run_within_its_images_is_refused_and_so_is_one_over_anothers_files(tmp_path):
+    images = tmp_path / "images"
+    (images / "cat").mkdir(parents=True)
+    for output, numbered in ((images / "run", False), (images, False), (images / "runs/quickstart", True)):
+        config = resolve(overrides={"data": {"train": str(images)}, "output": str(output)})
+        with pytest.raises(UserError, match=f"output = {output}: lies in data.train = {images}"):
+            require_folders(config, numbered=numbered)
+    (tmp_path / "run").mkdir()
+    config = resolve(overrides={"data": {"train": str(images)}, "output": str(tmp_path / "run")})
+    for name in ("config.yaml", "summary.json"):
+        (tmp_path / "run" / name).write_text("hi")
+    with pytest.raises(UserError, match=r"a run would replace config\.yaml, summary\.json; give another folder"):
+        require_folders(config)
+    require_folders(config, numbered=True)  # which takes another one

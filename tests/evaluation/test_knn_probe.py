@@ -99,17 +99,3 @@ def test_too_many_unusable_images_stop_all_ranks(data, workers, ranks):
     messages = workers(ranks).run(stopped, data)
     start = f"2 of 24 images cannot be used, more than data.max_bad_fraction = 0.08 allows, first {data}/train/0/3.jpg"
     assert messages[0].startswith(start) and len(set(messages)) == 1
-
-
-def test_one_class_and_other_classes_are_obstacles_that_are_named(data: Path):
-    train, val = Manifest.open(data / "train"), Manifest.open(data / "val")
-    assert KNNProbe.obstacle(train, val) is None
-    a_level_higher = Manifest.open(data)
-    assert a_level_higher.classes == ["train", "val"]
-    assert "(training train, val; validation 0, 1)" in KNNProbe.obstacle(a_level_higher, val)
-    (data / "outer").mkdir()
-    (data / "train").rename(data / "outer" / "inner")
-    one = Manifest.open(data / "outer")
-    assert KNNProbe.obstacle(one, one) == (
-        "all images are of one class, inner; the class folders may lie one level lower"
-    )

@@ -20,10 +20,13 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from unigrad_fast.config import resolve
-from unigrad_fast.evaluation import linear
-from unigrad_fast.evaluation.linear import LinearProbe, Schedule, fit, fold, standardisation
+from unigrad_fast.evaluation import linear, linear_paper, linear_quick
+from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.evaluation.linear_paper import Schedule, paper
+from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
+from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
-from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World
 
 EPOCHS = 40
@@ -87,7 +90,7 @@ def fit_share() -> tuple[Tensor, Tensor]:
 def test_the_quick_fit_is_that_of_scikit_learn_on_any_number_of_ranks(workers, ranks):
     features, labels = synthetic_features()
     standard = (features - features.mean(0)) / features.std(0, correction=0)
-    model = LogisticRegression(C=1 / (linear.L2 * len(labels)), max_iter=10_000, tol=1e-8)
+    model = LogisticRegression(C=1 / (linear_quick.L2 * len(labels)), max_iter=10_000, tol=1e-8)
     expected = torch.from_numpy(model.fit(standard, labels).predict_proba(standard))
     for weight, bias in workers(ranks).run(fit_share):
         ours = (features @ weight.T + bias).softmax(1)
@@ -98,9 +101,9 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
     lines: list[str] = []
     made = probe(data, say=lines.append)
     if protocol == "quick":
-        classifier = made.quick()
+        classifier = quick(made)
     else:
-        classifier = made.paper(Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
+        classifier = paper(made, Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
     result = made.judge(classifier)
     return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
 
@@ -153,9 +156,9 @@ def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0
     made = probe(data, backbone, max_bad_fraction=bad)
     try:
         if protocol == "quick":
-            made.quick()
+            quick(made)
         elif protocol == "paper":
-            made.paper(Schedule(epochs=2, batch_size=48, base_lr=base_lr))
+            paper(made, Schedule(epochs=2, batch_size=48, base_lr=base_lr))
         else:
             made.judge(nn.Linear(16 * 9, 6))
     except (RunStopped, DataError) as error:
@@ -207,7 +210,7 @@ def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, work
 
 def trained(data: Path) -> list[str]:
     lines: list[str] = []
-    probe(data, say=lines.append).paper(Schedule(epochs=2, batch_size=96))
+    paper(probe(data, say=lines.append), Schedule(epochs=2, batch_size=96))
     return lines
 
 
@@ -228,7 +231,7 @@ def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, pr
 
 def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
     lines: list[str] = []
-    classifier = probe(data, images_at_once=images_at_once, say=lines.append).paper(Schedule(2, 48, 10.0))
+    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), Schedule(2, 48, 10.0))
     return lines, classifier.weight.detach(), classifier.bias.detach()
 
 
@@ -239,12 +242,48 @@ def test_a_batch_that_is_too_large_for_a_rank_is_worked_off_in_parts(data, worke
         torch.testing.assert_close(one, other)
 
 
+class AskedToLeave:
+    """In place of what watches for signals: one comes in the third step."""
+
+    status = 75
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def agreed(self) -> tuple[bool, bool]:
+        self.steps += 1
+        return self.steps == 3, False
+
+
+def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str], Tensor]:
+    lines: list[str] = []
+    made = probe(data, say=lines.append)
+    unfinished = Unfinished(folder, "probe", {}, made.world, lines.append)
+    if calls != 2:
+        with pytest.raises(Preempted):
+            paper(made, Schedule(3, 48, 10.0), unfinished, AskedToLeave())
+    if calls > 1:
+        classifier = paper(made, Schedule(3, 48, 10.0), unfinished)
+    return lines, classifier.weight.detach() if calls > 1 else None
+
+
+def test_the_papers_protocol_goes_on_in_an_epoch_on_any_number_of_ranks(data, workers, tmp_path):
+    lines, weight = workers(2).run(trained_in_two_calls, data, tmp_path / "alone", 2)[0]
+    both = workers(2).run(trained_in_two_calls, data, tmp_path / "two", 3)
+    for again, found in both:
+        assert torch.equal(found, weight) and [*again[:1], *again[2:]] == lines
+        assert again[1].startswith("goes on after epoch 1.5 of 3")
+    workers(2).run(trained_in_two_calls, data, tmp_path / "moved", 1)
+    ((_, found),) = workers(1).run(trained_in_two_calls, data, tmp_path / "moved", 2)
+    torch.testing.assert_close(found, weight)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "ranks", "most", "parts"),
     [(4096, 8, 256, 2), (4096, 1, 256, 16), (96, 2, 256, 1), (4096, 3, 256, 1)],
 )
 def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most, parts):
-    assert linear.micro_batches(batch_size, ranks, most) == parts
+    assert linear_paper.micro_batches(batch_size, ranks, most) == parts
 
 
 def test_its_training_views_are_crops_and_flips_alone(data):
@@ -282,8 +321,9 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     result = command("evaluate", "linear", run)
     assert result.returncode == 0, result.stderr
     assert "quick protocol (logistic regression" in result.stdout and "online backbone" in result.stdout
-    written = json.loads((run / "linear.json").read_text())
+    written = json.loads((run / "evaluation/linear-quick-epoch1.json").read_text())
     assert written["protocol"] == "quick" and written["images"] == 103
+    assert (written["step"], written["epoch"]) == (3, 1.0)
     assert f"{written['accuracy']:.2f}" in result.stdout
     exported = command("export", run, "--with_linear", "true", "--output", tmp_path / "model.safetensors")
     assert exported.returncode == 0, exported.stderr
@@ -296,25 +336,29 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert result.returncode == 0, result.stderr
     assert "paper protocol" in " ".join(result.stdout.split()) and "but epochs 2" in " ".join(result.stdout.split())
     assert result.stdout.count("epoch 2/2") == 1
-    assert json.loads((run / "linear.json").read_text())["epochs"] == 2
+    assert json.loads((run / "evaluation/linear-paper-epoch1.json").read_text())["epochs"] == 2
+    assert sorted(path.name for path in (run / "evaluation").iterdir()) == [
+        f"linear-{protocol}-epoch1.{ending}" for protocol in ("paper", "quick") for ending in ("json", "safetensors")
+    ]
     assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
 
 
 def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = tmp_path / "run/config.yaml"
-    kept = config.read_text().replace(str(data), str(damaged))
+    kept = config.read_text()
     config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0.03", kept))
+    images = ("--data.train", damaged / "train", "--data.val", damaged / "val")
     for arguments in (("knn", tmp_path / "run", "--baselines", "true"), ("linear", tmp_path / "run")):
-        result = command("evaluate", *arguments)
+        result = command("evaluate", *arguments, *images)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count(f"2 of 96 training images could not be used and were left out, first {damaged}") == 1
         assert result.stdout.count("1 of 103 validation images could not be used and was left out, ") == 1
-    written = json.loads((tmp_path / "run/knn.json").read_text())
+    written = json.loads((tmp_path / "run/evaluation/knn-epoch1.json").read_text())
     assert (written["queries"], written["bank"]) == (102, 94)
     assert "102 validation images" in " ".join(result.stdout.split())
     config.write_text(kept)
-    result = command("evaluate", "knn", tmp_path / "run")
+    result = command("evaluate", "knn", tmp_path / "run", *images)
     assert result.returncode == 3 and "2 of 96 images cannot be used, more than" in result.stderr
 
 

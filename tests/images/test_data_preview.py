@@ -1,13 +1,18 @@
 """`data preview`: boxes, views, texts and mixes on the sheet are those of training."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+from drawn_images import draw_tree
 from PIL import Image
 
 from unigrad_fast import cli
+from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.images import preview
 from unigrad_fast.images.preview_layout import BADGE, HEAD, ORIGINAL, Layout, load_font, shortened
 from unigrad_fast.images.preview_rows import Mixed, Row, collect, operations
 from unigrad_fast.images.preview_sheet import GLOBAL_COLOURS, LOCAL_COLOURS, _free_spot, draw
@@ -103,7 +108,7 @@ def test_texts_name_what_is_applied_in_its_order():
 
 
 def test_mixed_views_are_those_of_the_batch(manifest):
-    rows = collect(manifest, SMALL, 6, seed=5, epoch=0, cutmix=True)
+    rows = collect(manifest, SMALL, 6, seed=5, epoch=0, cutmix=CutMix())
     batch = next(Loader(manifest, SMALL, 6, seed=5, cutmix=CutMix(group=6)).iterate(0, 1))
     assert [len(row.mixed) for row in rows] == [2] * 6
     for place, row in enumerate(rows):
@@ -126,6 +131,7 @@ def test_shares_of_a_mix_count_images_from_1():
 def test_the_command_writes_a_png_of_the_images_there_are(images, tmp_path, capsys):
     output = tmp_path / "sheet.png"
     arguments = ["data", "preview", str(images), "--images", "50", "--output", str(output), "--cutmix", "true"]
+    arguments += ["--recipe", "multicrop"]
     assert cli.main([*arguments, "--image_size", "32", "--local_crops", "1", "--local_views.size", "16"]) == 0
     assert f"{COUNT} images as multicrop makes them, in {output}" in capsys.readouterr().out
     with Image.open(output) as sheet:
@@ -196,14 +202,76 @@ def test_mistakes_end_with_one_line(images, tmp_path, capsys):
     assert not Path(output).exists()
 
 
+def test_a_picture_replaces_nothing_unless_told_so_and_does_not_become_an_image(images, tmp_path, capsys, monkeypatch):
+    small = ("--image_size", "32", "--local_crops", "0", "--images", "1")
+    output = tmp_path / "sheet.png"
+    output.write_bytes(b"mine")
+    for more in ((), ("--overwrite", "false")):
+        assert "exists already" in refused(capsys, str(images), "--output", str(output), *small, *more)
+        assert output.read_bytes() == b"mine"
+    assert cli.main(["data", "preview", str(images), "--output", str(output), *small, "--overwrite", "true"]) == 0
+    assert cli.main(["data", "preview", str(images), "--output", str(output), *small]) == 0  # the same again
+    capsys.readouterr()
+    monkeypatch.chdir(images)
+    assert f"preview.png: lies in path = {images}" in refused(capsys, ".", *small)
+    assert not (images / "preview.png").exists()
+
+
 def test_cutmix_of_one_image_is_refused(manifest):
     with pytest.raises(UserError, match="there is 1 image"):
-        collect(manifest, SMALL, 1, seed=0, epoch=0, cutmix=True)
+        collect(manifest, SMALL, 1, seed=0, epoch=0, cutmix=CutMix())
 
 
 def test_views_can_be_changed_and_local_ones_are_no_larger_than_global_ones(images, tmp_path, capsys):
     arguments = ["data", "preview", str(images), "--images", "1", "--output", str(tmp_path / "sheet.png")]
-    smaller = ["--image_size", "32", "--local_crops", "1"]
+    smaller = ["--recipe", "multicrop", "--image_size", "32", "--local_crops", "1"]
     assert cli.main([*arguments, *smaller]) == 2
     assert "local_views.size = 96: larger than the global views (32)" in capsys.readouterr().err
     assert cli.main([*arguments, *smaller, "--local_views.size", "16", "--global_views.scale", "0.9,1"]) == 0
+
+
+def previewed(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[str, list[str]]:
+    """What is said, and the title and settings on the sheet."""
+    titles: list[list[str]] = []
+
+    def watch(rows, views, title):
+        titles.append([*title, *(str(view.scale) for view in views), f"{len(rows[0].mixed)} mixed"])
+        return draw(rows, views, title)
+
+    with mock.patch.object(preview, "draw", watch):
+        assert cli.main(["data", "preview", *map(str, arguments), "--overwrite", "true"]) == 0
+    return capsys.readouterr().out, titles[0]
+
+
+def test_a_run_and_a_training_recipe_show_what_they_make_of_their_images(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {"image_size": 32, "global_views": {"scale": [0.5, 0.75]}, "train": str(images)}
+    own = {"recipe": "quickstart", "seed": 7, "data": small}
+    (tmp_path / "my.yaml").write_text(json.dumps(own))
+    said, title = previewed(capsys, "my.yaml", "--images", 2)
+    expected = ["2 × 32 px", "seed 7", "epoch 0", "(0.5, 0.75)", "(0.5, 0.75)", "0 mixed"]
+    assert title == ["my (simsiam)", *expected] and "2 images as my (simsiam) makes them" in said
+
+    mixing = {"cutmix": {"probability": 1.0}, "progressive": {"start_size": 16, "epochs": 4}}
+    objective = {"correlation_source": "target"}
+    run = resolve("my.yaml", {"output": tmp_path / "run", "data": mixing, "objective": objective})
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(to_yaml(run))
+    _, title = previewed(capsys, "run", "--images", 2, "--seed", 3)
+    assert title == ["run (simsiam)", "2 × 16 px", "CutMix", "seed 3", *expected[2:5], "2 mixed"]
+    _, title = previewed(capsys, "run", "--images", 1, "--recipe", "byol", "--image_size", 24)
+    assert title[:4] == ["byol", "2 × 24 px", "seed 7", "epoch 0"]
+
+    _, title = previewed(capsys, images, "--images", 1, "--recipe", "my.yaml", "--image_size", 16)
+    assert title[:2] == ["my (simsiam)", "2 × 16 px"]
+    draw_tree(tmp_path / "data/quickstart/train", per_class=1)
+    _, title = previewed(capsys, "quickstart", "--images", 1)
+    assert title[:2] == ["quickstart (simsiam)", "2 × 48 px"] and title[4] == "(0.3, 1.0)"
+
+
+def test_images_alone_are_shown_as_pretrain_would_take_them(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, title = previewed(capsys, images, "--images", 1)
+    assert title == ["imagenet_100ep (simsiam)", "2 × 224 px", "seed 0", "epoch 0", *["(0.2, 1.0)"] * 2, "0 mixed"]
+    (tmp_path / "my.yaml").write_text("data: {image_size: 32}")
+    assert "my.yaml: names no images (data.train); give them, and this with --recipe" in refused(capsys, "my.yaml")

@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,52 @@ def test_what_storage_did_not_give_is_bad_and_tried_again_by_training(images, tm
     assert Manifest.open(images).sizes[-1].tolist() == [0, 0]  # not -1, which is final
 
 
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch):
+    """Makes the storage hang at some images."""
+    read = Manifest.read
+
+    def install(images: set[int]) -> None:
+        def hang(self: Manifest, image: int) -> bytes:
+            return threading.Event().wait() if image in images else read(self, image)
+
+        monkeypatch.setattr(Manifest, "read", hang)
+
+    return install
+
+
+@pytest.mark.timeout(60)
+def test_what_does_not_answer_and_what_is_no_file_is_named_and_the_scan_goes_on(images, tmp_path, capsys, hanging):
+    os.mkfifo(images / "90.jpg")
+    (images / "91.jpg").symlink_to("/dev/zero")
+    hanging({4})
+    options = ("--threads", 1, "--read_timeout", 0.5)
+    assert scan(images, "--output", tmp_path / "found", *options) == 0
+    said = capsys.readouterr().out
+    assert "bad: 04.jpg: cannot be read (no answer within 0.5 s)" in said
+    assert "bad: 90.jpg: cannot be read (not a file but a named pipe)" in said
+    assert (
+        "91.jpg,,,,,,,,bad: cannot be read (not a file but a device)" in (tmp_path / "found/manifest.csv").read_text()
+    )
+    assert Manifest.open(images).unreadable().tolist() == [*BAD, 12, 13]  # training asks again for the one that hung
+
+    assert cli.main(["data", "shard", str(images), str(tmp_path / "shards"), *map(str, options)]) == 0
+    left_out = (tmp_path / "shards/left-out.txt").read_text()
+    assert f"{images}/04.jpg\tno answer within 0.5 s\n" in left_out
+    assert f"{images}/90.jpg\tnot a file but a named pipe\n" in left_out and len(left_out.splitlines()) == 5
+
+
+@pytest.mark.timeout(60)
+def test_storage_that_does_not_answer_any_more_ends_scan_and_shard(images, tmp_path, capsys, hanging):
+    hanging(set(range(3, IMAGES)))
+    options = ("--threads", "1", "--read_timeout", "0.05")
+    assert scan(images, "--output", tmp_path / "found", *options) == 2
+    assert "neither it nor 7 images before it could be read within 0.05 s; is the storage" in capsys.readouterr().err
+    options += ("--shuffle_seed", "null")
+    assert cli.main(["data", "shard", str(images), str(tmp_path / "shards"), *options]) == 2
+    assert "is the storage reachable?" in capsys.readouterr().err
+
+
 def test_a_bad_image_whose_name_is_no_text_is_named_as_well_as_can_be(images, tmp_path, capsys):
     with open(os.fsencode(images) + b"/\xff.jpg", "wb") as file:
         file.write(b"no image")
@@ -168,7 +215,8 @@ def test_a_limit_of_file_sizes_ends_with_status_3_and_the_file(images, tmp_path,
         [sys.executable, "-m", "unigrad_fast", "data", command, str(images), *output],
         capture_output=True,
         text=True,
-        env={**os.environ, "UNIGRAD_CACHE": str(tmp_path / "cache")},
+        # What measures coverage there would write a file too.
+        env={k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")} | {"UNIGRAD_CACHE": str(tmp_path)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),
     )
     file = {"scan": "manifest.csv", "shard": "shard-000000.tar"}[command]

@@ -58,6 +58,18 @@ def test_shards_hold_the_same_bytes_and_classes(tree, tmp_path, capsys):
     assert packed.classes == ["a", "b", "c"]
 
 
+def test_the_order_is_shuffled_unless_asked_to_be_the_files(tree, tmp_path):
+    def contents(path: Path) -> list[bytes]:
+        manifest = Manifest.open(path)
+        return [manifest.read(place) for place in range(len(manifest))]
+
+    files = contents(tree)
+    for folder, options in {"shuffled": (), "kept": ("--shuffle_seed", "null")}.items():
+        assert shard(tree, tmp_path / folder, "--images_per_shard", "4", *options) == 0
+        packed = contents(tmp_path / folder)
+        assert sorted(packed) == sorted(files) and (packed == files) == (folder == "kept")
+
+
 def test_shards_are_what_webdataset_reads(tree, tmp_path):
     """Members of a sample stand together, and share the name up to the first dot behind the last slash."""
     shard(tree, tmp_path / "out", "--images_per_shard", "6")
@@ -266,11 +278,24 @@ def test_other_images_or_options_are_refused(tree, tmp_path, capsys):
 
 
 def test_folder_with_something_else_is_refused(tree, tmp_path, capsys):
-    assert "is not empty" in refused(capsys, tree, tree)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    assert "is not empty" in refused(capsys, tree, tmp_path / "other")
+    (tmp_path / "other/notes.txt").rename(tmp_path / "other/shards.json")
+    assert "shards.json is damaged" in refused(capsys, tree, tmp_path / "other")
+    (tmp_path / "other/shards.json").write_text("[]")
+    assert "shards.json is damaged" in refused(capsys, tree, tmp_path / "other")
     (tmp_path / "file").write_text("")
     assert "is a file; give a new folder" in refused(capsys, tree, tmp_path / "file")
     assert "absent does not exist" in refused(capsys, tmp_path / "absent", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_shards_among_the_images_are_refused(tree, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tree / "a")
+    for folder in (tree, tree / "shards", tmp_path / "link/shards"):
+        assert f"folder = {folder}: lies in source = {tree}" in refused(capsys, tree, folder)
+    assert not (tree / "shards").exists()
 
 
 def test_disk_that_is_too_small_is_refused_before_any_work(tree, tmp_path, capsys, monkeypatch):

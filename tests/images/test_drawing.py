@@ -1,5 +1,6 @@
 """The drawn image set: the same bytes again, a complete labelled tree, never on top of other files."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,23 @@ def test_a_finished_set_is_not_drawn_again(drawn: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in drawn.rglob("*")}
     drawing.draw(drawn, seed=3, **SMALL)
     assert {path: path.stat().st_mtime_ns for path in drawn.rglob("*")} == before
+
+
+def test_what_is_missing_of_a_finished_set_is_drawn_again_and_said(drawn: Path, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "set"
+    shutil.copytree(drawn, copy)
+    (copy / "train/plain-star/0001.jpg").unlink()
+    shutil.rmtree(copy / "val/spoked-ring")
+    (copy / "notes.txt").write_text("mine")
+    drawing.draw(copy, seed=3, **SMALL)
+    assert f"3 images of the set in {copy} were missing, and are drawn again" in capsys.readouterr().out
+    assert contents(copy) == contents(drawn)
+    assert {path.name for path in copy.rglob("*") if path.is_file()} == {
+        *(path.name for path in drawn.rglob("*") if path.is_file()),
+        "notes.txt",
+    }
+    drawing.draw(copy, seed=3, **SMALL)
+    assert capsys.readouterr().out == ""
 
 
 def test_other_content_is_refused_and_kept(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_equal_copies_on_two_machines_are_the_same_images(workers, tmp_path):
     for file in Path(copies[1]).rglob("*.jpg"):
         os.utime(file, (1, 1))  # copied without their times
     assert workers(2).run(read, copies) == ["3 images, None to validate, []"] * 2
-    assert workers(2).run(read, copies, copies[0]) == ["3 images, 3 to validate, []"] * 2
+    val = folder(tmp_path / "val", names)
+    assert workers(2).run(read, copies, val) == ["3 images, 3 to validate, []"] * 2
 
 
 @pytest.mark.parametrize("other", [["a/1.jpg"], ["a/1.jpg", "a/3.jpg"]])
@@ -65,6 +66,14 @@ def test_warnings_are_handed_on_instead_of_printed(workers, tmp_path):
     images = folder(tmp_path / "one", ["a/1.jpg", "stray.jpg"])
     (said,) = workers(1).run(read, [images])
     assert "1 images lie directly in" in said
+
+
+def test_validation_images_that_are_trained_on_are_warned_of(workers, tmp_path):
+    images = folder(tmp_path / "one", ["a/1.jpg", "b/1.jpg"])
+    (tmp_path / "link").symlink_to(images)
+    for val in (images, str(tmp_path / "link")):
+        (said,) = workers(1).run(read, [images], val)
+        assert f"data.val = {val}: is data.train as well, so every image finds itself" in said
 
 
 def test_images_are_known_again_though_a_few_changed_but_not_as_smaller_copies(tmp_path):

@@ -44,7 +44,9 @@ def compiled(kernel, architecture: int, constants: dict, double: set[str], warps
             return "*bf16"
         if name in DOUBLE | double:
             return "*fp64"
-        return INTEGER.get(name) or ("*fp32" if name.startswith("p_") else "fp32" if name in ("eps", "momentum") else "i32")
+        return INTEGER.get(name) or (
+            "*fp32" if name.startswith("p_") else "fp32" if name in ("eps", "momentum") else "i32"
+        )
 
     aligned = [i for i, name in enumerate(names) if name.startswith("p_") or name == "C"]
     source = ASTSource(
@@ -67,9 +69,18 @@ CASES = [
     pytest.param(normalise_kernel, {**ROWS, "WORD": WORD, "RELU": True}, set(), 1, 1, id="normalise_relu"),
     pytest.param(normalise_kernel, {**ROWS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 1, id="add_relu"),
     pytest.param(sums_kernel, {**ROWS, "PARTS": PARTS, "WORD": WORD, "RELU": False}, set(), 2, 0, id="sums"),
-    pytest.param(sums_kernel, {**ROWS, "PARTS": PARTS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 0, id="sums_add_relu"),
+    pytest.param(
+        sums_kernel,
+        {**ROWS, "PARTS": PARTS, "WORD": WORD, "RELU": True, "masked": True},
+        set(),
+        2,
+        0,
+        id="sums_add_relu",
+    ),
     pytest.param(gradient_kernel, {**ROWS, "WORD": WORD, "RELU": True}, set(), 2, 1, id="gradient_relu"),
-    pytest.param(gradient_kernel, {**ROWS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 2, id="gradient_add_relu"),
+    pytest.param(
+        gradient_kernel, {**ROWS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 2, id="gradient_add_relu"
+    ),
 ]
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.kernels import functional
 from unigrad_fast.objectives import UniGrad, build
 
 
@@ -298,6 +300,29 @@ def test_gradients_are_linear_in_grad_output_and_survive_repeated_backward():
     torch.testing.assert_close(online[0].grad, 4 * once)
 
 
+def test_the_loss_and_the_metrics_can_be_worked_on_in_place_without_a_change_to_each_other():
+    online, again = leaves(views()), leaves(views())
+    output = UniGrad(width=16)(online=online, target=views(seed=1))
+    numbers = {**output.metrics, "nonfinite": output.nonfinite, "loss": output.loss}
+    before = {name: number.item() for name, number in numbers.items()}
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    product = weight * output.metrics["positive_cosine"]  # autograd notices what changes this metric
+    output.loss /= 4
+    output.loss += product
+    output.metrics["objective"] += weight
+    output.nonfinite += 1
+    output.loss.backward()
+    with torch.no_grad():
+        output.loss.mul_(0)
+    assert weight.grad == before["positive_cosine"]
+    assert not output.metrics["negative_term"].requires_grad
+    assert output.metrics["objective"].item() == pytest.approx(before["objective"] + 2)
+    assert all(numbers[name].item() == before[name] for name in ("positive_cosine", "negative_term", "surrogate"))
+    UniGrad(width=16)(online=again, target=views(seed=1)).loss.backward()
+    for quarter, whole in zip(online, again, strict=True):
+        torch.testing.assert_close(quarter.grad, whole.grad / 4)
+
+
 def test_stride_zero_grad_output_is_handled():
     online = leaves(views())
     UniGrad(width=16)(online=online, target=views(seed=1)).loss.expand(3).sum().backward()
@@ -412,6 +437,36 @@ def test_bad_settings_are_refused_with_their_value(settings, message):
         UniGrad(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 4.0}, "width 4.0 is no whole number; use an int"),
+        ({"width": "4"}, "width '4' is no whole number"),
+        ({"width": 4, "balance": "100"}, "balance '100' is no number"),
+        ({"width": 4, "decay": None}, "decay None is no number"),
+        ({"width": 4, "most_images": 8.0}, "most_images 8.0 is no whole number"),
+    ],
+)
+def test_settings_of_another_type_are_refused_with_their_value(settings, message):
+    with pytest.raises(TypeError, match=message):
+        UniGrad(**settings)
+
+
+def test_what_is_no_tensor_is_refused_by_its_place():
+    with pytest.raises(TypeError, match=r"target\[1\] is a ndarray; give a tensor \[N, 16\] for each view"):
+        UniGrad(width=16)(online=views(), target=[views()[0], views()[1].numpy()])
+
+
+@pytest.mark.parametrize("online", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_the_online_branch_decides_the_dtype_of_the_product(online, target, monkeypatch):
+    monkeypatch.setattr("unigrad_fast.objectives.unigrad.use_triton", lambda device: True)
+    layout = UniGrad(width=16)._layout(views(dtype=online), views(dtype=target))
+    assert (layout.unit_dtype, layout.product_dtype) == (online, online)
+    exact = UniGrad(width=16)._layout(views(dtype=online), views())
+    assert (exact.unit_dtype, exact.product_dtype) == (torch.float64, torch.float64)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     objective = UniGrad(width=16)
     with pytest.raises(ValueError, match=r"online\[1\] has shape \(5, 16\)"):
@@ -426,3 +481,47 @@ def test_build_knows_unigrad_and_names_the_known_methods():
     assert build("unigrad", width=8, balance=3.0).balance == 3.0
     with pytest.raises(ValueError, match=r"unigrd.*unigrad"):
         build("unigrd", width=8)
+
+
+def test_a_batch_like_an_earlier_one_is_looked_at_once_and_any_other_again(monkeypatch):
+    """What is wrong after a good batch is refused as if it came first; what is right is computed alike."""
+    looked = []
+    unseen, checked = UniGrad(width=16), functional.unit_embeddings
+    monkeypatch.setattr(functional, "unit_embeddings", lambda *call: looked.append(1) or checked(*call))
+    objective = UniGrad(width=16)
+    for seed in range(3):
+        unseen._layouts.clear()
+        losses = [each(online=views(seed=seed), target=views(seed=seed + 9)).loss for each in (objective, unseen)]
+        assert losses[0] == losses[1]
+    assert len(looked) == 1 + 3 and torch.equal(objective.correlation, unseen.correlation)
+    for online, target, message in (
+        (views(), [view.to("meta") for view in views()], "on cpu, not float64"),
+        (views(dtype=torch.int64), views(), "not int64"),
+        (views(images=5), views(), r"target\[0\] has shape \(6, 16\), expected \(5, 16\)"),
+        (views(3), views(1), "3 online and 1 target"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            objective(online=online, target=target)
+    assert objective.updates == 3
+    objective.decay = 0.5  # counts from the next step on
+    before = objective.correlation.clone()
+    objective(online=views(), target=views(seed=1))
+    fresh = UniGrad(width=16)
+    fresh(online=views(), target=views(seed=1))
+    torch.testing.assert_close(objective.correlation, (before + fresh.correlation) / 2)
+
+
+def test_a_mode_sees_the_operators_of_a_batch_like_an_earlier_one_too():
+    objective, seen = UniGrad(width=16), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+            seen.append(operator.name())
+            return operator(*arguments, **(keywords or {}))
+
+    for _ in range(2):
+        seen.clear()
+        with Watch():
+            objective(online=leaves(views()), target=views(seed=1)).loss.backward()
+        wanted = ["unit_embeddings", "update_correlation_", "unigrad_gradient"]
+        assert [name for name in seen if "unigrad" in name] == [f"unigrad_fast::{name}" for name in wanted]

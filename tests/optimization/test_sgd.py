@@ -36,6 +36,29 @@ def test_it_is_torchs_sgd(dtype, memory_format):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_dtype_is_not_asked_for(dtype, clip_norm):
+    ours, theirs = network(dtype), network(dtype)
+    descend(SGD(theirs.parameters(), lr=0.01, clip_norm=clip_norm), theirs, 3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer = SGD(ours.parameters(), lr=0.01, clip_norm=clip_norm)
+        for step in range(3):  # as `descend`, whose images would be others
+            torch.set_default_dtype(torch.float32)
+            inputs = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+            torch.set_default_dtype(torch.float64)
+            optimizer.zero_grad()
+            ours(inputs).square().sum().backward()
+            optimizer.open()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert optimizer.nonfinite.dtype == torch.float32
+
+
 @pytest.mark.parametrize("norm", [0.5, 1e9])
 def test_clipping_is_torchs_clipping(norm):
     ours, theirs = network(), network()

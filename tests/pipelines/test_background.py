@@ -37,11 +37,12 @@ def working():
 
 @pytest.fixture(autouse=True)
 def nothing_left():
+    before = threading.enumerate()
     yield
     gc.collect()
     assert working() == []
     for thread in threading.enumerate():
-        if thread.name == "image reader":
+        if thread.name == "image reader" and thread not in before:
             thread.join(20)
             assert not thread.is_alive()
 

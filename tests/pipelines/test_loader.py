@@ -281,6 +281,8 @@ def test_override_changes_every_view_of_a_preset(manifest):
             "2 ranks and 2 accumulation steps; use 8 or 12",
         ),
         (dict(batch_size=0), "batch size 0"),
+        (dict(batch_size=12.0), r"batch_size 12\.0 is no whole number"),
+        (dict(rank="0"), "rank '0' is no whole number"),
         (dict(batch_size=104), "103 images cannot fill a batch of 104; use a batch size of 103 or less"),
         (dict(batch_size=104, world_size=4), "use a batch size of 100 or less"),
         (dict(rank=2, world_size=2), "rank 2 of 2"),
@@ -299,6 +301,27 @@ def test_override_changes_every_view_of_a_preset(manifest):
 def test_wrong_option_is_refused_with_a_remedy(manifest, options, message):
     with pytest.raises(DataError, match=message):
         loader(manifest, **options)
+
+
+def test_what_is_no_manifest_is_refused_with_the_way_to_one(manifest):
+    class ImageFolder:  # torchvision's, as far as it matters
+        root = "/data/images"
+
+    with pytest.raises(DataError, match=r"a ImageFolder is no Manifest; give Manifest.from_folder\('/data/images'\)"):
+        loader(ImageFolder())
+    with pytest.raises(DataError, match=r"a str is no Manifest; give Manifest.from_folder\(FOLDER\)"):
+        loader("/data/images")
+
+
+@pytest.mark.parametrize("photometric", ["dali", "torch"])
+def test_a_default_dtype_of_float64_changes_no_batch(manifest, photometric):
+    expected = next(iter(loader(manifest, photometric=photometric).iterate(0, 1)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = next(iter(loader(manifest, photometric=photometric).iterate(0, 1)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(found, expected)
 
 
 def test_negative_start_is_refused(manifest):

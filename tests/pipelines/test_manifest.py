@@ -2,12 +2,15 @@ import errno
 import os
 import subprocess
 import sys
+import tarfile
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines.listing.folders import _is_folder
+from unigrad_fast.pipelines.reading.damage import defects
 
 
 def save(path, size=(8, 6), **options):
@@ -49,6 +52,23 @@ def test_hidden_files_and_folders_and_other_files_are_ignored(tmp_path):
     assert len(manifest) == 1 and manifest.classes == ["cat"]
 
 
+def test_every_file_of_an_image_folder_of_torchvision_is_used_and_others_are_counted(tmp_path):
+    from torchvision.datasets.folder import IMG_EXTENSIONS, ImageFolder
+
+    for number, extension in enumerate([*IMG_EXTENSIONS, ".TIF"]):
+        save(tmp_path / f"class{number % 3}" / f"{number:02}{extension}", (8, 6 + number))
+    for name in ("class0/x.gif", "class1/y.GIF", "only/z.avif", "notes.txt", "class0/README"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"left out: 2 \.gif, 1 \.txt, 1 without an ending, 1 \.avif; images end in"):
+        manifest = Manifest.from_folder(tmp_path)
+    reference = ImageFolder(tmp_path, allow_empty=True)
+    assert [manifest.path(i) for i in range(len(manifest))] == [path for path, _ in reference.samples]
+    assert len(manifest) == len(IMG_EXTENSIONS) + 1
+    decoded = defects([np.frombuffer(manifest.read(i), np.uint8) for i in range(len(manifest))], None, manifest.sizes)
+    assert decoded == [None] * len(manifest)
+
+
 @pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp"])
 def test_extensions(tmp_path, name):
     save(tmp_path / name)
@@ -64,7 +84,10 @@ def test_orientation_tag_does_not_swap_the_size(tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6
     save(tmp_path / "a.jpg", exif=turned)
-    assert Manifest.from_folder(tmp_path).sizes.tolist() == [[8, 6]]
+    save(tmp_path / "b.tif", tiffinfo={0x0112: 6})
+    manifest = Manifest.from_folder(tmp_path)
+    assert manifest.sizes.tolist() == [[8, 6]] * 2
+    assert defects([np.frombuffer(manifest.read(i), np.uint8) for i in (0, 1)], None, manifest.sizes) == [None] * 2
 
 
 def test_nested_folders_count_to_their_class(tmp_path):
@@ -79,6 +102,28 @@ def test_link_that_leads_back_up_ends(tmp_path):
     save(tmp_path / "cat" / "a.jpg")
     (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)
     assert len(Manifest.from_folder(tmp_path)) == 1
+
+
+def test_pictures_of_runs_are_no_images(tmp_path):
+    save(tmp_path / "cat/0.jpg")
+    for run in ("run", "cat/inner"):
+        save(tmp_path / run / "curves.png")
+        save(tmp_path / run / "export/preview.png")
+        for name in ("config.yaml", "metrics.jsonl", "log.txt"):
+            (tmp_path / run / name).touch()
+    for name in ("config.yaml", "log.txt"):  # another program's
+        (tmp_path / "cat" / name).touch()
+    with pytest.warns(UserWarning, match=r"folders of runs lie among the images in .* \(2, cat/inner for one\); they"):
+        manifest = Manifest.open(tmp_path)
+    assert manifest.classes == ["cat"] and len(manifest) == 1
+    with pytest.raises(DataError, match="is the folder of a run"):
+        Manifest.open(tmp_path / "run")
+    with tarfile.open(tmp_path / "run/0.tar", "w") as tar:
+        tar.add(tmp_path / "cat/0.jpg", "0.jpg")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "run").rename(tmp_path / "shards/run")
+    (tmp_path / "shards/run/0.tar").rename(tmp_path / "shards/0.tar")
+    assert Manifest.open(tmp_path / "shards").shards is not None
 
 
 def test_images_beside_class_folders_are_announced(tmp_path):

@@ -255,6 +255,17 @@ def test_scans_of_other_images_and_other_files_are_left_alone(images, tmp_path):
     assert (tmp_path / "other" / "manifest.csv").read_text() == "mine"
 
 
+@pytest.mark.parametrize("text", ["hi", "[]", '{"path": "mine"}', "\xff"])
+def test_a_description_that_no_scan_wrote_is_left_alone_and_what_lies_beside_it(images, tmp_path, text):
+    (tmp_path / "scan").mkdir()
+    (tmp_path / "scan/scan.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / "scan/manifest.csv").write_text("mine")
+    before = content(tmp_path / "scan")
+    with pytest.raises(DataError, match=r"holds a scan\.json that no scan wrote"):
+        scan(images, tmp_path / "scan")
+    assert content(tmp_path / "scan") == before
+
+
 def test_two_scans_do_not_write_into_one_folder(images, tmp_path):
     manifest = Manifest.open(images)
     first = scanning.scan(manifest, tmp_path / "scan", 1)

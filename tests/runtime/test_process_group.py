@@ -8,17 +8,19 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import start
 from hypothesis import given
 from hypothesis import strategies as st
 from worker_group import WorkerError, WorkerGroup
 
-from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime import process_group, rendezvous
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import Launch, expand_hosts, launch_environment
 
@@ -185,6 +187,59 @@ def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
         with pytest.raises(UserError, match=r"rank 1 of 2 did not meet the others at 127\.0\.0\.1:\d+ within"):
             process_group.start("cpu", rendezvous_timeout=timedelta(milliseconds=500))
     assert os.environ["LOCAL_RANK"] == "1" and not dist.is_initialized()
+
+
+def start_late(values: dict[str, str], seconds: float, said: str) -> None:
+    """A rank that comes some seconds late, and notices after half a second that others do."""
+    os.environ.update(values)
+    sys.stderr = open(said, "w")  # noqa: SIM115
+    rendezvous.NOTICE_SECONDS = 0.5
+    time.sleep(seconds)
+    try:
+        process_group.start("cpu", rendezvous_timeout=timedelta(seconds=3))
+    except UserError as error:
+        print(error, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def what_ranks_say(tmp_path: Path, late: list[float | None], **more: str) -> list[list[str]]:
+    """What each rank says, of which some are late and some do not come."""
+    port = str(free_port())
+    processes = []
+    for rank, seconds in enumerate(late):
+        values = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(late)), "MASTER_PORT": port}
+        values |= {"LOCAL_WORLD_SIZE": str(len(late)), "MASTER_ADDR": "127.0.0.1", **more}
+        if seconds is not None:
+            processes.append(start(start_late, values, seconds, str(tmp_path / f"rank-{rank}")))
+    for process in processes:
+        process.join(60)
+    files = [tmp_path / f"rank-{rank}" for rank in range(len(late))]
+    texts = [file.read_text().splitlines() if file.exists() else [] for file in files]
+    return [[line for line in text if not line.startswith("[")] for text in texts]  # torch's own begin so
+
+
+def test_who_is_awaited_is_said(tmp_path):
+    first, second, third = what_ranks_say(tmp_path, [1.0, 0.0, 2.0])
+    assert first == [line for line in first if line.startswith("rank 0 of 3 waits for rank 2 at 127.0.0.1:")] != []
+    assert second == [line for line in second if line.startswith("rank 1 of 3 waits for rank 0 at 127.0.0.1:")] != []
+    assert third == []
+
+
+def test_who_did_not_come_is_named(tmp_path):
+    first, _, third = what_ranks_say(tmp_path, [0.0, None, 0.0])
+    assert first[0].startswith("rank 0 of 3 waits for rank 1 at ")
+    # Rank 2, when its own time is up, may find that rank 0 has gone before.
+    causes = {0: ("rank 1 did not come",), 2: ("rank 1 did not come", "rank 0 has left again, and says why")}
+    for rank, (line, remedy) in ((0, first[1:]), (2, third)):
+        assert line.startswith(f"rank {rank} of 3 did not meet the others at 127.0.0.1:")
+        assert line.partition(" within 3 s: ")[2] in causes[rank] and "all 3 processes were started" in remedy
+
+
+def test_an_address_without_a_meaning_is_said_at_once(tmp_path):
+    first, second = what_ranks_say(tmp_path, [None, 0.0], MASTER_ADDR="nowhere.invalid")
+    assert first == [] and second[0].startswith("rank 1 of 2: MASTER_ADDR is nowhere.invalid, which cannot be resolved")
+    assert "rank 1 of 2 waits for rank 0 at nowhere.invalid:" in second[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

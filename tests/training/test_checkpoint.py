@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from trainer_state import batches, make_trainer, small_config, smooth
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Piece, Reader, complete_checkpoints, latest, write, write_weights
-from unigrad_fast.checkpoints.weights import load_branch, load_encoder
+from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import checkpoint
@@ -126,8 +127,8 @@ def test_tensors_are_read_back_bit_for_bit_whole_and_in_ranges(tmp_path, values)
     part = torch.empty(100)
     reader.read("online.backbone.weight", 333, part)
     assert torch.equal(part, values["online.backbone.weight"].view(-1)[333:433])
-    state, metadata = load_branch(tmp_path, "online.backbone")
-    assert sorted(state) == ["bias", "weight"] and metadata == {"step": "2", "epoch": "1"}
+    assert sorted(load_branch(reader, "online.backbone")) == ["bias", "weight"]
+    assert (reader.about["step"], reader.about["epoch"]) == (2, 1)
 
 
 def test_every_file_is_plain_tensors_for_torch(tmp_path, values):
@@ -189,7 +190,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, values, damage):
     damage(newest)
     file, reason = DAMAGES[damage]
     with pytest.raises(UserError) as caught:
-        load_branch(tmp_path, "online")
+        load_branch(open_checkpoint(tmp_path), "online")
     assert str(newest / file) in str(caught.value) and reason in str(caught.value)
     assert "--fall_back" in str(caught.value)
 
@@ -334,6 +335,16 @@ def test_a_run_that_fell_back_keeps_what_it_writes_from_there(tmp_path, values):
     assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000009"]
 
 
+def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path):
+    for step in range(1, 4):
+        write(tmp_path, step, [], {})
+    shutil.copytree(latest(tmp_path), tmp_path / "checkpoints/step-00000001-best")
+    checkpoint.prune(tmp_path, keep=1, keep_every=0)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001-best", "step-00000003"]
+    (tmp_path / "checkpoints/latest").write_text("step-00000001-best\n")
+    assert latest(tmp_path).name == "step-00000001-best"
+
+
 def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
     plain_run(tmp_path, values)
     root = tmp_path / "checkpoints"
@@ -346,10 +357,10 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
 
 def test_weights_that_are_missing_or_misfit_are_refused(tmp_path, values):
     with pytest.raises(UserError, match="no checkpoint there"):
-        load_encoder(tmp_path, torch.nn.Linear(40, 30))
+        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
     plain_run(tmp_path, values)
     with pytest.raises(UserError, match="does not fit"):
-        load_encoder(tmp_path, torch.nn.Linear(40, 30))
+        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
 
 
 def refuse_imported(images: str, output: Path) -> str:

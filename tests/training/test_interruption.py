@@ -20,6 +20,7 @@ from drawn_images import draw_tree
 from forked import ENVIRONMENT
 
 from unigrad_fast.checkpoints.files import Reader, latest
+from unigrad_fast.config import resolve
 
 KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 8, 3
 DEADLINE = 240.0  # seconds that any wait may take
@@ -138,17 +139,21 @@ def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undistu
     require_equal(output, undisturbed)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
-def test_a_signal_saves_and_ends_all_ranks_with_75(data, undisturbed, tmp_path, number, ranks):
+@pytest.mark.parametrize(
+    ("number", "ranks", "status"),
+    [(signal.SIGTERM, [0, 1], 75), (signal.SIGUSR1, [1], 75), (signal.SIGHUP, [0], 75), (signal.SIGINT, [0, 1], 130)],
+)
+def test_a_signal_saves_and_ends_all_ranks(data, undisturbed, tmp_path, number, ranks, status):
     output = tmp_path / "run"
     run = Run(data, output, 2, "--engine.zero_stage", "1")
     assert run.wait_for(lambda: steps_logged(output) >= 4)
     run.signal(number, ranks)
     statuses, said = run.end()
-    assert statuses == [75, 75], said
+    assert statuses == [status, status], said
+    word = "interrupted" if number == signal.SIGINT else "preempted"
     step = Reader(latest(output)).about["step"]
     assert step % STEPS_PER_EPOCH or step >= 5  # wherever it was
-    assert said.count(f"preempted: saved after step {step}; the same command goes on from there") == 2
+    assert said.count(f"{word}: saved after step {step}; the same command goes on from there") == 2
     assert "Traceback" not in said
 
 
@@ -204,21 +209,55 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
     run.end()
     statuses, said = Run(data, tmp_path / "run", 1, "--seed", "5").end()
     assert statuses == [2] and f"seed = 5: the run in {tmp_path / 'run'} has 0" in said
+    for name in ("summary.json", "curves.png", "bad_images.jsonl"):  # as if it had come that far
+        (tmp_path / "run" / name).write_text("{}")
+    events = tmp_path / "run/tensorboard/events.out.tfevents.17.host"
+    events.parent.mkdir()
+    events.write_text("")
+    log = (tmp_path / "run/log.txt").read_text()
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"event": "warning", "step": 0, "epoch": 0.0, "message": "of the attempt before"}\n')
     run = Run(data, tmp_path / "run")
     assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 4)
     run.signal(signal.SIGTERM)
-    assert run.end()[0] == [75]
+    statuses, said = run.end()
+    assert statuses == [75] and "begins again: the attempt before it in this folder has saved no checkpoint" in said
     assert [step for step, *_ in losses(tmp_path / "run")][:4] == [1, 2, 3, 4]
+    assert "of the attempt before" not in (tmp_path / "run/metrics.jsonl").read_text()
+    assert not {"summary.json", "curves.png", "bad_images.jsonl"} & {path.name for path in (tmp_path / "run").iterdir()}
+    assert not events.exists()
+    whole_log = (tmp_path / "run/log.txt").read_text()
+    assert whole_log.startswith(log) and "begins again" in whole_log.removeprefix(log)
+
+
+def test_runs_without_a_folder_that_start_at_once_take_one_each_on_all_ranks(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"recipe: {data}/recipe.yaml\nschedule: {{epochs: 1}}\n")
+    words = ("pretrain", "--recipe", tmp_path / "mine.yaml", "--data.train", data / "train")
+    runs = [start_ranks(ranks, *words, is_thin=True) for ranks in (1, 2)]
+    results = [process.end(DEADLINE) for processes in runs for process in processes]
+    assert [result.returncode for result in results] == [0, 0, 0], results
+    folders = [tmp_path / "runs" / name for name in ("mine", "mine-2")]
+    assert sorted((tmp_path / "runs").iterdir()) == folders
+    assert {len(list(latest(folder).glob("rank-*.pt"))) for folder in folders} == {1, 2}
+    for folder in folders:
+        config = resolve(folder / "config.yaml")
+        assert (config.output, config.recipe) == (folder, "cifar_subset")
 
 
 def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tmp_path):
-    """A file stands where the checkpoints' folder has to be: what root may do, a test that runs as root sees too."""
+    """A file comes to stand where the checkpoints' folder has to be: a test that runs as root sees that too."""
     output = tmp_path / "run"
-    output.mkdir()
+    run = Run(data, output)
+    assert run.wait_for(lambda: steps_logged(output) >= 1)
     (output / "checkpoints").write_text("")
-    statuses, said = Run(data, output, 1, *EVERY_STEP).end()
+    run.signal(signal.SIGTERM)
+    statuses, said = run.end()
     assert statuses == [3] and f"{output}/checkpoints" in said and "cannot be written" in said
+    assert "there is no earlier one: the same command begins again" in said
     assert "Traceback" not in said
+    statuses, said = Run(data, output).end()
+    assert statuses == [2] and "checkpoints is a file, where a run keeps a folder; move it away" in said
 
 
 def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
@@ -235,9 +274,11 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
         assert "cannot be written: No space left on device; earlier ones are as they were" in said
         assert "Traceback" not in said
         assert Reader(latest(disk / "run")).about["step"] == 2
-        subprocess.run(["mount", "-o", f"remount,size={6 * checkpoint}", disk], check=True)
+        assert "little space" not in said
+        subprocess.run(["mount", "-o", f"remount,size={7 * checkpoint // 2}", disk], check=True)
         statuses, said = Run(data, disk / "run", 2).end()
         assert statuses == [0, 0] and "going on after step 2" in said, said
+        assert f"free on the disk of {disk}/run" in said  # less than two, of which the run needs one
         require_equal(disk / "run", undisturbed)
     finally:
         subprocess.run(["umount", disk], check=True)

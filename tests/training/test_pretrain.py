@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_process import command, command_on_two_ranks
+from command_process import CommandProcess, command, command_on_two_ranks
 from drawn_images import draw_tree
 
 from unigrad_fast.checkpoints.files import Reader, latest
@@ -58,7 +58,8 @@ def test_a_run_ends_well_and_writes_its_files(finished):
     run, result = finished
     assert result.returncode == 0, result.stdout + result.stderr
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard", "summary.json", "log.txt", ".lock"
+        "config.yaml", "metrics.jsonl", "checkpoints", "curves.png", "curves.svg", "tensorboard", "summary.json",
+        "log.txt", ".lock"
     }  # fmt: skip
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,7 +107,7 @@ def test_evaluate_reproduces_the_accuracy_of_the_run_and_of_its_untrained_encode
     run, _ = finished
     result = command("evaluate", "knn", run, "--baselines", "true")
     assert result.returncode == 0, result.stderr
-    accuracy = json.loads((run / "knn.json").read_text())["accuracy"]
+    accuracy = json.loads((run / "evaluation/knn-epoch2.json").read_text())["accuracy"]
     during = [event["accuracy"] for event in events(run, "knn")]
     assert accuracy["untrained encoder"] == during[0]
     assert accuracy["trained encoder"] == during[-1]
@@ -156,7 +157,7 @@ def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished
     alone = [event["accuracy"] for event in events(run, "knn")]
     result = command_on_two_ranks("evaluate", "knn", run)
     assert result.returncode == 0, result.stderr
-    assert json.loads((run / "knn.json").read_text())["accuracy"]["trained encoder"] == alone[-1]
+    assert json.loads((run / "evaluation/knn-epoch2.json").read_text())["accuracy"]["trained encoder"] == alone[-1]
 
 
 @pytest.mark.parametrize(
@@ -180,12 +181,26 @@ def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_p
     if said == "no validation images":
         assert f"evaluation is off: {said}" in result.stdout
     else:
-        (warning,) = events(tmp_path / "run", "warning")
+        (warning,) = (each for each in events(tmp_path / "run", "warning") if "left out: " not in each["message"])
         assert warning["message"].startswith(f"evaluation is off although data.val is given: {said}")
     assert events(tmp_path / "run", "knn") == []
     assert "evaluate knn" not in result.stdout
     refused = command("evaluate", "knn", tmp_path / "run")
     assert refused.returncode == 2 and said in refused.stderr
+
+
+def test_validation_that_lacks_a_class_is_judged_during_training(data, tmp_path):
+    images = sorted((data / "train").rglob("*.jpg"))
+    for name, lacking in (("train", None), ("val", "class1")):  # the largest label
+        lines = [f"{file}\t{file.parent.name[-1]}\n" for file in images if file.parent.name != lacking]
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    given = ("--data.train", tmp_path / "train.txt", "--data.val", tmp_path / "val.txt", "--schedule.epochs", "1")
+    given = ("--recipe", data / "small.yaml", "--output", tmp_path / "run", *given, "--schedule.warmup_epochs", "0")
+    result = CommandProcess("pretrain", *given, is_thin=True).end()
+    assert result.returncode == 0, result.stderr
+    (warning,) = events(tmp_path / "run", "warning")
+    assert warning["message"].startswith("validation lacks 1 of 2 classes of the training images (1)")
+    assert [event["step"] for event in events(tmp_path / "run", "knn")] == [0, 3]
 
 
 def test_collapse_is_warned_of(data, tmp_path):

@@ -3,7 +3,10 @@
 import io
 import json
 import math
+import os
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -297,8 +300,68 @@ def test_curves_are_drawn_from_the_metrics(tmp_path, evaluated):
     for path in (tmp_path / "curves.png", comparison):
         with Image.open(path) as picture:
             assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**6)) > 20
+        drawing = path.with_suffix(".svg").read_text()
+        said = {text.strip() for text in re.findall("<!--(.*?)-->", drawing, re.DOTALL)}
+        assert {"Loss", "Positive cosine", "kNN accuracy, %", "Feature deviation", "Effective rank of F"} <= said
+        assert ("20.0 untrained" in said) == ("70.0" in said) == evaluated
+        assert ("not evaluated" in said) == (not evaluated)
+    before = (tmp_path / "curves.svg").read_bytes()
+    curves.draw(tmp_path)
+    assert (tmp_path / "curves.svg").read_bytes() == before  # no date, no random names
+
+
+@given(st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=200))
+def test_a_smoothed_curve_stays_within_its_values_and_keeps_their_gaps(values):
+    values = np.array(values, float)
+    smoothed = curves.smoothed(values)
+    assert np.array_equal(np.isnan(smoothed), np.isnan(values))
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        found = smoothed[np.isfinite(smoothed)]
+        assert finite.min() - 1e-9 <= found.min() and found.max() <= finite.max() + 1e-9
+
+
+def test_a_smoothed_curve_has_little_of_the_noise_and_all_of_the_course():
+    noise, course = np.random.default_rng(0).normal(size=1000), np.linspace(0, 100, 1000)
+    smoothed = curves.smoothed(course + noise)
+    assert np.std(smoothed - course) < np.std(noise) / 4
 
 
 def test_half_written_last_line_of_a_killed_run_is_passed_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "epoch": 1}\n{"event": "tra')
-    assert curves.read_events(tmp_path) == [{"event": "train", "epoch": 1}]
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "epoch": 1}\n{"event": "tra')
+    assert curves.read_events(tmp_path) == [{"event": "train", "step": 1, "epoch": 1}]
+
+
+BROKEN = (
+    *(b"\xff\xfe", b"{}", b"[]", b"7", b'{"event": "tra', b'{"event": "train", "step": "x", "epoch": 0.1}'),
+    *(b'{"event": "train", "epoch": 0.1}', b'{"event": "knn", "step": 1, "epoch": 0.1}', b"[" * 100_000, b"\0" * 50),
+    *(b'{"event": "train", "step": 1, "epoch": NaN}', b'{"event": "train", "step": 1, "epoch": 0.1, "loss": "low"}'),
+    *(b'{"event": {}, "step": 1, "epoch": 0.1}', b'{"event": "warning", "step": 0, "epoch": 0, "message": null}'),
+)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_run_goes_on_without_lines_of_its_metrics_that_are_none(tmp_path, broken):
+    whole = b'{"event": "knn", "step": 0, "epoch": 0.0, "accuracy": 25.0, "k": 20, "temperature": 0.1, '
+    whole += b'"protocol": "weighted kNN", "branch": "online backbone"}'
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([broken, whole, broken, broken]))
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        telemetry.log_train(10, METRICS)
+        assert telemetry.finish()["knn_first"] == 25.0
+    kinds = [event["event"] for event in run.events()]
+    assert kinds == ["knn", "warning", "train"]
+    assert "WARNING" in run.shown and "metrics.jsonl: 2 lines are no events, first 1: " in run.shown
+    if broken == BROKEN[0]:
+        curves.draw(tmp_path)
+
+
+def test_a_run_folder_whose_name_is_no_text_has_log_and_curves(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9 [x")
+    run = Run(folder)
+    with run.telemetry as telemetry:
+        telemetry.say(f"run folder {folder}")
+        telemetry.log_train(10, METRICS)
+        telemetry.finish()
+    assert b"caf\xe9 [x" in (folder / "log.txt").read_bytes()
+    assert curves.draw(folder).is_file()

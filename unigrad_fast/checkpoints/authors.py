@@ -25,6 +25,10 @@ from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.outputs import within_images
+from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
@@ -84,10 +88,10 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if rest:
         print(f"Left out: {', '.join(rest)}")
     if train is None or val is None:
-        print(f"To evaluate it, name its images in {run}/config.yaml: data.train and data.val")
+        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
     else:
-        print(f"Evaluate it: unigrad-fast evaluate knn {run}")
-    print(f"Export it: unigrad-fast export {run}")
+        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run))
+    print("Export it:", typed("unigrad-fast", "export", run))
 
 
 def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:
@@ -109,7 +113,9 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
         for key, folder in folders.items()
         if folder is not None and not os.path.exists(folder)
     ]
-    if os.path.lexists(run):
+    if problem := dangling_link(run) or within_images(run, folders):
+        problems.append(f"run = {run}: {problem}")
+    elif os.path.lexists(run):
         problems.append(f"run = {run}: exists already; give a new folder")
     elif not problems:
         try:
@@ -146,7 +152,8 @@ def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            with utf8_path(file) as name:
+                return load_file(name)
         with torch.serialization.safe_globals(NUMPY_NUMBER), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(file, map_location="cpu", weights_only=True)

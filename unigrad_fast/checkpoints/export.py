@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import unigrad_fast
-from unigrad_fast.checkpoints.weights import load_branch
-from unigrad_fast.config import Config, resolve
+from unigrad_fast.checkpoints.configuration import configuration
+from unigrad_fast.checkpoints.probes import describe_probe, find_probe
+from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
+from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.whole_file import write_whole
 
 Format = Literal["torchvision", "safetensors"]
 ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
-PROBE = "linear.safetensors"  # written by `evaluate linear`
 
 
 def export(
@@ -34,6 +34,9 @@ def export(
     branch: Literal["online", "target"] = "online",
     with_linear: bool = False,
     output: Path | None = None,
+    overwrite: bool = False,
+    checkpoint: int | None = None,
+    probe: Path | None = None,
 ) -> Path:
     """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
 
@@ -42,18 +45,26 @@ def export(
         format: "torchvision" is torch.save of a state dict, "safetensors" the same names in a safetensors file; None
             goes by the ending of `output`, else it is "safetensors".
         branch: whose backbone.
-        with_linear: add the linear probe as `fc`.
+        with_linear: add the linear probe of these weights as `fc`.
         output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the ending when the
             probe is in it.
+        overwrite: replace a file that has that name, and its description.
+        checkpoint: step of the checkpoint; None is the newest.
+        probe: file of the linear probe; None is the paper's protocol before the quick one, and the newest of several.
 
     Returns:
         The file.
 
     Raises:
         UserError: a run without weights, a stem that torchvision has not, no linear probe of these weights, or an
-            output that cannot be written; nothing was written then.
+            output that cannot be written, exists or is a run's own; nothing was written then.
     """
-    config = resolve(run / "config.yaml")
+    if probe is not None and not with_linear:
+        raise UserError(f"probe = {probe}: belongs to --with_linear true; leave it out, or add that")
+    reader = open_checkpoint(run, checkpoint)
+    config, told = configuration(run, reader)
+    for line in told:
+        print(f"warning: {line}")
     format = _format(format, output)
     if format == "torchvision" and config.model.stem != "imagenet":
         raise UserError(
@@ -62,43 +73,41 @@ def export(
             "unigrad_fast.networks.encoder.build_backbone"
         )
     folder = _writable_folder(run, output)
-    probe, about_probe = _read_probe(run, branch) if with_linear else ({}, {})
-    state, metadata = load_branch(run, f"{branch}.backbone")
-    if with_linear and about_probe["step"] != metadata["step"]:
-        raise UserError(
-            f"{run / PROBE}: was trained on the weights of step {about_probe['step']}, and the run is at step "
-            f"{metadata['step']}; run `unigrad-fast evaluate linear {run}` again"
-        )
-    state |= {f"fc.{name}": tensor for name, tensor in probe.items()}
-    head = tuple(probe["weight"].shape) if with_linear else None
+    for path in () if output is None else (output, _description(output)):
+        outputs.require_file(path, run=run)
+    linear, file = {}, None
+    if with_linear:
+        file, linear = find_probe(run, reader, branch, probe)
+    state = load_branch(reader, f"{branch}.backbone") | {f"fc.{name}": tensor for name, tensor in linear.items()}
+    head = tuple(linear["weight"].shape) if file else None
     _require_fit(run, state, config, head)
-    about = describe(config, metadata, branch) | ({"linear": _shown_probe(about_probe)} if with_linear else {})
+    about = describe(config, reader.about, branch) | ({"linear": describe_probe(file)} if file else {})
 
     ending = next(ending for ending, of in ENDINGS.items() if of == format)
-    name = f"{config.model.backbone}-{branch}-epoch{metadata['epoch']}" + ("-linear" if with_linear else "")
+    name = f"{config.model.backbone}-{branch}-epoch{about['epoch']:g}" + ("-linear" if with_linear else "")
     path = output or folder / f"{name}{ending}"
     content = _serialise(state, format, about)
     digest = {"file": path.name, "format": format, "sha256": hashlib.sha256(content).hexdigest()}
-    write_whole(path, content)
-    write_whole(path.with_name(f"{path.name}.json"), json.dumps(about | digest, indent=2).encode() + b"\n")
-    added = f", linear probe of {head[0]} classes" if head else ""
+    described = json.dumps(about | digest, indent=2).encode() + b"\n"
+    outputs.write_files({path: content, _description(path): described}, overwrite)
+    added = f", linear probe of {head[0]} classes from {file}" if head else ""
     print(
-        f"{config.model.backbone}, {branch} branch, epoch {metadata['epoch']}, step {metadata['step']}{added}: "
+        f"{config.model.backbone}, {branch} branch, epoch {about['epoch']:g}, step {about['step']}{added}: "
         f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
     )
     print(*(f"  {line}" for line in loading_lines(path, format, config, head)), sep="\n")
     return path
 
 
-def describe(config: Config, metadata: dict[str, str], branch: str) -> dict[str, Any]:
+def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:
     """What a user of the weights has to know, JSON values."""
     return {
         "recipe": config.recipe,
         "backbone": config.model.backbone,
         "stem": config.model.stem,
         "branch": branch,
-        "epoch": float(metadata["epoch"]),
-        "step": int(metadata["step"]),
+        "epoch": float(checkpoint["epoch"]),
+        "step": checkpoint["step"],
         "image_size": config.data.image_size,
         "crop_fraction": config.evaluation.crop_fraction,
         "mean": MEAN,
@@ -126,54 +135,36 @@ def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, .
 
 
 def _format(format: Format | None, output: Path | None) -> Format:
-    by_ending = ENDINGS.get(output.suffix) if output is not None else None
+    by_ending = ENDINGS.get(output.suffix.lower()) if output is not None else None
+    if output is not None and by_ending is None and not os.path.isdir(output):
+        raise UserError(
+            f"output = {output}: give a name that ends in one of {', '.join(ENDINGS)}; others are not written"
+        )
     if format and by_ending and format != by_ending:
         raise UserError(f"output = {output}: ends like a file of --format {by_ending}, and --format is {format}")
     return format or by_ending or "safetensors"
 
 
+def _description(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
 def _writable_folder(run: Path, output: Path | None) -> Path:
-    folder = run / "export" if output is None else output.parent
-    if output is None:
+    folder = run / outputs.EXPORTS if output is None else output.parent
+    if problem := outputs.dangling_link(folder):
+        raise UserError(f"output = {output or folder}: {problem}")
+    if folder == run / outputs.EXPORTS:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder}: cannot be made ({error.strerror}); name a file with --output FILE") from None
-    elif os.path.isdir(output):
+    if output is not None and os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give a file")
-    elif not os.path.isdir(folder):
+    if not os.path.isdir(folder):
         raise UserError(f"output = {output}: no folder {folder}; make it first, or give another file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
     return folder
-
-
-def _read_probe(run: Path, branch: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of the linear probe, and its metadata."""
-    path = run / PROBE
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; run `unigrad-fast evaluate linear {run}` first")
-    try:
-        with safe_open(path, framework="pt") as file:
-            probe, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged ({error}); run `unigrad-fast evaluate linear {run}` again") from None
-    if probe.keys() != {"weight", "bias"} or "step" not in about:
-        raise UserError(f"{path}: not a linear probe; run `unigrad-fast evaluate linear {run}` again")
-    if branch != (of := about.get("branch", "online").split()[0]):
-        raise UserError(f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out")
-    return probe, about
-
-
-def _shown_probe(about: dict[str, str]) -> dict[str, Any]:
-    """A probe's metadata, whose values are texts or JSON."""
-    shown: dict[str, Any] = {}
-    for key, text in about.items():
-        try:
-            shown[key] = json.loads(text)
-        except ValueError:
-            shown[key] = text
-    return shown
 
 
 def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tuple[int, ...] | None) -> None:
@@ -184,7 +175,7 @@ def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tupl
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise UserError(f"{run}: its weights do not fit its configuration: {error}") from None
+        raise UserError(f"{run}: its weights do not fit its configuration: {misfit(error)}") from None
 
 
 def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:
@@ -193,7 +184,17 @@ def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) 
         torch.save(state, buffer)
         return buffer.getvalue()
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    return safetensors.torch.save(state, texts)
+    return _ordered(safetensors.torch.save(state, texts))
+
+
+def _ordered(content: bytes) -> bytes:
+    """A safetensors file with its texts in order, which the library puts down in another one each time."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _commit() -> str:

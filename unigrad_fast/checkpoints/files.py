@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,8 @@ from torch import Tensor
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
-from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.utf8_path import utf8_path
+from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
 DESCRIPTION = "checkpoint.json"
@@ -100,8 +102,9 @@ def _write_pieces(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
             raise digesting.error or RuntimeError(f"{path}: cannot be written") from None
         if digesting.error is not None:
             raise digesting.error
-        file.flush()
-        os.fsync(file.fileno())
+        with naming(path):
+            file.flush()
+            os.fsync(file.fileno())
     return {
         "file": path.name,
         "bytes": digesting.bytes,
@@ -190,8 +193,8 @@ def remove_leftovers(run: Path) -> None:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Folders of the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in _root(run).glob("step-*") if path.is_dir())
+    """Folders of the complete checkpoints of a run, oldest first; a copy under another name is the user's."""
+    return sorted(path for path in _root(run).glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
 def latest(run: Path) -> Path | None:
@@ -206,7 +209,8 @@ def latest(run: Path) -> Path | None:
             return None
         raise UserError(f"{pointer}: no such file, but {complete[-1]} is there; {_fall_back_hint()}")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    if (folder := _root(run) / name) not in complete:
+    folder = _root(run) / name
+    if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # which may be a user's copy
         raise UserError(f"{pointer}: names {name or 'nothing'}, which is not there; {_fall_back_hint()}")
     return folder
 
@@ -300,7 +304,8 @@ class Reader:
         if file not in self._open:
             path = self.folder / file
             try:
-                self._open[file] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+                with utf8_path(path) as name:
+                    self._open[file] = torch.load(name, mmap=True, weights_only=True, map_location="cpu")
             except (OSError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
                 raise UserError(f"{path}: cannot be read ({reason}); {_fall_back_hint()}") from None

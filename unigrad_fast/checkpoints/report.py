@@ -7,12 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.validation import byte_size, count
 
 
 def show(path: Path) -> None:
@@ -38,14 +38,14 @@ def show(path: Path) -> None:
     rows["model"] = f"{model['backbone']}, projector {model['projector']['depth']} x {model['projector']['width']}"
     rows["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     for group, (tensors, elements, size) in _groups(reader).items():
-        rows[group] = f"{tensors} tensors, {elements:,} elements, {_size(size)}"
-    rows["files"] = f"{len(about['files'])}, {_size(sum(file['bytes'] for file in about['files'].values()))}"
+        rows[group] = f"{tensors} tensors, {elements:,} elements, {byte_size(size)}"
+    rows["files"] = f"{len(about['files'])}, {byte_size(sum(file['bytes'] for file in about['files'].values()))}"
     if path != folder:
         rows["checkpoints of the run"] = ", ".join(each.name for each in complete_checkpoints(path))
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    new_console().print(table)
 
 
 def verify(path: Path) -> None:
@@ -83,7 +83,3 @@ def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
         for place, more in enumerate((1, elements, size)):
             groups[name.partition(".")[0]][place] += more
     return {name: tuple(sums) for name, sums in groups.items()}
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,36 +1,64 @@
-"""The weights of a run, from its newest checkpoint, whole and on the CPU: for evaluation and export."""
+"""The weights of a run, from one of its checkpoints, whole and on the CPU: for evaluation and export."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints import files
+from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.runtime.errors import UserError
 
+LONGEST = 300  # characters of a message from torch
 
-def load_branch(run: Path, branch: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state dict of one branch (a dotted prefix such as `online.backbone`), and the `step` and `epoch` it is of.
+
+def open_checkpoint(run: Path, step: int | None = None) -> Reader:
+    """The checkpoint of a step, or the newest one.
 
     Raises:
-        UserError: the run has no checkpoint, or its newest one is damaged.
+        UserError: the run has no checkpoint, or none of that step, or its description is damaged.
     """
-    folder = files.latest(run)
-    if folder is None:
-        raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
-    reader = files.Reader(folder)
+    if step is None:
+        folder = files.latest(run)
+        if folder is None:
+            raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
+        return Reader(folder)
+    numbers = {folder.name.removeprefix("step-"): folder for folder in files.complete_checkpoints(run)}
+    kept = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}
+    if step not in kept:
+        there = f"those of {', '.join(map(str, sorted(kept)))}" if kept else "none"
+        raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; there are {there}")
+    return Reader(kept[step])
+
+
+def fingerprint(reader: Reader) -> str:
+    """Of a checkpoint's content: a run that began again in its folder has other weights after the same step."""
+    return "sha256-" + hashlib.sha256(json.dumps(reader.about["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_branch(reader: Reader, branch: str) -> dict[str, Tensor]:
+    """The state dict of one branch, a dotted prefix such as `online.backbone`.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
     reader.verify()
     prefix = f"{branch}."
-    state = {name.removeprefix(prefix): reader.tensor(name) for name in reader.names if name.startswith(prefix)}
-    return state, {"step": str(reader.about["step"]), "epoch": f"{reader.about['epoch']:g}"}
+    return {name.removeprefix(prefix): reader.tensor(name) for name in reader.names if name.startswith(prefix)}
 
 
-def load_encoder(run: Path, backbone: nn.Module) -> dict[str, str]:
-    """Load the online backbone of a run strictly into `backbone`; returns the `step` and `epoch` it is of."""
-    state, metadata = load_branch(run, "online.backbone")
+def load_encoder(reader: Reader, backbone: nn.Module) -> None:
+    """Load the online backbone strictly into `backbone`."""
     try:
-        backbone.load_state_dict(state, strict=True)
+        backbone.load_state_dict(load_branch(reader, "online.backbone"), strict=True)
     except RuntimeError as error:
-        raise UserError(f"{run}: its checkpoint does not fit its configuration: {error}") from None
-    return metadata
+        raise UserError(f"{reader.folder}: does not fit its configuration: {misfit(error)}") from None
+
+
+def misfit(error: RuntimeError) -> str:
+    """The first line of torch's about a state dict, which has one for each tensor that does not fit."""
+    first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+    return first[:LONGEST] + (f" ... and {len(others)} more" if others else "")

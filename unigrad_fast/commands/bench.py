@@ -8,6 +8,7 @@ from pydantic import Field
 
 from unigrad_fast.benchmarks.record import OUTPUT
 from unigrad_fast.commands.requirements import require_dali, require_triton
+from unigrad_fast.config import MOST_THREADS
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
@@ -51,9 +52,9 @@ class BenchLoader(Node):
     """Where ours decodes and augments."""
     batch_size: int = Field(default=64, ge=1)
     """Images per batch."""
-    image_size: int | None = Field(default=None, ge=1)
+    image_size: int | None = Field(default=None, ge=1, le=1024)
     """Side of the global views in pixels; null is the recipe's."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Threads of ours, and worker processes of torchvision; null is the cores."""
     rounds: int = Field(default=3, ge=1)
     """Rounds in which each variant has its turn."""
@@ -75,7 +76,7 @@ def bench_loader(options: BenchLoader) -> None:
 class BenchKernels(Node):
     """Measure the objective alone against plain torch, or report what the compiler makes of its kernels."""
 
-    width: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1, le=2**17)
     """C, the embedding width; null is 1024, 2048, 4096, 8192 and 16384, one after the other."""
     images: int | None = Field(default=None, ge=1)
     """N, the images per view; null is 128 and 512."""
@@ -99,6 +100,9 @@ class BenchKernels(Node):
 def bench_kernels(options: BenchKernels) -> None:
     if options.compile_only and options.tune:
         raise UserError("compile_only needs no GPU and tune does; give one of them")
+    for mode, taken in (("compile_only", {"output"}), ("tune", set())):
+        if getattr(options, mode) and (ignored := sorted(options.model_fields_set - taken - {"compile_only", "tune"})):
+            raise UserError(f"{ignored[0]} = {getattr(options, ignored[0])}: {mode} does not use it; leave it out")
     if options.tune:
         from unigrad_fast.benchmarks import tune_kernels
 

@@ -8,8 +8,12 @@ from typing import Literal
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_dali
-from unigrad_fast.config import LocalViewChanges, ViewChanges
+from unigrad_fast.config import MOST_THREADS, LocalViewChanges, ViewChanges
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+READ_TIMEOUT = Field(default=60.0, gt=0, le=86_400)
 
 
 class DataSynth(Node):
@@ -36,19 +40,22 @@ class DataScan(Node):
     """Images, as `--data.train` takes them."""
     output: AbsolutePath | None = None
     """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan goes on there."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Images decoded at once; null is one per core. More of them hide the latency of network storage."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer counts as bad."""
 
 
 def data_scan(options: DataScan) -> None:
     require_dali()
+    require_room()
     from unigrad_fast.images import scan
 
     scan.scan(**dict(options))
 
 
 class DataShard(Node):
-    """Pack images into tar shards, which network storage reads faster and a start lists at once."""
+    """Pack images, shuffled, into tar shards, which network storage reads faster and a start lists at once."""
 
     source: AbsolutePath
     """Images, as `--data.train` takes them."""
@@ -61,19 +68,27 @@ class DataShard(Node):
     quality: int = Field(default=90, ge=1, le=100)
     """JPEG quality of the images that are reduced."""
     shuffle_seed: int | None = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of the order in the shards, which mixes the classes for other readers; null keeps the given order."""
-    threads: int | None = Field(default=None, ge=1)
+    """Seed of the order in the shards, which is not the files': it mixes the classes, for other readers. So a run on
+    them has other batches than one on the files; null keeps the order, and the batches."""
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Threads that decode, resize and encode; null is the cores."""
+    read_timeout: float = READ_TIMEOUT
+    """Seconds after which a file that does not answer is left out."""
     verify: bool = False
     """Read all shards back and compare them with their digests; of finished shards, do only this."""
 
 
 def data_shard(options: DataShard) -> None:
+    require_room()
     from unigrad_fast.images import shard
     from unigrad_fast.pipelines.shards.packing import Packing
 
+    if "quality" in options.model_fields_set and options.short_side is None:
+        raise UserError(
+            f"quality = {options.quality}: images are copied as they are; leave it out, or add --short_side"
+        )
     packing = Packing(**{key: getattr(options, key) for key in Packing.__dataclass_fields__})
-    shard.shard(options.source, options.folder, packing, options.threads, options.verify)
+    shard.shard(options.source, options.folder, packing, options.threads, options.verify, options.read_timeout)
 
 
 class DataRecipes(Node):
@@ -90,34 +105,36 @@ def data_recipes(options: DataRecipes) -> None:
 
 
 class DataPreview(Node):
-    """Draw the crops and the views that an augmentation makes of a few images."""
+    """Draw the crops and the views that training makes of a few images."""
 
     path: AbsolutePath
-    """Images, as `--data.train` takes them."""
-    recipe: str = "multicrop"
-    """Augmentation preset, one of those of `data recipes`."""
+    """Images, as `--data.train` takes them; or a run, or a training recipe, whose images are taken."""
+    recipe: str | None = None
+    """Training recipe, or augmentation preset of `data recipes`; null is the path's, else the default of `pretrain`."""
     images: int = Field(default=4, ge=1, le=64)
     """How many images: the first ones of the epoch."""
     output: AbsolutePath = Path("preview.png")
     """PNG file to write."""
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of order and augmentations, as of the run."""
+    overwrite: bool = False
+    """Replace a file of that name."""
+    seed: int | None = Field(default=None, ge=0, le=2**32 - 1)
+    """Seed of order and augmentations; null is the run's or recipe's."""
     epoch: int = Field(default=0, ge=0, le=2**32 - 1)
     """Epoch of the run, from 0."""
     cutmix: bool = False
-    """Add the global views after CutMix."""
+    """Add the global views after CutMix, as is done anyway for a recipe that mixes."""
     image_size: int | None = Field(default=None, ge=16, le=1024)
-    """Height and width of the global views in pixels; null is the preset's."""
+    """Height and width of the global views in pixels; null is the recipe's."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
-    """Number of local views; null is the preset's."""
+    """Number of local views; null is the recipe's."""
     global_views: ViewChanges = ViewChanges()
-    """What differs from the preset in both global views."""
+    """What differs from the recipe in both global views."""
     second_view: ViewChanges = ViewChanges()
     """What differs besides in the second of them."""
     local_views: LocalViewChanges = LocalViewChanges()
     """What differs in the local views."""
-    photometric: Literal["dali", "torch"] = "dali"
-    """Colour operations, as `--data.photometric` of a run."""
+    photometric: Literal["dali", "torch"] | None = None
+    """Colour operations, as `--data.photometric` of a run; null is the run's or recipe's."""
 
 
 def data_preview(options: DataPreview) -> None:

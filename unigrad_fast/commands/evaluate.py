@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_dali, require_run
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+
+class EvaluationData(Node):
+    train: AbsolutePath | None = None
+    """Training images to judge with; null is the run's."""
+    val: AbsolutePath | None = None
+    """Validation images to judge; null is the run's."""
 
 
 class EvaluateKNN(Node):
@@ -18,6 +25,14 @@ class EvaluateKNN(Node):
     """Folder of the run."""
     baselines: bool = False
     """Judge raw pixels, colour histograms and the untrained encoder beside it."""
+    checkpoint: int | None = Field(default=None, ge=0)
+    """Step of the checkpoint; null is the newest."""
+    k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Neighbours that vote, as --evaluation.knn.k of a run; null is the run's."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Temperature of the votes, as --evaluation.knn.temperature of a run; null is the run's."""
+    data: EvaluationData = EvaluationData()
+    """Images."""
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
@@ -25,7 +40,8 @@ def evaluate_knn(options: EvaluateKNN) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    runs.evaluate_knn(options.run, options.baselines)
+    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, options.k, options.temperature)
+    runs.evaluate_knn(options.run, options.baselines, asked)
 
 
 class EvaluateLinear(Node):
@@ -39,8 +55,12 @@ class EvaluateLinear(Node):
     """Epochs of the paper's protocol; null is its 90."""
     batch_size: int | None = Field(default=None, ge=1)
     """Images per step of the paper's protocol, over all ranks; null is its 4096."""
-    base_lr: float | None = Field(default=None, gt=0)
+    base_lr: float | None = Field(default=None, gt=0, le=1e6)
     """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
+    checkpoint: int | None = Field(default=None, ge=0)
+    """Step of the checkpoint; null is the newest."""
+    data: EvaluationData = EvaluationData()
+    """Images."""
 
 
 def evaluate_linear(options: EvaluateLinear) -> None:
@@ -54,4 +74,5 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    runs.evaluate_linear(options.run, options.protocol, changes)
+    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val)
+    runs.evaluate_linear(options.run, options.protocol, changes, asked)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from unigrad_fast.commands.requirements import fresh_output, require_dali, require_folders, require_named_output
+from unigrad_fast.commands.requirements import require_dali, require_folders, require_named_output
 from unigrad_fast.config import Config, to_yaml
+from unigrad_fast.recipes import DEFAULT_RECIPE
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import absolute
 
 
 class Pretrain(Config):
     """Pretrain an encoder on a folder of images."""
 
+    name: str = DEFAULT_RECIPE
+    """Name of the run's folder where output is null; by default the recipe's, or that of its YAML file."""
     print_config: bool = False
     """Print the resolved configuration as YAML, which --recipe accepts, and do nothing else."""
     verbose: bool = False
@@ -26,15 +32,17 @@ def pretrain(options: Pretrain) -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    if config.output is None:
+    numbered = config.output is None
+    if numbered:
         require_named_output(os.environ)
-        # All ranks find the same free name, because rank 0 creates the folder only after all have met.
-        config = config.model_copy(update={"output": fresh_output(config.recipe)})
-    require_folders(config, options.fresh)
+        if "/" in options.name or options.name in (".", ".."):
+            raise UserError(f"name = {options.name}: is no name of a folder; give one, or a path with --output")
+        config = config.model_copy(update={"output": absolute(Path("runs", options.name))})
+    require_folders(config, options.fresh, numbered)
     require_dali()
     from unigrad_fast.runtime.process_group import launch_environment
 
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import loop
 
-    loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back)
+    loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)

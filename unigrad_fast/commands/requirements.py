@@ -9,25 +9,22 @@ from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import absolute
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run: every run starts by writing its configuration."""
-    return os.path.exists(folder / "config.yaml")
+from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.outputs import holds_run, problem_of_run_folder, within_images
 
 
 def require_run(folder: Path) -> None:
     """Raises UserError unless a folder holds a run."""
-    if not holds_run(folder):
-        raise UserError(f"run = {folder}: no run there (no config.yaml); give a folder that pretrain wrote")
+    if not os.path.exists(folder / "config.yaml") and not holds_run(folder):
+        raise UserError(f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder of pretrain's")
 
 
-def require_folders(config: Config, fresh: bool = False) -> None:
+def require_folders(config: Config, fresh: bool = False, numbered: bool = False) -> None:
     """Raises UserError unless the images can be opened and the output folder can be used.
 
     Args:
         fresh: the output folder must not hold a run, which would be continued otherwise.
+        numbered: where there is a folder of its name, the run takes another.
     """
     # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
     problems = []
@@ -35,7 +32,7 @@ def require_folders(config: Config, fresh: bool = False) -> None:
         if folder is None:
             continue
         if not os.path.exists(folder):
-            problem = "no such file or folder"
+            problem = dangling_link(folder) or "no such file or folder"
             if config.recipe == "quickstart":
                 problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
             problems.append(f"{key} = {folder}: {problem}")
@@ -44,31 +41,25 @@ def require_folders(config: Config, fresh: bool = False) -> None:
     if config.data.train is None:
         problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
     if config.output is not None:
-        problems += _output_problems(config.output, fresh)
+        problems += _output_problems(config, fresh, numbered)
     if problems:
         raise UserError("\n".join(problems))
 
 
-def _output_problems(output: Path, fresh: bool) -> list[str]:
-    if fresh and holds_run(output):
+def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
+    output = config.output
+    assert output is not None
+    if fresh and not numbered and holds_run(output):
         return [f"output = {output}: holds a run, which --fresh does not continue; give another folder"]
-    if os.path.exists(output) and not os.path.isdir(output):
-        return [f"output = {output}: is a file; give a folder"]
-    parent = output
+    problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})
+    if problem := problem or (dangling_link(output.parent) if numbered else problem_of_run_folder(output)):
+        return [f"output = {output}: {problem}"]
+    parent = output.parent if numbered else output
     while not os.path.exists(parent):
         parent = parent.parent
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         return [f"output = {output}: {parent} is not writable; give another folder"]
     return []
-
-
-def fresh_output(recipe: str, root: Path = Path("runs")) -> Path:
-    """First free folder of root/recipe, root/recipe-2, root/recipe-3, ..."""
-    candidate, number = root / recipe, 1
-    while candidate.exists():
-        number += 1
-        candidate = root / f"{recipe}-{number}"
-    return absolute(candidate)
 
 
 def require_named_output(environ: Mapping[str, str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from unigrad_fast.commands.requirements import require_run
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
@@ -19,8 +21,14 @@ class Export(Node):
     """Branch whose backbone is written."""
     with_linear: bool = False
     """Add the linear probe of `evaluate linear` as the layer fc."""
+    checkpoint: int | None = Field(default=None, ge=0)
+    """Step of the checkpoint; null is the newest."""
+    probe: AbsolutePath | None = None
+    """File of the linear probe; null is the paper's protocol of these weights, else the quick one."""
     output: AbsolutePath | None = None
-    """File to write; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+    """File to write, ending in .safetensors, .pth or .pt; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
+    overwrite: bool = False
+    """Replace a file of that name, and the description beside it."""
 
 
 def export(options: Export) -> None:

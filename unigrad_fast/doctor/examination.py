@@ -8,11 +8,10 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from rich.console import Console
-
 from unigrad_fast.doctor import choices, machine, packages, parts, tables
 from unigrad_fast.doctor.finding import Finding, first_line, refuse
 from unigrad_fast.doctor.scene import prepare
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.quiet import without_warnings
 
 
@@ -27,7 +26,7 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
         UserError: something is missing or does not work; one line for each, with the remedy.
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    console = Console(quiet=rank != "0")
+    console = new_console(quiet=rank != "0")
     with contextlib.nullcontext() if verbose else without_warnings():
         found = [*packages.findings(), *machine.findings()]
         console.print(tables.of_findings("Machine and versions", found))
@@ -41,7 +40,7 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
             launch = process_group.launch_environment(os.environ)
             if launch.size > 1:
                 refuse(found)  # before the others wait for this rank
-                console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}", highlight=False)
+                console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}")
             try:
                 world = stack.enter_context(process_group.session())
             except Exception as error:
@@ -61,4 +60,4 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
                 found += tried
             refuse(found)
     tried = "and works" if smoke else "(not tried out: --smoke false)"
-    console.print(f"Ready: all that pretrain needs is here {tried}.", highlight=False)
+    console.print(f"Ready: all that pretrain needs is here {tried}.")

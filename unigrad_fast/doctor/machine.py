@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from unigrad_fast.doctor.finding import Finding
+from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
 from unigrad_fast.runtime.validation import count
 
 GIB = 2**30
@@ -25,8 +26,12 @@ def gib(size: int | str, unit: int = 1) -> str:
 
 def findings() -> list[Finding]:
     """A row for each thing that the machine has, and for limits that are low."""
-    cores, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    allowed = count(cores, "core") + (f" of {total}: this process may use no others" if cores < total else "")
+    cores, total, granted = usable_cores(), os.cpu_count() or 1, quota()
+    allowed = count(cores, "core")
+    if granted is not None and granted < len(own_cores()):
+        allowed += f" of {total}: a control group grants the time of {granted:g}"
+    elif cores < total:
+        allowed += f" of {total}: this process may use no others"
     words = dict.fromkeys(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     units = [name for flag, name in BF16_UNITS.items() if flag in words]
     memory = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))

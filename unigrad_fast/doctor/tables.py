@@ -12,6 +12,7 @@ from rich.text import Text
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.doctor.machine import gib
 from unigrad_fast.doctor.scene import IMAGES_PER_RANK
+from unigrad_fast.runtime.console import fitted
 
 if TYPE_CHECKING:
     from unigrad_fast.runtime.process_group import World
@@ -24,7 +25,7 @@ def _status(finding: Finding) -> Text:
 
 
 def _text(finding: Finding) -> Text:
-    return Text("\n".join(filter(None, [finding.found, finding.remedy and f"→ {finding.remedy}"])))
+    return Text(fitted("\n".join(filter(None, [finding.found, finding.remedy and f"→ {finding.remedy}"]))))
 
 
 def of_findings(title: str, found: Sequence[Finding]) -> Table:

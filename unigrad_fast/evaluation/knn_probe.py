@@ -16,30 +16,16 @@ from unigrad_fast.runtime.process_group import World
 
 @dataclass(frozen=True)
 class KNNProbe:
-    """Weighted kNN: training images as the bank, validation images as the queries, centre crops of both."""
+    """Weighted kNN: training images as the bank, validation images as the queries, centre crops of both.
+
+    Args:
+        val: labelled as `train` is, which `classes.match` sees to.
+    """
 
     config: Config
     world: World
     train: Manifest
     val: Manifest
-
-    @staticmethod
-    def obstacle(train: Manifest, val: Manifest | None) -> str | None:
-        """Why the encoder cannot be evaluated, in words for the user; None when it can."""
-        if val is None:
-            return "no validation images (data.val)"
-        if not (train.has_labels and val.has_labels):
-            unlabelled = "training" if not train.has_labels else "validation"
-            return f"the {unlabelled} images have no labels (class folders, labels in a list, or .cls in shards)"
-        if list(train.classes) != list(val.classes):
-            differing = [
-                f"{kind} {', '.join(sorted(set(one.classes) - set(other.classes))[:3]) or 'has none of these'}"
-                for kind, one, other in (("training", train, val), ("validation", val, train))
-            ]
-            return f"training and validation images have different classes ({'; '.join(differing)})"
-        if len(train.classes) < 2:
-            return f"all images are of one class, {train.classes[0]}; the class folders may lie one level lower"
-        return None
 
     def __call__(
         self,

@@ -2,160 +2,265 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save
 from torch import nn
 
-from unigrad_fast.checkpoints.weights import load_encoder
-from unigrad_fast.config import Config, resolve
-from unigrad_fast.evaluation import linear
+from unigrad_fast.checkpoints.configuration import configuration
+from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.checkpoints.weights import fingerprint, load_encoder, open_checkpoint
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
+from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
-from unigrad_fast.images.manifests import read_manifests
+from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.images.manifests import digest, read_manifests
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.runtime.whole_file import write_whole
+
+NOTHING_KEPT = "nothing is kept of it; the same command begins again"
 
 
-def evaluate_knn(run: Path, baselines: bool = False) -> None:
-    """Print the kNN accuracy of a run's online backbone and write it to RUN/knn.json.
+@dataclass(frozen=True)
+class Asked:
+    """What is to be evaluated, where it is not as the run has it.
+
+    Attributes:
+        checkpoint: step of the checkpoint; None is the newest.
+        train, val: images.
+        k, temperature: of kNN.
+    """
+
+    checkpoint: int | None = None
+    train: Path | None = None
+    val: Path | None = None
+    k: int | Literal["auto"] | None = None
+    temperature: float | None = None
+
+    def of(self, config: Config) -> Config:
+        """The configuration with what is asked in it."""
+        data = {"train": self.train, "val": self.val}
+        knn = {"k": self.k, "temperature": self.temperature}
+        data, knn = ({key: value for key, value in part.items() if value is not None} for part in (data, knn))
+        evaluation = config.evaluation.model_copy(update={"knn": config.evaluation.knn.model_copy(update=knn)})
+        return config.model_copy(update={"data": config.data.model_copy(update=data), "evaluation": evaluation})
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run's encoder and the images that it is judged with, on one rank.
+
+    Attributes:
+        settings: JSON values that name the weights and the images of a result.
+        paths: of the images.
+        backbone: the trained online backbone.
+        dtype: that it computes in under autocast; None is its own.
+        console: silent on all ranks but the first.
+        preemption: asks to leave, while nothing is to be saved at once.
+    """
+
+    config: Config
+    world: World
+    settings: Mapping[str, Any]
+    paths: Mapping[str, Any]
+    train: Manifest
+    val: Manifest
+    backbone: nn.Module
+    dtype: torch.dtype | None
+    console: Console
+    preemption: Preemption
+
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+
+
+def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
+    """Print the kNN accuracy of a run's online backbone and write it to RUN/evaluation/knn-epochE.json.
 
     Args:
         run: the run folder.
         baselines: judge raw pixels, colour histograms and the untrained encoder beside it.
+        asked: checkpoint, images and settings, where they are not the run's.
 
     Raises:
         UserError: a run without weights, labels or validation images.
         RunStopped: a feature is not finite, or too many images cannot be used.
     """
-    config = resolve(run / "config.yaml")
-    require_writable(run)
-    with process_group.session() as world:
-        trained, metadata, train, val = open_run(run, config, world, "kNN")
-        untrained = build_encoder(config.model, config.seed, world.device).backbone
-        probe = KNNProbe(config, world, train, val)
-        dtype = autocast_dtype(config.engine.precision, world.device)
+    folder = folder_of(run)
+    with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
+        probe = KNNProbe(this.config, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
             for name, (features, size) in BASELINES.items():
                 rows[name] = probe(features, None, image_size=size, crop_fraction=1.0)
-            rows["untrained encoder"] = probe(untrained, dtype)
-        rows[f"trained encoder, epoch {metadata['epoch']}"] = probe(trained, dtype)
-        if world.rank == 0:
-            report(run, rows, metadata)
+            untrained = build_encoder(this.config.model, this.config.seed, this.world.device).backbone
+            rows["untrained encoder"] = probe(untrained, this.dtype)
+        rows["trained encoder"] = probe(this.backbone, this.dtype)
+        if this.world.rank != 0:
+            return
+        for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
+            this.say(line)
+        result, epoch = rows["trained encoder"], f"{this.settings['epoch']:g}"
+        title = (
+            f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
+            f"{result.queries:,} validation images against {result.bank:,} training images"
+        )
+        table = [(name, f"{row.accuracy:.2f}") for name, row in rows.items()]
+        table[-1] = (f"trained encoder, epoch {epoch}", table[-1][1])
+        print_table(this.console, title, table, 1)
+        settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
+        written = write_result(
+            folder,
+            f"knn-epoch{epoch}",
+            {"protocol": PROTOCOL, "branch": BRANCH, **this.settings, **settings},
+            {**this.paths, "accuracy": {name: row.accuracy for name, row in rows.items()}},
+        )
+        this.say(written.told)
 
 
-def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float]) -> None:
+def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], asked: Asked) -> None:
     """Print the accuracy of a linear classifier on a run's frozen online backbone.
 
-    It is written to RUN/linear.json, and the classifier to RUN/linear.safetensors.
+    It is written to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier beside it to .safetensors.
 
     Args:
         run: the run folder.
         protocol: "quick" or "paper".
-        changes: fields of `linear.Schedule` in which the training differs from the paper's.
+        changes: fields of `linear_paper.Schedule` in which the training differs from the paper's.
+        asked: checkpoint and images, where they are not the run's.
 
     Raises:
         UserError: a run without weights, labels or validation images.
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
+        Preempted: in the paper's protocol, after saving.
     """
-    config = resolve(run / "config.yaml")
-    require_writable(run)
-    with process_group.session() as world:
-        backbone, metadata, train, val = open_run(run, config, world, "a linear classifier")
-        console = Console(quiet=world.rank != 0, highlight=False)
-        dtype = autocast_dtype(config.engine.precision, world.device)
-        say = partial(console.print, markup=False, soft_wrap=True)
-        probe = linear.LinearProbe(config, world, train, val, backbone, dtype, say)
+    folder = folder_of(run)
+    with opened(run, asked, "a linear classifier") as this:
+        probe = LinearProbe(this.config, this.world, this.train, this.val, this.backbone, this.dtype, this.say)
+        stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
+        about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
         if protocol == "quick":
-            classifier = probe.quick()
-            settings = {"l2": linear.L2, "most_iterations": linear.MOST_ITERATIONS}
-            name = (
-                "quick protocol (logistic regression on standardised features of centre crops, "
-                f"L2 {linear.L2:g}, at most {linear.MOST_ITERATIONS} iterations of L-BFGS)"
-            )
+            about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
+            with this.preemption.nothing_to_save(NOTHING_KEPT):
+                classifier = linear_quick.quick(probe)
+            done = NOTHING_KEPT
         else:
-            schedule = replace(linear.PAPER, **changes)
-            changes = {key: value for key, value in changes.items() if value != getattr(linear.PAPER, key)}
-            classifier = probe.paper(schedule)
-            settings = asdict(schedule)
-            name = "paper protocol (LARS on random crops" + "".join(f", {k} {v:g}" for k, v in settings.items()) + ")"
-            if changes:
-                name += ", but " + ", ".join(f"{key} {value:g}" for key, value in changes.items())
-        result = probe.judge(classifier)
-        if world.rank != 0:
+            schedule = replace(linear_paper.PAPER, **changes)
+            about |= {**asdict(schedule), "seed": this.config.seed}
+            unfinished = Unfinished(folder, stem, about, this.world, this.say)
+            classifier = linear_paper.paper(probe, schedule, unfinished, this.preemption)
+            done = "the trained classifier is saved; the same command goes on from there"
+        with this.preemption.nothing_to_save(done):
+            result = probe.judge(classifier)
+        if this.world.rank != 0:
             return
-        about = {"protocol": protocol, "branch": BRANCH, **metadata, **settings, **asdict(result)}
-        weights = {"weight": classifier.weight.detach().cpu(), "bias": classifier.bias.detach().cpu()}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-        write_whole(run / "linear.safetensors", save(weights, {**texts, "classes": json.dumps(list(train.classes))}))
-        write_whole(run / "linear.json", json.dumps(about, indent=2).encode() + b"\n")
-        title = f"linear probe, {BRANCH}: {name}, {result.images:,} validation images"
-        table = Table(title=title, title_justify="left")
-        for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %"):
-            table.add_column(column, justify="left" if column == "features" else "right")
         top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
-        table.add_row(f"trained encoder, epoch {metadata['epoch']}", f"{result.accuracy:.2f}", top5)
-        console.print(table)
+        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {result.images:,} validation images"
+        row = (f"trained encoder, epoch {this.settings['epoch']:g}", f"{result.accuracy:.2f}", top5)
+        print_table(this.console, title, [row], 2)
+        written = write_result(
+            folder,
+            stem,
+            {**about, "images": result.images},
+            {**this.paths, "accuracy": result.accuracy, "top5": result.top5},
+            {"weight": classifier.weight, "bias": classifier.bias},
+            {"classes": this.train.classes},
+        )
+        if unfinished is not None:
+            unfinished.delete()
+        this.say(written.told)
 
 
-def open_run(
-    run: Path, config: Config, world: World, classifier: str
-) -> tuple[nn.Module, dict[str, str], Manifest, Manifest]:
-    """The trained online backbone, what its checkpoint says, and the images to train and judge a classifier on.
+def described(protocol: str, changes: Mapping[str, int | float]) -> str:
+    """A linear protocol with its settings, and what of them is not the paper's."""
+    if protocol == "quick":
+        return (
+            "quick protocol (logistic regression on standardised features of centre crops, "
+            f"L2 {linear_quick.L2:g}, at most {linear_quick.MOST_ITERATIONS} iterations of L-BFGS)"
+        )
+    paper = asdict(linear_paper.PAPER)
+    settings = "".join(f", {key} {value:g}" for key, value in {**paper, **changes}.items())
+    differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != paper[key])
+    return f"paper protocol (LARS on random crops{settings})" + (f", but {differing}" if differing else "")
+
+
+@contextmanager
+def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
+    """A run's encoder and images while the process group is there, and signals are watched for.
 
     Raises:
         UserError: a run without weights, labels or validation images.
     """
-    backbone = build_encoder(config.model, config.seed, world.device).backbone
-    metadata = load_encoder(run, backbone)
-    train, val, _ = read_manifests(config, world)
-    if obstacle := KNNProbe.obstacle(train, val):
-        raise UserError(f"this run cannot be evaluated by {classifier}: {obstacle}")
-    return backbone, metadata, train, val
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            world = stack.enter_context(process_group.session())
+        stack.push(preemption.settle)
+        console = new_console(quiet=world.rank != 0)
+        with preemption.nothing_to_save("nothing was done yet"):
+            reader = open_checkpoint(run, asked.checkpoint)
+            config, told = configuration(run, reader)
+            for line in told:
+                console.print(f"warning: {line}", soft_wrap=True)
+            config = asked.of(config)
+            backbone = build_encoder(config.model, config.seed, world.device).backbone
+            load_encoder(reader, backbone)
+            train, val, said = read_manifests(config, world)
+            queries = match(train, val)
+            if val is None or queries.val is None:
+                raise UserError(f"this run cannot be evaluated by {classifier}: {queries.obstacle}")
+        dtype = autocast_dtype(config.engine.precision, world.device)
+        this = Opened(
+            config=config,
+            world=world,
+            settings={**_weights(reader), **_images(config, train, val), "precision": str(dtype or torch.float32)[6:]},
+            paths={"data": {"train": str(config.data.train), "val": str(config.data.val)}},
+            train=train,
+            val=queries.val,
+            backbone=backbone,
+            dtype=dtype,
+            console=console,
+            preemption=preemption,
+        )
+        for line in [*said, *queries.told]:
+            this.say(f"warning: {line}")
+        yield this
 
 
-def require_writable(run: Path) -> None:
-    if not os.access(run, os.W_OK):
-        raise UserError(f"{run}: not writable, and the result is written there; check its permissions")
-
-
-def report(run: Path, rows: dict[str, KNNResult], metadata: dict[str, str]) -> None:
-    """One table on the console, and the same numbers in RUN/knn.json."""
-    console = Console(highlight=False)
-    for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
-        console.print(line, markup=False, soft_wrap=True)
-    result = list(rows.values())[-1]
-    table = Table(
-        title=f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
-        f"{result.queries:,} validation images against {result.bank:,} training images",
-        title_justify="left",
-    )
-    table.add_column("features")
-    table.add_column("top-1 accuracy, %", justify="right")
-    for name, row in rows.items():
-        table.add_row(name, f"{row.accuracy:.2f}")
+def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], accuracies: int) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %")[: 1 + accuracies]:
+        table.add_column(column, justify="left" if column == "features" else "right")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
-    written = {
-        "protocol": PROTOCOL,
-        "branch": BRANCH,
-        **metadata,
-        "k": result.k,
-        "temperature": result.temperature,
-        "queries": result.queries,
-        "bank": result.bank,
-        "accuracy": {name.partition(",")[0]: row.accuracy for name, row in rows.items()},
+
+
+def _weights(reader: Reader) -> dict[str, Any]:
+    return {"step": reader.about["step"], "epoch": reader.about["epoch"], "weights": fingerprint(reader)}
+
+
+def _images(config: Config, train: Manifest, val: Manifest) -> dict[str, Any]:
+    return {
+        "train_images": digest(train),
+        "val_images": digest(val),
+        "image_size": config.data.image_size,
+        "crop_fraction": config.evaluation.crop_fraction,
     }
-    write_whole(run / "knn.json", json.dumps(written, indent=2).encode() + b"\n")

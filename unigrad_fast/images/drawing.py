@@ -19,16 +19,28 @@ DRAWING = 1  # raise when the pictures change: a set drawn by an older version i
 MARKER = ".synthetic.json"  # written last into a finished set: what it was drawn with
 
 
-def _write(folder: Path, seed: int, parts: dict[str, int], size: int) -> None:
+def _write(folder: Path, seed: int, parts: dict[str, int], size: int) -> int:
+    """Writes the files that are not there; returns their number."""
+    written = 0
     for part_number, (part, per_class) in enumerate(parts.items()):
         for class_number, name in enumerate(CLASSES):
             class_folder = folder / part / name
-            class_folder.mkdir(parents=True)
+            class_folder.mkdir(parents=True, exist_ok=True)
+            there = set(os.listdir(class_folder))
+            missing = [number for number in range(per_class) if f"{number:04}.jpg" not in there]
+            if not missing:
+                continue
+            written += len(missing)
             random = np.random.default_rng([seed, part_number, class_number])
             for start in range(0, per_class, PICTURES_AT_ONCE):
                 pictures = draw_pictures(random, name, min(PICTURES_AT_ONCE, per_class - start), size)
-                for number, picture in enumerate(pictures, start):
-                    Image.fromarray(picture).save(class_folder / f"{number:04}.jpg", quality=JPEG_QUALITY)
+                for number in missing:
+                    if start <= number < start + len(pictures):
+                        picture = Image.fromarray(pictures[number - start])
+                        file = class_folder / f"{number:04}.jpg"
+                        picture.save(unfinished := file.with_name(f".{file.name}"), quality=JPEG_QUALITY)
+                        os.replace(unfinished, file)
+    return written
 
 
 def _finished(folder: Path, parameters: dict[str, int]) -> bool:
@@ -52,7 +64,7 @@ def draw(
     val_per_class: int = 70,
     size: int = 64,
 ) -> Path:
-    """Draws the set into `folder`, as folder/{train,val}/CLASS/NNNN.jpg, unless it is there already.
+    """Draws the set into `folder`, as folder/{train,val}/CLASS/NNNN.jpg, or what is missing of it there, and says so.
 
     The same arguments give the same bytes (with the same NumPy and Pillow). Images are `size` pixels square; `seed`
     selects the set. The set appears under its name at once and complete, or not at all. Returns the folder.
@@ -69,13 +81,16 @@ def draw(
     for name, least in (("seed", 0), ("train_per_class", 1), ("val_per_class", 1), ("size", 16)):
         if parameters[name] < least:
             raise UserError(f"{name} {parameters[name]} is too small; use {least} or more")
-    if _finished(folder, parameters):
-        return folder
+    parts = {"train": train_per_class, "val": val_per_class}
     try:
+        if _finished(folder, parameters):
+            if restored := _write(folder, seed, parts, size):
+                print(f"{restored:,} images of the set in {folder} were missing, and are drawn again")
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             drawn = Path(temporary) / "set"  # a folder of its own: the temporary one is closed to other users
-            _write(drawn, seed, {"train": train_per_class, "val": val_per_class}, size)
+            _write(drawn, seed, parts, size)
             (drawn / MARKER).write_text(json.dumps(parameters))
             if not _finished(folder, parameters):  # another process may have been faster
                 drawn.replace(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from typing import Any
 
@@ -26,7 +27,7 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
         DataError: on all ranks, when a folder cannot be used on one of them or they see different images.
     """
     if config.data.train is None:
-        raise UserError(f"data.train = null: no training images; name their folder in {config.output}/config.yaml")
+        raise UserError("data.train = null: no training images; give their folder with --data.train FOLDER")
     folders = [folder for folder in (config.data.train, config.data.val) if folder is not None]
     manifests: list[Manifest] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -45,6 +46,11 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
                     f"{folder}: ranks 0 and {rank} see different images there; give all machines the same files"
                 )
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
+    if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
+        said.append(
+            f"data.val = {config.data.val}: is data.train as well, so every image finds itself and the accuracy means "
+            "nothing; give images that are not trained on"
+        )
     return manifests[0], manifests[1] if config.data.val is not None else None, said
 
 

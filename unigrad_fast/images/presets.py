@@ -7,10 +7,10 @@ from fractions import Fraction
 from itertools import groupby
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from unigrad_fast.pipelines.recipes import GLOBALS, RECIPES, View
+from unigrad_fast.runtime.console import new_console
 
 WIDTH = 100  # of a terminal that shows every row in one line
 COLUMNS = {  # as the terminal has room for, and in full
@@ -44,7 +44,7 @@ def show(markdown: bool = False) -> None:
     if markdown:
         print(as_markdown())
         return
-    console = Console(highlight=False, markup=False)
+    console = new_console()
     console.width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in COLUMNS:

@@ -12,41 +12,44 @@ from typing import Any
 
 from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
+from unigrad_fast.images.preview_source import find_source
 from unigrad_fast.pipelines import Manifest, View
 from unigrad_fast.pipelines.recipes import GLOBALS
-from unigrad_fast.pipelines.recipes import recipe as make_recipe
+from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import count
-from unigrad_fast.runtime.whole_file import write_whole
 
 
 def preview(
     path: Path,
     output: Path,
-    recipe: str = "multicrop",
+    overwrite: bool = False,
+    recipe: str | None = None,
     images: int = 4,
-    seed: int = 0,
+    seed: int | None = None,
     epoch: int = 0,
     cutmix: bool = False,
     image_size: int | None = None,
     local_crops: int | None = None,
-    photometric: str = "dali",
+    photometric: str | None = None,
     **changes: Mapping[str, Any],
 ) -> None:
     """Write the picture, a row per image: the first ones of an epoch's first batch.
 
     Args:
-        path: of the images.
-        output: PNG file to write; one that exists is replaced.
-        recipe: name of the augmentation preset.
+        path: a run, a training recipe, or images.
+        output: PNG file to write.
+        overwrite: replace one that exists.
+        recipe: an augmentation preset or a training recipe; None is the path's, or what `pretrain` does by default.
         images: how many rows; fewer if there are fewer images.
-        seed, epoch: which of the training's views.
-        cutmix: mix the global views, too.
+        seed, epoch: which of the training's views; the seed None is the run's or recipe's.
+        cutmix: mix the global views where the recipe does not.
         image_size, local_crops, changes: as in `pipelines.recipe`.
-        photometric: as in `Loader`.
+        photometric: as in `Loader`; None is the run's or recipe's.
 
     Raises:
-        UserError: the output cannot be written, or CutMix has no partner.
+        UserError: the output cannot be written, exists, or would be one of the images; a training recipe is wrong; or
+            CutMix has no partner.
         DataError: the recipe does not exist or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
@@ -55,26 +58,32 @@ def preview(
         raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
-    views = make_recipe(recipe, image_size, local_crops=local_crops, **changes)
+    source = find_source(path, recipe, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
+    outputs.require_file(output, {"path": source.images})
+    views = source.views
+    if len(views) == GLOBALS and (local := changes.get("local_views")):
+        key, value = next(iter(local.items()))
+        raise UserError(f"local_views.{key} = {value}: {source.name} has no local views; add --local_crops")
     if (size := views[-1].size) > views[0].size:
         raise UserError(
             f"local_views.size = {size}: larger than the global views ({views[0].size}); give a smaller one"
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        manifest = Manifest.open(path)
+        manifest = Manifest.open(source.images)
     for warning in caught:
         print(f"warning: {warning.message}")
     readable = len(manifest) - len(manifest.unreadable())
-    rows = collect(manifest, views, min(images, readable), seed, epoch, cutmix, photometric)
-    title = [recipe, _summary(views), *(["CutMix"] if cutmix else []), f"seed {seed}", f"epoch {epoch}"]
+    rows = collect(manifest, views, min(images, readable), source.seed, epoch, source.cutmix, source.photometric)
+    mixed = ["CutMix"] if source.cutmix else []
+    title = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
     file = io.BytesIO()
     draw(rows, views, title).save(file, "PNG", optimize=True)
     try:
-        write_whole(output, file.getvalue())
+        outputs.write_files({output: file.getvalue()}, overwrite)
     except OSError as error:
         raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
-    print(f"{count(len(rows), 'image')} as {recipe} makes them, in {output}")
+    print(f"{count(len(rows), 'image')} as {source.name} makes them, in {output}")
 
 
 def _summary(views: Sequence[View]) -> str:

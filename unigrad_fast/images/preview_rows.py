@@ -6,7 +6,7 @@ The boxes come out of the function that gives the loader its random numbers. Sha
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +78,13 @@ def collect(
     images: int,
     seed: int,
     epoch: int,
-    cutmix: bool = False,
+    cutmix: CutMix | None = None,
     photometric: str = "dali",
 ) -> list[Row]:
-    """The first images of an epoch with their views, from the loader."""
-    if cutmix and images < 2:
-        raise UserError(f"cutmix = true: mixes an image with another, and there is {count(images, 'image')}; give two")
-    mixing = CutMix(group=images) if cutmix else None
+    """The first images of an epoch with their views, from the loader; all of them may be partners."""
+    if cutmix is not None and images < 2:
+        raise UserError(f"CutMix mixes an image with another, and there is {count(images, 'image')}; give two or more")
+    mixing = None if cutmix is None else replace(cutmix, group=images)
     loader = Loader(manifest, views, images, seed, cutmix=mixing, photometric=photometric)
     step = epoch * loader.steps_per_epoch
     (batch,) = loader.iterate(step, step + 1)

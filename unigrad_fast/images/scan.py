@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +18,30 @@ from rich.table import Table
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.scan import files, summary
 from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.validation import count
 
 PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
 REFRESH_SECONDS = 0.1  # and between two states of the bar where there is one
 
 
-def scan(path: Path, output: Path | None = None, threads: int | None = None) -> None:
+def scan(path: Path, output: Path | None = None, threads: int | None = None, read_timeout: float = 60.0) -> None:
     """Scan the images at a path, or go on with that, and print what they are.
 
     Args:
         path: the images.
         output: folder of the rows; None for `scan-NAME` in the current folder.
         threads: processes that decode; None for one per core.
+        read_timeout: seconds after which a file that does not answer counts as bad.
 
     Raises:
-        DataError: no images there, or a folder that cannot be written or holds something else.
+        DataError: no images there, a folder that cannot be written or holds something else, or storage that does not
+            answer any more.
         KeyboardInterrupt: after saying how to go on.
     """
     if output is None:
         output = Path("-".join(["scan", *re.findall(r"[\w.]+", path.name)])).absolute()
-    console = Console()
+    console = new_console()
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
         warnings.simplefilter("always", UserWarning)
@@ -46,7 +50,7 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None) -> 
         manifest = Manifest.open(path)
         console.print(f"scanning {len(manifest):,} images into {output}", highlight=False, soft_wrap=True)
         begun = time.monotonic()
-        images = _run(console, manifest, path, output, threads)
+        images = _run(console, manifest, output, scanning.scan(manifest, output, threads, path, read_timeout))
     seconds = time.monotonic() - begun
     found = summary.summarize(manifest, output)
     if len(found.bad):
@@ -55,7 +59,7 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None) -> 
     _report(console, found, output, images, seconds)
 
 
-def _run(console: Console, manifest: Manifest, path: Path, output: Path, threads: int | None) -> int:
+def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[scanning.Progress, None, None]) -> int:
     """Scans with a bar, or lines where there is no terminal; how many images were decoded now."""
     columns = (
         BarColumn(),
@@ -68,7 +72,6 @@ def _run(console: Console, manifest: Manifest, path: Path, output: Path, threads
     bar = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal, transient=True)
     before = done = 0
     begun = shown = time.monotonic()
-    steps = scanning.scan(manifest, output, threads, path)
     try:
         with bar:
             for progress in steps:

@@ -10,37 +10,55 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
-from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.validation import count
 
 SHOWN = 10  # images or problems that are printed, the others are counted
 
 
-def shard(source: Path, folder: Path, options: packing.Packing, threads: int | None, verify: bool) -> None:
+def shard(
+    source: Path,
+    folder: Path,
+    options: packing.Packing,
+    threads: int | None,
+    verify: bool,
+    read_timeout: float,
+) -> None:
     """Pack what is missing, say what was packed, and with `verify` compare all shards with their digests.
 
+    Files that do not answer within `read_timeout` seconds are left out.
+
     Raises:
+        UserError: the folder lies among the images.
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
-    threads = threads or os.cpu_count() or 1
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    threads = threads or usable_cores()
+    console = new_console(soft_wrap=True)
+    if problem := within_images(folder, {"source": source}):
+        raise UserError(f"folder = {folder}: {problem}")
     if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
-        _pack(source, folder, options, threads, console)
+        _pack(source, folder, options, threads, console, read_timeout)
     if verify:
         _verify(folder, threads, console)
 
 
-def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, console: Console) -> None:
-    with console.status("listing images"):
+def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, console: Console, timeout: float) -> None:
+    with console.status("listing images"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         manifest = Manifest.open(source)
+    for warning in caught:
+        console.print(f"warning: {warning.message}")
     with _bar(console, MofNCompleteColumn()) as bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of odd but decodable images
         task = bar.add_task("images", total=len(manifest))
         packed = packing.pack(
-            manifest, os.fspath(source), folder, options, threads, lambda images: bar.advance(task, images)
+            manifest, os.fspath(source), folder, options, threads, lambda images: bar.advance(task, images), timeout
         )
     labels = f"of {count(len(manifest.classes), 'class')}" if manifest.has_labels else "without labels"
     console.print(f"{packed.images:,} images {labels} in {count(packed.shards, 'shard')} in {folder}")
@@ -59,7 +77,9 @@ def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, co
 
 
 def _say_left_out(folder: Path, left_out: int, console: Console) -> None:
-    console.print(f"{count(left_out, 'image')} left out, which cannot be decoded ({folder / packing.LEFT_OUT}):")
+    console.print(
+        f"{count(left_out, 'image')} left out, which cannot be read or decoded ({folder / packing.LEFT_OUT}):"
+    )
     with open(folder / packing.LEFT_OUT, encoding="utf-8", errors="replace") as file:
         for line, _ in zip(file, range(SHOWN), strict=False):
             console.print("  " + ": ".join(line.rstrip("\n").rsplit("\t", 1)))

@@ -153,9 +153,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual what the ReLU lets through follows from x.
         keep_mask = relu and residual is not None
-        y, mask = OPERATORS.batch_norm_normalise(
-            x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask
-        )
+        y, mask = OPERATORS.batch_norm_normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
         ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
         ctx.settings = (eps, relu)
         ctx.residual, ctx.synchronised = residual is not None, synchronised
@@ -173,7 +171,9 @@ class _GroupedBatchNorm(torch.autograd.Function):
             if ctx.synchronised:
                 dist.all_reduce(sums_G2C)
             dx, dresidual = OPERATORS.batch_norm_gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
-        dweight, dbias = (None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True))
+        dweight, dbias = (
+            None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
+        )
         return dx, dweight, dbias, dresidual if ctx.residual else None, *([None] * 8)
 
 

@@ -1,5 +1,7 @@
 """Objectives: `UniGrad`, and `build` to get one by name."""
 
-from .unigrad import Mix, ObjectiveOutput, UniGrad, build
+from .layout import Mix
+from .output import ObjectiveOutput
+from .unigrad import UniGrad, build
 
 __all__ = ["Mix", "ObjectiveOutput", "UniGrad", "build"]

@@ -5,17 +5,21 @@ The paper, section "UniGrad": F ← ρ·F + (1−ρ)·B, B this batch's correlat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import mirror_, round_into_, update_correlation_
-from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.kernels import mirror_, round_into_, unchecked
+
+STATE = ("correlation", "updates")
 
 
 def require_no_capture(what: str) -> None:
     """Raises RuntimeError while a CUDA graph is captured: what is made then is the graph's, unset until a replay."""
+    if torch.compiler.is_compiling():
+        return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; make one such step first")
 
@@ -23,9 +27,18 @@ def require_no_capture(what: str) -> None:
 class MovingCorrelation(nn.Module):
     """F [C, C] in fp32 (float64 once embeddings are float64), the same on all ranks, part of the state dict.
 
-    Where the product with F is computed in bf16 or fp16, a copy of F in that dtype stands beside it, and on a GPU only
-    the upper triangle of both is kept up from step to step. Whoever gets F (by `whole`, the state dict or
-    `named_buffers`) gets all of it, as it is then, and may write to it: the copy is made anew before its next use.
+    F and `updates` are state but neither parameters nor buffers: what sends, averages or converts a model's buffers
+    (DDP, `AveragedModel`, `half`) leaves them alone. They follow the module from device to device, never to a dtype.
+
+    Where the product with F is computed in bf16 or fp16, a copy of F in that dtype stands beside it, which has three
+    states, the same on every device:
+
+      - none: F is whole, and the product reads F.
+      - current: it is F, rounded. Updates move both, and only their upper triangles are sure to be kept up.
+      - outdated: it has to be made anew before its next use, since somebody was given F or has written to it.
+
+    Whoever reads F (`whole`, the state dict, a copy, a move) gets all of it, as it is then: it is repaired first. He
+    may write to it, at once or later.
 
     Args:
         width: C.
@@ -34,19 +47,23 @@ class MovingCorrelation(nn.Module):
     correlation: Tensor
     updates: Tensor
     _working: Tensor | None
+    _is_current: bool
+    _version: int  # of F when the copy was last current
 
     def __init__(self, width: int):
         super().__init__()
-        self.register_buffer("correlation", torch.zeros(width, width))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("_working", None, persistent=False)
-        self._is_current = False  # the working copy is F's
+        with torch.inference_mode(False):
+            self._take(torch.zeros(width, width, dtype=torch.float32), torch.zeros((), dtype=torch.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of F and of its copy."""
+        return self.correlation.nbytes + (0 if self._working is None else self._working.nbytes)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """F [C, C], with both triangles."""
-        if self._working is not None and use_triton(self.correlation.device):
-            mirror_(self.correlation)
+        """F [C, C], with both triangles, to be read and written."""
+        self._repair()
         self._is_current = False
         return self.correlation
 
@@ -58,24 +75,28 @@ class MovingCorrelation(nn.Module):
             product_dtype: bf16, fp16, or the dtype of F.
 
         Raises:
-            RuntimeError: memory that stays would have to be made while a CUDA graph is captured.
+            RuntimeError: memory that stays would have to be made while a CUDA graph is captured; F has no values.
         """
-        exact = torch.promote_types(like.dtype, torch.float32)
+        working, exact = self._working, torch.promote_types(like.dtype, torch.float32)
+        is_in_use = self.correlation.dtype == exact and self.correlation.device == like.device
+        if is_in_use and working is not None and working.dtype == product_dtype and self._copy_is_current():
+            return working
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
             if self.correlation.dtype != exact or self.correlation.device != like.device:
                 require_no_capture("this dtype and device")
-                self.correlation = self.whole().to(like.device, exact)
-                self.updates = self.updates.to(like.device)
-                self._working = None
+                self._require_values()
+                self._repair()
+                self._take(self.correlation.to(like.device, exact), self.updates.to(like.device))
             if product_dtype == exact:
                 return self.whole()
             if self._working is None or self._working.dtype != product_dtype:
                 require_no_capture(f"{product_dtype}")
                 self.whole()
                 self._working = torch.empty_like(self.correlation, dtype=product_dtype)
-            if not self._is_current:
-                round_into_(self._working, self.whole())
-                self._is_current = True
+            if not self._copy_is_current():
+                self._repair()
+                round_into_(self._working, self.correlation)
+                self._set_current()
         return self._working
 
     def update_(self, unit_MC: Tensor, *, decay: Tensor, count: Tensor, skip: Tensor) -> None:
@@ -87,7 +108,7 @@ class MovingCorrelation(nn.Module):
             count: M over all ranks, a scalar on the device.
             skip: int32, where one of them is not 0, on any rank, F stays as it is.
         """
-        update_correlation_(
+        unchecked.update_correlation_(
             self.correlation,
             unit_MC,
             decay=decay,
@@ -96,15 +117,103 @@ class MovingCorrelation(nn.Module):
             updates=self.updates,
             working=self._working if self._is_current else None,
         )
+        if self._is_current:
+            self._set_current()
 
-    def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
+    def _repair(self) -> None:
+        # A replayed CUDA graph moves F without a word, so that with a copy no repair is the last.
+        if self._working is not None:
+            is_current = self._copy_is_current()
+            mirror_(self.correlation)
+            if is_current:
+                self._set_current()
+
+    def _copy_is_current(self) -> bool:
+        # What writes to F raises its version; compiled code cannot ask for it.
+        return self._is_current and (torch.compiler.is_compiling() or self._version == self.correlation._version)
+
+    def _set_current(self) -> None:
+        self._is_current = True
+        if not torch.compiler.is_compiling():
+            self._version = self.correlation._version
+
+    def _take(self, correlation_CC: Tensor, updates: Tensor) -> None:
+        """Have another F, whole and without a copy."""
+        self.correlation, self.updates = correlation_CC, updates
+        self._working, self._is_current, self._version = None, False, 0
+
+    def _require_values(self) -> None:
+        if self.correlation.is_meta:
+            raise RuntimeError(
+                "the correlation is on the meta device and has no values; before the first batch call "
+                "to_empty(device=...), with which it begins at 0, or load_state_dict(..., assign=True)"
+            )
+
+    @torch.no_grad()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MovingCorrelation:
         self.whole()
-        return super().named_buffers(*arguments, **keywords)
+        with torch.inference_mode(False):
+            correlation_CC, updates = (_moved(tensor, fn) for tensor in (self.correlation, self.updates))
+            if self.correlation.is_meta and not correlation_CC.is_meta:
+                correlation_CC, updates = correlation_CC.zero_(), updates.zero_()
+            if correlation_CC is not self.correlation or updates is not self.updates:
+                self._take(correlation_CC, updates)
+        return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, *arguments, **keywords) -> None:
-        super()._load_from_state_dict(*arguments, **keywords)
-        self._is_current = False
-
-    def _save_to_state_dict(self, *arguments, **keywords) -> None:
+    def __getstate__(self) -> dict[str, Any]:
         self.whole()
-        super()._save_to_state_dict(*arguments, **keywords)
+        return {**self.__dict__, "_working": None}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.whole()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in STATE:
+            destination[prefix + name] = getattr(self, name)
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
+        )
+        names = {prefix + name: name for name in STATE}
+        if strict:
+            missing_keys += [key for key in names if key not in state_dict]
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in names]
+        found = {name: state_dict[key].detach() for key, name in names.items() if key in state_dict}
+        for name, tensor in found.items():
+            if tensor.shape != getattr(self, name).shape:
+                given, own = list(tensor.shape), list(getattr(self, name).shape)
+                error_msgs.append(f"{prefix}{name} is {given} in the state dict and {own} here")
+                return
+        self.whole()
+        with torch.inference_mode(False):
+            correlation, updates = (found.get(name, getattr(self, name)) for name in STATE)
+            exact = torch.promote_types(correlation.dtype, torch.float32)
+            if local_metadata.get("assign_to_params_buffers", False):
+                self._take(correlation.to(exact), updates)
+            elif self.correlation.is_meta:
+                self._take(correlation.to(exact, copy=True), updates.clone())
+            elif exact != self.correlation.dtype:
+                self._take(correlation.to(self.correlation.device, exact, copy=True), self.updates.copy_(updates))
+            else:
+                self.correlation.copy_(correlation)
+                self.updates.copy_(updates)
+
+
+def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor where `fn`, which moves or converts a module's tensors, puts it, in its own dtype."""
+    # `fn` is shown whole numbers: it does not convert those, or so seldom that it shows.
+    bits = tensor.view(torch.int64 if tensor.element_size() == 8 else torch.int32)
+    moved = fn(bits)
+    if moved is bits:
+        return tensor
+    return moved.view(tensor.dtype) if moved.dtype == bits.dtype else tensor.to(moved.device)

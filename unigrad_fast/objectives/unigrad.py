@@ -13,69 +13,26 @@ Shape suffixes: V views, N images per rank, C embedding width, M = V·N rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import copy
+import numbers
+import operator
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import attach_gradient, effective_rank, unigrad_gradient, unit_embeddings
+from unigrad_fast.kernels import attach_gradient, effective_rank, functional, unchecked
 from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
+from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.output import ObjectiveOutput
 
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
-
-
-class Mix(Protocol):
-    """How CutMix mixed the online branch's global views: image i with `partner[i]`, of which `1 − ratio[i]` is seen.
-
-    Attributes:
-        partner: int64, [2, N] or two [N]: for each global view the number of the other image in this rank's batch.
-        ratio: floating, the same shape: share of the area that is still image i's, 0 to 1. Partners and ratios out of
-            range are refused on the CPU only: on a GPU the host would have to wait for them.
-    """
-
-    partner: Tensor | Sequence[Tensor]
-    ratio: Tensor | Sequence[Tensor]
-
-
-@dataclass(frozen=True)
-class ObjectiveOutput:
-    """What an objective returns.
-
-    Attributes:
-        loss: scalar, the mean over this rank's images; call `backward` on it.
-        metrics: detached scalars on the device, over this rank's images.
-        nonfinite: floating scalar on the device, the same on all ranks: 1 when an embedding of either branch, on any
-            rank, is NaN or infinite, else 0. The step must then be dropped: the loss leaves those rows out.
-        unit: [2·N, C] unit embeddings of the online branch's global views, detached.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    nonfinite: Tensor
-    unit: Tensor
-
-    def feature_std(self) -> Tensor:
-        """Mean per-channel deviation of the unit embeddings times √C: 1 for a uniform distribution on the sphere, 0 at
-        collapse; a detached scalar. Not among the metrics: it reads all embeddings once more."""
-        unit_2NC = self.unit.unflatten(0, (2, -1))
-        unit_2NC = unit_2NC.to(torch.promote_types(unit_2NC.dtype, torch.float32))
-        return unit_2NC.std(dim=1, correction=0).mean() * unit_2NC.shape[-1] ** 0.5
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What a batch's shape determines: its rows' positives (see `embedding_gradient`); and scalars on the device."""
-
-    first: Tensor
-    second: Tensor | None
-    ratio: Tensor | None
-    decay: Tensor
-    count: Tensor
-    ticket: Tensor
 
 
 class UniGrad(nn.Module):
@@ -89,12 +46,17 @@ class UniGrad(nn.Module):
             the detached online embeddings (the paper's formula).
         process_group: ranks that share F (None: the default group, or one process when there is none).
         compute_dtype: of the unit embeddings on a GPU and of the operands of the product u·F everywhere: bf16, fp16 or
-            fp32; sums are fp32. None: on a GPU autocast's dtype where it is on, else that of the embeddings; on the
-            CPU fp32. float64 embeddings are computed in float64 whatever it says.
+            fp32; sums are fp32. None: on a GPU autocast's dtype where it is on, else that of the online embeddings;
+            on the CPU fp32. float64 embeddings are computed in float64 whatever it says.
+        most_images: the most images that a rank can have in a training step, the same on all ranks; None: as many as
+            the rank that has the most in the first one, which all ranks find out together.
 
     `correlation` is F, [C, C], fp32 (float64 once the embeddings are float64), bitwise symmetric and the same on
     all ranks; it is part of the state dict, as is `updates`, the number of batches it has seen. On a GPU it is the
-    matrix as of the moment it is asked for. In evaluation mode F is used as it is and does not change.
+    matrix as of the moment it is asked for.
+
+    In training mode all ranks call it together; they may have different numbers of images, also none. In evaluation
+    mode F is used as it is and does not change, no rank waits for another, and all that is returned is this rank's.
     """
 
     def __init__(
@@ -105,8 +67,15 @@ class UniGrad(nn.Module):
         correlation_source: str = "target",
         process_group: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
+        most_images: int | None = None,
     ):
         super().__init__()
+        for name, number in (("width", width), ("most_images", most_images)):
+            if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool)):
+                raise TypeError(f"{name} {number!r} is no whole number; use an int")
+        for name, factor in (("balance", balance), ("decay", decay)):
+            if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
+                raise TypeError(f"{name} {factor!r} is no number; use a float")
         if width < 1:
             raise ValueError(f"width {width} is not a positive number of channels")
         if not balance >= 0:
@@ -117,11 +86,15 @@ class UniGrad(nn.Module):
             raise ValueError(f"correlation_source {correlation_source!r} is unknown; use 'target' or 'online'")
         if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
-        self.width, self.balance, self.decay = width, balance, decay
+        if most_images is not None and most_images < 1:
+            raise ValueError(f"most_images {most_images} is not a positive number of images")
+        self.width, self.balance, self.decay = int(width), float(balance), float(decay)
         self.process_group = process_group
         self.correlation_source, self.compute_dtype = correlation_source, compute_dtype
-        self.average = MovingCorrelation(width)
-        self._layouts: dict[tuple, _Layout] = {}
+        self.most_images = most_images
+        self.average = MovingCorrelation(self.width)
+        self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
+        self._layouts: dict[tuple | None, Layout] = {}  # also by the `_key` of batches that were taken
 
     def extra_repr(self) -> str:
         return f"width={self.width}, balance={self.balance}, decay={self.decay}, source={self.correlation_source}"
@@ -151,32 +124,44 @@ class UniGrad(nn.Module):
             `surrogate` (u·g, what the authors' code reports).
 
         Raises:
-            ValueError: a shape that does not fit, with the shape; mixing with F from the online branch.
+            ValueError: a shape that does not fit, with the shape; mixing with F from the online branch; more images
+                than `most_images`.
+            RuntimeError: activation checkpointing calls it again.
         """
-        self._check(online, target, mix)
-        images, device = online[0].shape[0], online[0].device
-        rows = len(online) * images
-        unit_dtype, product_dtype = self._dtypes([*online, *target])
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        views = [*online, *target]
+        key = _key(views, len(target), self.decay, self.compute_dtype)
+        known = self._layouts.get(key)
+        layout = known or self._layout(online, target)
+        # What is like an earlier batch needs no second look.
+        kernels = functional if known is None or mix is not None else unchecked
+        if mix is not None:
+            self._require_mix(mix, layout)
+        if self.training:
+            _require_no_recomputation()
+        images, rows, device, average = layout.images, layout.rows, layout.device, self.average
+        autocast = torch.is_autocast_enabled(device.type)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             nonfinite = torch.empty(rows + 2 * images, dtype=torch.int32, device=device)
-            all_MC, inverse_norm_M = unit_embeddings([*online, *target], dtype=unit_dtype, nonfinite=nonfinite)
-            unit_MC, target_MC = all_MC[:rows], all_MC[rows:]
-            operand = self.average.operand(unit_MC, product_dtype)
-            layout = self._layout(len(online), images, unit_MC)
+            all_MC, inverse_norm_M = kernels.unit_embeddings(views, layout.unit_dtype, nonfinite)
+            unit_MC, target_MC, target_flags = all_MC[:rows], all_MC[rows:], nonfinite[rows:]
+            global_MC = unit_MC if rows == 2 * images else unit_MC[: 2 * images]
+            operand = average.operand(unit_MC, layout.product_dtype)
             from_target = self.correlation_source == "target"
-            source_MC = self._of_all_ranks(target_MC if from_target else unit_MC[: 2 * images])
-            flags, target_flags = self._over_ranks(nonfinite, rows)
+            source_MC, count = target_MC if from_target else global_MC, layout.count
+            flags, skip = nonfinite, target_flags if from_target else nonfinite
+            over_ranks = self.training and self._ranks() > 1
+            if over_ranks:
+                source_MC, count, flags, skip = self._over_ranks(source_MC, nonfinite, layout)
             # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
-            skip = target_flags if from_target else flags
-            counts = self.training and images > 0
+            counts = self.training and (over_ranks or images > 0)
             if counts:
-                self.average.update_(source_MC, decay=layout.decay, count=layout.count, skip=skip)
-            first, second, ratio = self._positives(layout, mix, images)
-            gradient_MC, terms = unigrad_gradient(
-                unit_MC=unit_MC,
-                inverse_norm_M=inverse_norm_M[:rows],
-                target_KC=target_MC,
-                correlation=operand,
+                average.update_(source_MC, decay=layout.decay, count=count, skip=skip)
+            first, second, ratio = layout.positives(mix)
+            gradient_MC, terms = kernels.unigrad_gradient(
+                unit_MC,
+                inverse_norm_M[:rows],
+                target_MC,
+                operand,
                 balance=self.balance,
                 scale=1.0 / max(1, rows),
                 first=first,
@@ -184,128 +169,129 @@ class UniGrad(nn.Module):
                 ratio=ratio,
                 nonfinite=flags,
                 skip=skip,
-                updates=self.average.updates if counts else None,
+                updates=average.updates if counts else None,
                 ticket=layout.ticket,
             )
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
-        metrics = {name: terms[number] for number, name in enumerate(TERMS)}
-        return ObjectiveOutput(loss, metrics, terms[len(TERMS)], unit_MC[: 2 * images])
-
-    def named_buffers(self, *arguments, **keywords) -> Iterator[tuple[str, Tensor]]:
-        self.average.whole()
-        return super().named_buffers(*arguments, **keywords)
+        if known is None and key is not None and {type(view) for view in views} <= {Tensor, nn.Parameter}:
+            self._layouts[key] = layout
+        # `data` is no view: what is done to one of them in place is nothing to the others.
+        *metrics, flag = (term.data for term in terms.unbind())
+        named = dict(zip(TERMS, metrics, strict=True))
+        return ObjectiveOutput(loss, named, flag, global_MC, over_ranks, self.process_group)
 
     def effective_rank(self) -> Tensor:
         """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
         return effective_rank(self.correlation)
 
-    def _dtypes(self, views: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
-        """Of the unit embeddings, and of the operands of the product u·F."""
-        common = _common_dtype(views)
-        exact = torch.promote_types(common, torch.float32)
-        if exact == torch.float64:
-            return exact, exact
-        if not use_triton(views[0].device):
-            return exact, self.compute_dtype or exact
-        kind = views[0].device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else common
-        return (self.compute_dtype or autocast,) * 2
-
-    def _layout(self, views: int, images: int, like: Tensor) -> _Layout:
-        exact = torch.promote_types(like.dtype, torch.float32)
-        key = (views, images, self.decay, self._ranks(), like.device, exact)
+    def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
+        """What a batch's shape determines, which is checked."""
+        require_views(online, target, self.width)
+        images, device = online[0].shape[0], online[0].device
+        unit_dtype, product_dtype = self._dtypes(online, target)
+        key = (len(online), images, self.decay, device, unit_dtype, product_dtype)
         if key not in self._layouts:
             require_no_capture("a batch of this shape")
-            with torch.inference_mode(False), torch.no_grad():  # it outlives the call
-                self._layouts[key] = self._new_layout(views, images, like.device, exact)
+            self._layouts[key] = Layout.of(len(online), images, device, unit_dtype, product_dtype, self.decay)
         return self._layouts[key]
 
-    def _new_layout(self, views: int, images: int, device: torch.device, exact: torch.dtype) -> _Layout:
-        image_N = torch.arange(images, device=device)
-        globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
-        is_global_M = torch.arange(views * images, device=device) < 2 * images
-        return _Layout(
-            first=torch.cat([globals_2N, locals_L]),
-            second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
-            ratio=torch.where(is_global_M, 1.0, 0.5) if views > 2 else None,
-            decay=torch.full((), self.decay, dtype=exact, device=device),
-            count=torch.full((), 2.0 * images * self._ranks(), dtype=exact, device=device),
-            ticket=torch.zeros((), dtype=torch.int32, device=device),
-        )
+    def _dtypes(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+        """Of the unit embeddings, and of the operands of the product u·F."""
+        exact = torch.promote_types(common_dtype([*online, *target]), torch.float32)
+        if exact == torch.float64:
+            return exact, exact
+        device = online[0].device
+        if not use_triton(device):
+            return exact, self.compute_dtype or exact
+        enabled = torch.is_autocast_enabled(device.type)
+        usual = torch.get_autocast_dtype(device.type) if enabled else common_dtype(online)
+        return (self.compute_dtype or usual,) * 2
 
-    @staticmethod
-    def _positives(layout: _Layout, mix: Mix | None, images: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`first`, `second` and `ratio` of `embedding_gradient`."""
-        if mix is None:
-            return layout.first, layout.second, layout.ratio
-        # The other global view's target, of the image and of its partner.
-        second_2N = torch.cat([mix.partner[0] + images, mix.partner[1].to(layout.first.dtype)])
-        ratio_2N = torch.cat([mix.ratio[0], mix.ratio[1]]).float()
-        if layout.second is None or layout.ratio is None:
-            return layout.first, second_2N, ratio_2N
-        rest = slice(2 * images, None)
-        return layout.first, torch.cat([second_2N, layout.second[rest]]), torch.cat([ratio_2N, layout.ratio[rest]])
-
-    def _ranks(self) -> int:
-        return dist.get_world_size(self.process_group) if _is_distributed() else 1
-
-    def _of_all_ranks(self, unit_MC: Tensor) -> Tensor:
-        """The rows of all ranks, in their order."""
-        if self._ranks() == 1:
-            return unit_MC
-        gathered = unit_MC.new_empty(self._ranks(), *unit_MC.shape)
-        dist.all_gather(list(gathered.unbind()), unit_MC.contiguous(), group=self.process_group)
-        return gathered.flatten(0, 1)
-
-    def _over_ranks(self, nonfinite: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Flags of all embeddings and of the target embeddings alone; on many ranks one for all rows of a branch."""
-        if self._ranks() == 1:
-            return nonfinite, nonfinite[rows:]
-        flags = torch.stack([nonfinite[:rows].sum(), nonfinite[rows:].sum()]).int()
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        return flags, flags[1:]
-
-    def _check(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None) -> None:
-        if len(target) != 2 or len(online) < 2:
-            raise ValueError(
-                f"got {len(online)} online and {len(target)} target views; give two or more online views "
-                "(global views first) and the two global views' targets"
-            )
-        expected = (online[0].shape[0], self.width)
-        for name, views in (("online", online), ("target", target)):
-            for number, view in enumerate(views):
-                if tuple(view.shape) != expected:
-                    raise ValueError(
-                        f"{name}[{number}] has shape {tuple(view.shape)}, expected {expected}: "
-                        "all views hold the same images, and their width is the objective's"
-                    )
-        if mix is None:
-            return
+    def _require_mix(self, mix: Mix, layout: Layout) -> None:
         if self.correlation_source == "online":
             raise ValueError(
                 "correlation_source 'online' with CutMix makes F from mixed images; use correlation_source='target'"
             )
-        images = expected[0]
-        for name, pair, wanted in (("partner", mix.partner, "int64"), ("ratio", mix.ratio, "floating")):
-            given = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in pair]
-            fits = all(each.is_floating_point() == (name == "ratio") and each.dtype != torch.bool for each in pair)
-            if len(given) != 2 or any(shape != [images] for _, shape in given) or not fits:
-                raise ValueError(
-                    f"mix.{name} is {given[:3]}; give {wanted} [{images}] for each of the two global views"
+        require_mix(mix, layout.images, layout.device)
+
+    def _ranks(self) -> int:
+        return ranks.size(self.process_group)
+
+    def _over_ranks(
+        self, source_MC: Tensor, nonfinite: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of all ranks: what F takes, how many rows, which branches are not finite, and whether F must not take it."""
+        most, group = self._most_images(layout.images), self.process_group
+        fits = layout.images <= most
+        flags = [nonfinite[: layout.rows].sum(), nonfinite[layout.rows :].sum()]
+        own = [*flags, layout.own_rows]
+        if not fits:  # the others wait for this rank; they drop the step
+            source_MC, own = source_MC[:0], [torch.ones_like(layout.own_rows)] * 2 + [layout.own_rows]
+        gathered_MC = ranks.gather(source_MC, 2 * most, group)
+        sums = ranks.total(*own, group=group)
+        if not fits:
+            how = "most_images" if self.most_images else "the most that a rank had in the first training step"
+            raise ValueError(
+                f"this rank has {layout.images} images, more than {most}, {how}; "
+                f"give UniGrad(most_images={layout.images}) or more"
+            )
+        # Without a row there is nothing that F could take.
+        raised = torch.cat([sums[:2] != 0, sums[2:] == 0]).int()
+        skip = raised[1:] if self.correlation_source == "target" else raised
+        return gathered_MC, sums[2].to(layout.count.dtype), raised[:2], skip
+
+    def _most_images(self, images: int) -> int:
+        """The number of images that every rank's rows are filled up to."""
+        if self.most_images is not None:
+            return self.most_images
+        size = self._ranks()
+        if size not in self._agreed:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "compiled code cannot find out how many images the other ranks have; give "
+                    "UniGrad(most_images=...), or make one training step on all ranks before it is compiled"
                 )
-            # On a GPU this would make the host wait.
-            if online[0].device.type == "cpu" and images:
-                low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
-                most = 1 if name == "ratio" else images - 1
-                if not 0 <= low <= high <= most:
-                    raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; allowed is 0 to {most}")
+            require_no_capture("this number of ranks")
+            self._agreed[size] = ranks.agree_on_most_images(images, self.average.updates, self.process_group)
+        return self._agreed[size]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UniGrad:
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self.process_group)] = self.process_group  # a copy shares it: it is no data
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_layouts": {}}, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            warnings.warn(
+                "a process group cannot be pickled: the loaded UniGrad has the default one; set its process_group",
+                stacklevel=2,
+            )
+        return {**self.__dict__, "process_group": None, "_layouts": {}}
 
 
-def _common_dtype(views: Sequence[Tensor]) -> torch.dtype:
-    common = views[0].dtype
-    for view in views:
-        common = torch.promote_types(common, view.dtype)
-    return common
+_LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
+
+
+def _key(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
+    """All that decides whether a batch can be taken, and how; None for what has to be looked at every time."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        looks = tuple(map(_LOOK, views))
+        device = views[0].device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    except (AttributeError, IndexError):  # no tensors
+        return None
+    return targets, looks, autocast, use_triton(device), *settings
+
+
+def _require_no_recomputation() -> None:
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "activation checkpointing calls UniGrad again in the backward pass, and F would take the batch twice; call "
+            "the objective outside of torch.utils.checkpoint (it keeps no more than one array of the embeddings' size)"
+        )
 
 
 def build(method: str, width: int, **settings) -> nn.Module:
@@ -325,7 +311,3 @@ def build(method: str, width: int, **settings) -> nn.Module:
 
 
 METHODS: dict[str, type[nn.Module]] = {"unigrad": UniGrad}
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -40,8 +40,8 @@ class SGD(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
         device = self.param_groups[0]["params"][0].device
         self.clip_norm = clip_norm
-        self.nonfinite = torch.zeros((), device=device)
-        self.gradient_norm = torch.zeros((), device=device)
+        self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
+        self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         self._measured = False
 
     def open(self) -> None:

@@ -8,13 +8,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import absolute, shown
 
 DEFAULT_RECIPE = "imagenet_100ep"
+YAML_ENDINGS = (".yaml", ".yml")
 
 
 def recipe_names() -> list[str]:
@@ -23,38 +23,57 @@ def recipe_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
-    """The tree of a shipped recipe, or of a YAML file over the shipped recipe that its key `recipe` names.
+def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a shipped recipe, or of a YAML file over the recipe that its key `recipe` names.
 
-    A YAML file without that key starts from the defaults, which are those of `imagenet_100ep`.
+    That is a shipped one, or another file, relative to the one that names it. A YAML file without that key starts from
+    the defaults, which are those of `imagenet_100ep`. In the tree the key names the shipped recipe below them all.
+
+    Args:
+        below: files that this one is the base of, the first of them given by the user.
     """
     name = str(name_or_path)
     if name in recipe_names():
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
         return {**_parse_yaml(text, name), "recipe": name}
     path = absolute(Path(name))
+    if path in below:
+        raise UserError(f"recipe = {below[0]}: recipes in a circle: {' -> '.join(map(str, (*below, path)))}")
     if not os.path.isfile(path):
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         raise UserError(
             f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
             + ", ".join(recipe_names())
             + (f"; did you mean {close[0]}?" if close else "")
+            + (f"; {below[-1]} names it" if below else "")
         )
     try:
-        tree = _parse_yaml(path.read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError) as error:
+        tree = _parse_yaml(path.read_text(encoding="utf-8", errors="surrogateescape"), name)
+    except OSError as error:
         raise UserError(f"recipe = {name}: cannot be read as text: {error}") from None
     base = tree.get("recipe", DEFAULT_RECIPE)
-    return merge(load_recipe(base), tree) if base in recipe_names() else tree
+    if not isinstance(base, str):
+        return tree
+    if base not in recipe_names():
+        file = path.parent / os.path.expanduser(base)
+        if not os.path.isfile(file) and not base.lower().endswith(YAML_ENDINGS):
+            return tree
+        base = os.fspath(file)
+    inherited = load_recipe(base, (*below, path))
+    return {**merge(inherited, tree), "recipe": inherited.get("recipe", DEFAULT_RECIPE)}
+
+
+def title(name_or_path: str | Path) -> str:
+    """What runs of a recipe are called: its name, or that of its file without the ending."""
+    name = str(name_or_path)
+    return name if name in recipe_names() else Path(name).stem.lstrip(".") or DEFAULT_RECIPE
 
 
 def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"recipe = {name}: not valid YAML{where}: {' '.join(str(problem).split())}") from None
+        tree = strict_yaml.read(text)
+    except UserError as error:
+        raise UserError(f"recipe = {name}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

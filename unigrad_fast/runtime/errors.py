@@ -2,7 +2,10 @@
 
 from unigrad_fast.pipelines.errors import DataError
 
-__all__ = ["DataError", "Preempted", "RunStopped", "UserError"]
+INTERRUPTED = 130  # as shells have it after Ctrl-C, so that their loops end too
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+__all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RunStopped", "UserError"]
 
 
 class UserError(Exception):
@@ -14,4 +17,12 @@ class RunStopped(Exception):
 
 
 class Preempted(Exception):
-    """The run was asked to leave, and saved its state (exit status 75); the message says where."""
+    """The run was asked to leave, and saved its state; the message says where.
+
+    Args:
+        status: PREEMPTED, or INTERRUPTED after Ctrl-C.
+    """
+
+    def __init__(self, message: str, status: int = PREEMPTED) -> None:
+        super().__init__(message)
+        self.status = status

@@ -24,13 +24,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.limits import require_room
+from unigrad_fast.runtime.rendezvous import meet, told
 
 Result = TypeVar("Result")
 
 # Ranks may wait for one that lists millions of files.
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,7 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
         UserError: the environment is wrong, there is no GPU for this process, or not all processes came.
     """
     launch = launch_environment(os.environ)
+    require_room(launch.size)
     chosen = _choose_device(device, launch)
     # DeepSpeed wants it, as the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
@@ -227,16 +232,20 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device does, while a host name may not resolve, without a network say.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    _take_fair_share(launch.local_size)
     try:
         store = _meet(launch, rendezvous_timeout)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
+        with told(
+            f"rank {launch.rank} of {launch.size}: all processes are there, but not all reach each other; {WAYS}"
+        ):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                store=store,
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=chosen if chosen.type == "cuda" else None,
+            )
     except (RuntimeError, ValueError) as error:
         _restore()
         if launch.size == 1:
@@ -245,8 +254,7 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
             f"rank {launch.rank} of {launch.size} did not meet the others at {launch.address}:{launch.port} "
             f"within {rendezvous_timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
             f"Check that all {launch.size} processes were started, that MASTER_ADDR and MASTER_PORT name a "
-            "free port of rank 0's machine that the others may reach, and that GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME, if set, name the right network device"
+            f"free port of rank 0's machine that the others may reach; {WAYS}"
         ) from error
     return World(
         rank=launch.rank,
@@ -256,6 +264,13 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
         device=chosen,
         backend="nccl" if chosen.type == "cuda" else "gloo",
     )
+
+
+def _take_fair_share(ranks: int) -> None:
+    """Has torch compute with no more threads than this rank has cores, unless the user chose a number."""
+    chosen = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if not chosen and torch.get_num_threads() > usable_cores(ranks):
+        torch.set_num_threads(usable_cores(ranks))
 
 
 def stop() -> None:
@@ -315,13 +330,8 @@ def gather(value: Result) -> list[Result]:
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.size == 1:
         return dist.HashStore()
-    assert launch.address is not None
-    host = f"[{launch.address}]" if ":" in launch.address else launch.address
-    url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size={launch.size}"
-    store, _, _ = next(dist.rendezvous(url, timeout=timeout))
-    # torchrun's store outlives the processes, and with it the addresses of those that were killed: a process that it
-    # starts again would try to reach the dead, and wait.
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    assert launch.address is not None and launch.port is not None
+    return meet(launch.rank, launch.size, launch.address, launch.port, timeout)
 
 
 def _choose_device(device: str, launch: Launch) -> torch.device:

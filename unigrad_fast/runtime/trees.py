@@ -8,6 +8,13 @@ from typing import Any
 from unigrad_fast.runtime.errors import UserError
 
 
+class Bare(int):
+    """The value of a switch that is written without one: true of a boolean, and of nothing else."""
+
+
+BARE = Bare(True)
+
+
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """`top` laid over `base`, group by group."""
     merged = dict(base)
@@ -20,7 +27,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
     """The tree of texts that `--a.b value` and `--a.b=value` give.
 
-    The bare switch `--a.b` is True, `null` is None; words without a key take those of `positionals` in turn.
+    The bare switch `--a.b` is `BARE`, `null` is None; words without a key take those of `positionals` in turn.
     """
     tree: dict[str, Any] = {}
     rest, unnamed = list(arguments), list(positionals)
@@ -32,9 +39,9 @@ def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -
             tree[unnamed.pop(0)] = word
             continue
         key, equals, text = word[2:].partition("=")
-        value: str | bool = text
+        value: str | Bare = text
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else True
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else BARE
         *groups, leaf = key.replace("-", "_").split(".")
         place = tree
         for group in groups:

@@ -9,12 +9,15 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.trees import BARE
 
 
 def absolute(path: Path) -> Path:
@@ -33,13 +36,20 @@ class Node(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
-        """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list."""
+        """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list.
+
+        A bare switch is a boolean, and 1e3 a whole number.
+        """
         if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
             value = value.strip("[]()").split(",")
+        if isinstance(value, str) and int in arms(cls.model_fields[info.field_name].annotation):
+            value = _whole(value)
         wants_bool = cls.model_fields[info.field_name].annotation is bool
+        if value is BARE and wants_bool:
+            value = True
         if wants_bool and isinstance(value, str):
             value = {"true": True, "false": False}.get(value.lower(), value)
-        if value == "" or wants_bool != isinstance(value, bool):
+        if value == "" or value is BARE or wants_bool != isinstance(value, bool):
             raise ValueError("wrong type")
         return value
 
@@ -49,6 +59,26 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 
 def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(get_origin(arm) is tuple for arm in get_args(annotation))
+
+
+def arms(annotation: Any) -> Iterator[Any]:
+    """What a value may be, of a union and without what Annotated adds."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        for arm in get_args(annotation):
+            yield from arms(arm)
+    else:
+        yield annotation
+
+
+def _whole(text: str) -> str | int:
+    """The whole number that a text like 1e3 or 2.0 is, and other texts as they are."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(Decimal(text)) if number.is_integer() and abs(number) < 2**63 else text
 
 
 def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
@@ -69,22 +99,25 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
         path.append(str(part))
         if part not in owner.model_fields:
             return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
-        group = _group(owner, part)
-        if group is None:
+        inner = group(owner, part)
+        if inner is None:
             break  # what follows a leaf names an arm of its union
-        owner = group
+        owner = inner
     else:
         return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
     if problem["type"] == "missing" and len(path) == len(location):
         description = owner.model_fields[part].description
         return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
     allowed = allowed_values(owner, part)
+    if value is BARE:
+        return [f"--{'.'.join(path)}: a value is missing; allowed is {allowed}"]
     close = difflib.get_close_matches(str(value), allowed.removeprefix("one of ").split(", "), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return [f"{'.'.join(path)} = {shown(value)}: allowed is {allowed}{hint}"]
 
 
-def _group(owner: type[Node], key: str) -> type[Node] | None:
+def group(owner: type[Node], key: str) -> type[Node] | None:
+    """The keys below a key; None of a leaf."""
     annotation = owner.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
@@ -92,11 +125,11 @@ def _group(owner: type[Node], key: str) -> type[Node] | None:
 def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a tree."""
     for key in model.model_fields:
-        group = _group(model, key)
-        if group is None:
+        inner = group(model, key)
+        if inner is None:
             yield prefix + key
         else:
-            yield from keys(group, f"{prefix}{key}.")
+            yield from keys(inner, f"{prefix}{key}.")
 
 
 def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -164,13 +197,19 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 def shown(value: Any) -> str:
     """A value as the user writes it, shortened."""
-    if isinstance(value, float):
+    if value is BARE:
+        text = "true"
+    elif isinstance(value, float):
         text = f"{value:g}"
     elif isinstance(value, str):
         text = value or "''"
     else:
         text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def byte_size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def count(number: int, noun: str) -> str:

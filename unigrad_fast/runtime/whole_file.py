@@ -1,8 +1,10 @@
-"""A file that is replaced as a whole or not at all."""
+"""A file that is replaced as a whole or not at all, and errors that name the file."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -15,5 +17,18 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """While inside, an error of the system that names no file names this one; a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise

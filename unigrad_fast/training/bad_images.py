@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.runtime.errors import DataError, RunStopped
+from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 
 FILE = "bad_images.jsonl"
@@ -23,18 +24,20 @@ class BadImages:
         folder: of the run, which may hold the list of its earlier part; None writes nothing.
         manifest: the training images.
         most: share of the images that may be bad.
+        goes_on: the earlier part counts, for the run goes on from it.
 
     Raises:
         DataError: already the headers that cannot be read, and the images that a scan found bad, are more.
     """
 
-    def __init__(self, folder: Path | None, manifest: Manifest, most: float, world: World):
+    def __init__(self, folder: Path | None, manifest: Manifest, most: float, world: World, goes_on: bool = True):
         self.path = None if folder is None else folder / FILE
         self.manifest, self.most, self.world = manifest, most, world
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
         self._told = 0
         self.latest: dict[tuple[int, int], str] = {}  # what the last exchange added
-        self.known = {(failure.step, failure.image): failure.reason for failure in _read(self.path, len(manifest))}
+        earlier = self.path if goes_on else None
+        self.known = {(failure.step, failure.image): failure.reason for failure in _read(earlier, len(manifest))}
         # Those that are bad since this process began: what was mended since the run stopped does not count.
         self.images = set(manifest.unreadable().tolist())
         if self.too_many:
@@ -70,7 +73,7 @@ class BadImages:
         for (_, image), failure in sorted(found.items(), key=lambda item: item[0]):
             if image not in self.images:
                 self.images.add(image)
-                told.append(f"{_printable(failure.path)}: {failure.reason}; another image takes its place")
+                told.append(f"{printable(failure.path)}: {failure.reason}; another image takes its place")
         new = [found[key] for key in sorted(found.keys() - self.known.keys())]
         self.latest = {(failure.step, failure.image): failure.reason for failure in new}
         self.known |= self.latest
@@ -110,18 +113,13 @@ class BadImages:
     def _some(self, what: str) -> str:
         reasons = {image: reason for (_, image), reason in self.known.items()}
         first = [
-            _printable(
+            printable(
                 f"{self.manifest.path(image)}: {reasons[image]}" if image in reasons else self.manifest.complaint(image)
             )
             for image in sorted(self.images)[:SHOWN]
         ]
         more = f", and {len(self.images) - SHOWN:,} more" if len(self.images) > SHOWN else ""
         return f"{len(self.images):,} of {len(self.manifest):,} images {what}: {'; '.join(first)}{more}"
-
-
-def _printable(name: str) -> str:
-    """Of a file name that may hold bytes that are no text."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _read(path: Path | None, count: int) -> list[Failure]:

@@ -94,6 +94,14 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
     yield whole("gate.total", trainer.gate.total)
 
 
+def size(trainer: Trainer) -> int:
+    """Bytes of a checkpoint, near enough: of its tensors, whatever each rank writes of them."""
+    online, fp32 = trainer.online.module, 4
+    weights_and_momentum = 2 * fp32 * sum(parameter.numel() for parameter in online.parameters())
+    others = [*online.buffers(), *trainer.target.state_dict().values(), *trainer.objective.state_dict().values()]
+    return weights_and_momentum + sum(tensor.numel() * tensor.element_size() for tensor in others)
+
+
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:
     """This rank's pieces: its own fragments, and its share of what all ranks hold alike."""
     for fragment in fragments:

@@ -17,7 +17,7 @@ class HostCopy:
     def send(self, step: int, numbers: Tensor) -> None:
         """Start the copy of a one-dimensional tensor, behind the work that is queued on the current stream."""
         if numbers.is_cuda:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             host.copy_(numbers, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

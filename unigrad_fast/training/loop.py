@@ -2,63 +2,85 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from unigrad_fast.checkpoints.files import complete_checkpoints
 from unigrad_fast.config import Config
+from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
-from unigrad_fast.training import checkpoint
-from unigrad_fast.training.preemption import Preemption
-from unigrad_fast.training.run_folder import occupied
+from unigrad_fast.runtime.whole_file import naming
+from unigrad_fast.training import checkpoint, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.trainer import Trainer
 
 
-def pretrain(config: Config, verbose: bool = False, fall_back: bool = False) -> None:
+def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, numbered: bool = False) -> None:
     """Pretrain as the configuration says; everything is written to `config.output`, which must be set.
 
     A run whose folder holds a checkpoint goes on from it, and ends with the numbers it would have had.
 
     Args:
         fall_back: where the newest checkpoint is damaged, go on from the newest intact one.
+        numbered: a new run, which takes `config.output`-2, -3, ... where there is a folder of that name.
 
     Raises:
         UserError, DataError: input that cannot work, before anything is written.
         RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
             be written.
-        Preempted: SIGTERM or SIGUSR1 came, and the state is saved.
+        Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
     """
-    with process_group.session() as world, Preemption() as preemption:
-        saved, warnings = checkpoint.find(config, world, fall_back)
-        if saved is None:
+    watch = processors.Watch()
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            world = stack.enter_context(process_group.session())
+        stack.push(preemption.settle)
+        saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
+        if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
         with preemption.nothing_to_save("the images were being listed; nothing was done"):
             train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
-        trainer = Trainer(config, world, train, verbose)
-        obstacle = KNNProbe.obstacle(train, val)
-        probe = KNNProbe(config, world, train, val) if obstacle is None else None
-        with occupied(config, world):
+        with run_folder.occupied(config, world, numbered) as config:
+            trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
+            queries = match(train, val)
+            probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
+            begins_again = run_folder.begin(config, world, goes_on=saved is not None)
             progress = None
             if saved is not None:
                 checkpoint.restore(trainer, saved)
                 progress = saved.about["progress"]
+            size = checkpoint.size(trainer)
+            if world.rank == 0 and (space := run_folder.little_space(config.output, size, config.checkpoint.keep)):
+                warnings.append(space)
             lengths = trainer.total_steps, trainer.steps_per_epoch
             with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, obstacle)
-                for warning in warnings + said:
+                introduce(telemetry, trainer, train, queries.obstacle)
+                if begins_again:
+                    telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
+                crowded = [] if world.device.type == "cuda" else filter(None, [watch.crowded()])
+                for warning in (*warnings, *said, *queries.told, *crowded):
                     telemetry.warn(warning)
-                run(trainer, telemetry, probe, preemption)
+                try:
+                    run(trainer, telemetry, probe, preemption)
+                except Preempted as error:
+                    if not numbered:
+                        raise
+                    raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
 
 
 def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
@@ -73,7 +95,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
     evaluate(trainer, telemetry, probe, preemption)
     while trainer.steps_done < trainer.total_steps:
         try:
-            waited = trainer.step(trainer.steps_done, batches)
+            with needs.step(trainer.config, trainer.world, trainer.steps_done):
+                waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
             # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
             if trainer.world.size == trainer.accumulation == 1:
@@ -91,7 +114,8 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         elif bad:
             tell_bad_images(trainer, telemetry)
         if preempted:
-            raise Preempted(f"saved after step {trainer.steps_done}; the same command goes on from there")
+            done = f"saved after step {trainer.steps_done}; the same command goes on from there"
+            raise Preempted(done, preemption.status)
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 
@@ -128,9 +152,13 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
     try:
         checkpoint.save(trainer, telemetry.progress_so_far())
     except OSError as error:
+        if complete_checkpoints(trainer.config.output):
+            left = "earlier ones are as they were, and the same command goes on from the newest"
+        else:
+            left = "there is no earlier one: the same command begins again, so make room first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
-            f"written: {error.strerror}; earlier ones are as they were, and the same command goes on from the newest"
+            f"written: {error.strerror}; {left}"
         ) from None
 
 
@@ -142,7 +170,8 @@ def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, pre
     saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
     with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
         try:
-            result = probe(trainer.online.module.backbone, trainer.dtype)
+            with needs.evaluation(trainer.config, probe, step):
+                result = probe(trainer.online.module.backbone, trainer.dtype)
         except DataError as error:
             raise RunStopped(str(error)) from None
         telemetry.log_knn(step, result)
@@ -191,12 +220,13 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     if trainer.world.rank != 0:
         return
     run = trainer.config.output
-    if run.is_relative_to(Path.cwd()):
+    if run.is_relative_to(Path.cwd()) and not str(run.relative_to(Path.cwd())).startswith("-"):
         run = run.relative_to(Path.cwd())
-    draw(trainer.config.output)
-    commands = [f"tensorboard --logdir {run}/tensorboard"] if trainer.config.telemetry.tensorboard else []
+    with naming(trainer.config.output / "curves.png"):
+        draw(trainer.config.output)
+    commands = [typed("tensorboard", "--logdir", run / "tensorboard")] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
-        commands.insert(0, f"unigrad-fast evaluate knn {run} --baselines true")
+        commands.insert(0, typed("unigrad-fast", "evaluate", "knn", run, "--baselines", "true"))
     telemetry.finish(
         {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
         commands,

@@ -44,5 +44,7 @@ def require_same_run(config: Config) -> None:
             saved = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
-        if differing := contradictions(config, saved or {}, f"the run in {config.output}"):
+        if not isinstance(saved, dict):
+            raise UserError(f"{path}: is not the configuration of a run; another --output begins a new run")
+        if differing := contradictions(config, saved, f"the run in {config.output}"):
             raise UserError("\n".join([*differing, "another --output begins a new run"]))

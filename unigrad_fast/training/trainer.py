@@ -19,6 +19,7 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import needs
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
@@ -34,6 +35,10 @@ REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gra
 class Trainer:
     """The state of one run and the operations on it.
 
+    Args:
+        verbose: show what DeepSpeed says.
+        goes_on: images that the run could not use before count; they do not where it begins, or begins again.
+
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
         fragments: where the online branch's weights, gradients and momentum lie.
@@ -42,7 +47,9 @@ class Trainer:
         images: what the training images are known by.
     """
 
-    def __init__(self, config: Config, world: World, train: Manifest, verbose: bool = False):
+    def __init__(
+        self, config: Config, world: World, train: Manifest, verbose: bool = False, goes_on: bool = True
+    ) -> None:
         self.config, self.world = config, world
         try:
             use_triton(world.device)
@@ -50,33 +57,37 @@ class Trainer:
             raise UserError(str(error)) from None
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
-        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world)
+        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
         self.steps_done = 0
         self.images = identity(train)
 
-        encoder = build_encoder(config.model, config.seed, world.device)
+        with needs.network(config):
+            encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        self.target = make_target(encoder).to(memory_format=torch.channels_last)
+        with needs.target(encoder):
+            self.target = make_target(encoder).to(memory_format=torch.channels_last)
         self.optimizer = build_optimizer(encoder, config.optimizer)
-        self.online = build_engine(
-            encoder,
-            self.optimizer,
-            settings=config.engine,
-            micro_batch_size=config.data.batch_size // (self.accumulation * world.size),
-            dtype=self.dtype,
-            verbose=verbose,
-        )
-        self.fragments = build_fragments(self.online, self.optimizer)
-        self.objective = build(
-            config.objective.method,
-            width=config.model.projector.width,
-            balance=config.objective.balance,
-            decay=config.objective.decay,
-            correlation_source=config.objective.correlation_source,
-        ).to(world.device)
+        with needs.optimizer(encoder):
+            self.online = build_engine(
+                encoder,
+                self.optimizer,
+                settings=config.engine,
+                micro_batch_size=config.data.batch_size // (self.accumulation * world.size),
+                dtype=self.dtype,
+                verbose=verbose,
+            )
+            self.fragments = build_fragments(self.online, self.optimizer)
+        with needs.correlation(config):
+            self.objective = build(
+                config.objective.method,
+                width=config.model.projector.width,
+                balance=config.objective.balance,
+                decay=config.objective.decay,
+                correlation_source=config.objective.correlation_source,
+            ).to(world.device)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)

@@ -16,7 +16,9 @@ EPS = 1e-5
 def programs(request, monkeypatch):
     """Rows in as many chunks as there may be, and in one."""
     cut = kernel.cut
-    monkeypatch.setattr(kernel, "cut", lambda rows, groups, channels, programs: cut(rows, groups, channels, request.param))
+    monkeypatch.setattr(
+        kernel, "cut", lambda rows, groups, channels, programs: cut(rows, groups, channels, request.param)
+    )
 
 
 def random(*shape, dtype=torch.float32, mean=0.0):
@@ -78,7 +80,9 @@ def test_no_rows_have_no_statistics_and_the_sums_are_zero():
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_settle_as_float64_does(ranks, momentum):
-    parts = torch.stack([reference.statistics(random(4 * (rank + 1), 70, dtype=torch.float64), 2) for rank in range(ranks)])
+    parts = torch.stack(
+        [reference.statistics(random(4 * (rank + 1), 70, dtype=torch.float64), 2) for rank in range(ranks)]
+    )
     if ranks == 3:
         parts[1] = 0  # a rank without rows
     state = [random(70), random(71)[1:].abs(), torch.tensor(4)]
@@ -92,7 +96,9 @@ def test_ranks_settle_as_float64_does(ranks, momentum):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize(("shape", "groups"), [((5, 3), 2), ((4, 40, 3, 5), 3), ((3, 130, 2, 1), 1), ((9, 64, 7, 7), 2)])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((5, 3), 2), ((4, 40, 3, 5), 3), ((3, 130, 2, 1), 1), ((9, 64, 7, 7), 2)]
+)
 def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affine, programs):
     x, x64, mean, variance, count, weight, bias = batch(groups, shape, torch.float32, affine)
     residual = random(*x.shape, dtype=torch.float32) * 0.5 if add else None

@@ -1,12 +1,13 @@
 """The objective on the Triton path, against itself in float64, which torch computes."""
 
+import copy
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from unigrad_fast.kernels import heuristics, update_correlation_
-from unigrad_fast.objectives import UniGrad
+from unigrad_fast.objectives import UniGrad, ranks
 
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error
 
@@ -68,7 +69,7 @@ def test_the_correlation_is_whole_for_whoever_asks_and_the_next_step_sees_what_w
         first(online=views(2, 5, width, seed), target=views(2, 5, width, seed + 10))
     state = first.state_dict()
     assert torch.equal(state["average.correlation"], state["average.correlation"].T)
-    assert torch.equal(dict(first.named_buffers())["average.correlation"], state["average.correlation"])
+    assert torch.equal(copy.deepcopy(first).average.correlation, state["average.correlation"])
 
     second(online=views(2, 5, width, 7), target=views(2, 5, width, 8))  # has a working copy, of another F
     for name, tensor in second.state_dict().items():
@@ -87,7 +88,7 @@ def test_all_ways_to_the_correlation_give_the_whole_of_it_again_and_again():
     objective = UniGrad(width, compute_dtype=torch.float16)
     for seed in range(2):
         objective(online=views(2, 5, width, seed), target=views(2, 5, width, seed + 10))
-        for found in (objective.correlation, dict(objective.named_buffers())["average.correlation"]):
+        for found in (objective.correlation, objective.to("cpu").average.correlation):
             assert torch.equal(found, found.T)
         # What moves F without the module's knowledge, as a replayed CUDA graph does.
         average, unit = objective.average, torch.nn.functional.normalize(torch.randn(4, width), dim=-1).half()
@@ -148,3 +149,26 @@ def test_autocast_decides_the_dtype_of_the_product():
     exact = in_double(views(2, 5, 40, 0))
     UniGrad(40)(online=exact, target=in_double([view.half() for view in views(2, 5, 40, 1)])).loss.backward()
     assert 1e-5 < distance(online[0].grad, exact[0].grad) < GATES[torch.float16]
+
+
+def test_the_online_branch_decides_the_dtype_of_the_product():
+    objective, online, target = UniGrad(40), views(2, 5, 40, 0), views(2, 5, 40, 1)
+    objective(online=[view.half() for view in online], target=target)
+    assert objective.average._working.dtype == torch.float16
+    other = UniGrad(40)
+    other(online=online, target=[view.half() for view in target])
+    assert other.average._working is None
+
+
+def test_a_rank_without_images_takes_those_of_the_others():
+    objective = UniGrad(40, compute_dtype=torch.float16)
+    objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
+    objective._ranks = lambda: 2
+    rows = torch.nn.functional.normalize(torch.randn(10, 40), dim=-1).half()
+    with pytest.MonkeyPatch.context() as patch:  # the other rank, which has five images
+        patch.setattr(ranks, "agree_on_most_images", lambda *_: 5)
+        patch.setattr(ranks, "gather", lambda own, most, group: torch.cat([own, own.new_zeros(most, 40), rows]))
+        patch.setattr(ranks, "total", lambda *own, group: torch.stack(own) + torch.tensor([0, 0, 10]))
+        output = objective(online=views(2, 0, 40, 0), target=views(2, 0, 40, 1))
+    assert objective.updates == 2 and output.loss == 0 and output.nonfinite == 0
+    assert torch.isfinite(objective.correlation).all()

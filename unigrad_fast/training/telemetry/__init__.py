@@ -4,7 +4,7 @@
     RUN/log.txt         what the console showed, with the time of day
     RUN/tensorboard/    the same numbers for TensorBoard
     RUN/summary.json    the final numbers
-    RUN/curves.png      metrics.jsonl as a picture
+    RUN/curves.png      metrics.jsonl as a picture, and the same as curves.svg
 
 A step is an optimizer step, and a step number counts those that are complete: 0 is the untrained encoder,
 `total_steps` the last.

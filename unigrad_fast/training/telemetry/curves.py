@@ -1,120 +1,247 @@
-"""Pictures of a run, drawn from its metrics.jsonl alone."""
+"""Pictures of a run, drawn from its metrics.jsonl alone, as PNG and as SVG."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from unigrad_fast.runtime.fallback import printable
+from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
+from unigrad_fast.training.telemetry.events import Events
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
-Series = tuple[list[float], list[float]]  # epochs, values
+GRAY = "#777777"
+SMOOTHED_SHARE = 0.04  # of a curve's points that one point of the smoothed line is the mean of
+FEWEST_SMOOTHED = 30  # points; fewer are drawn as they are
+LEAST_ACCURACY_SPAN = 10  # percentage points; closer by, chance would look like progress
+LABEL_POINTS = 12  # height of a label beside the accuracies, with the space below it
+Series = tuple[np.ndarray, np.ndarray]  # epochs, values
 
 
 def draw(run_dir: Path | str) -> Path:
-    """Draws RUN/curves.png: loss, positive cosine, learning rate with momentum, kNN accuracy over epochs."""
+    """Draws RUN/curves.png and RUN/curves.svg, and returns the first: over epochs the loss, the positive cosine, the
+    kNN accuracy, the two signals of collapse, the learning rate with the target's momentum."""
     run_dir = Path(run_dir)
-    return draw_comparison({run_dir.resolve().name: run_dir}, run_dir / "curves.png")
+    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, run_dir / "curves.png")
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
-    """Draws the four panels of `draw` with one colour per run, named by the keys of `runs`, to a PNG file."""
-    figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    loss, cosine, rate, accuracy = figure.subplots(2, 2).flat
+    """Draws the panels of `draw` with one colour per run, named by the keys of `runs`, to a PNG file and to an SVG file
+    beside it."""
+    figure = Figure(figsize=(13.3, 7.5), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03)
+    loss, cosine, accuracy, deviation, rank, rate = figure.subplots(2, 3).flat
     momentum = rate.twinx()
     titles = {
         loss: "Loss",
         cosine: "Positive cosine",
-        rate: "Learning rate and target momentum",
         accuracy: "kNN accuracy, %",
+        deviation: "Feature deviation",
+        rank: "Effective rank of F",
+        rate: "Learning rate and target momentum",
     }
     for axes, title in titles.items():
         _style(axes, title)
-    momentum.spines[["top", "left"]].set_visible(False)
-    momentum.tick_params(colors="#777777", labelsize=9, length=0)
-    momentum.set_ylabel("target momentum (dashed)", color="#777777", fontsize=9)
-    momentum.ticklabel_format(useOffset=False)
+    _style_momentum(momentum)
     rate.set_ylabel("learning rate (solid)", fontsize=9)
 
-    for number, (label, run_dir) in enumerate(runs.items()):
-        color = COLORS[number % len(COLORS)]
-        events = read_events(run_dir)
-        for axes, name in ((loss, "loss"), (cosine, "positive_cosine")):
-            axes.plot(*_series(events, "train", name), color=color, linewidth=1.3, label=label)
-        rate.plot(*_series(events, "train", "lr"), color=color, linewidth=1.6)
-        momentum.plot(
-            *_series(events, "train", "target_momentum"),
-            color=color,
-            linewidth=1.2,
-            linestyle="--",
-            alpha=0.7,
-        )
-        _draw_accuracy(accuracy, events, color, first=number == 0)
-    if len(runs) > 1:
-        loss.legend(frameon=False, fontsize=9)
-    else:
-        figure.suptitle(next(iter(runs)), x=0.01, ha="left", fontsize=13, fontweight="bold")
-    if not accuracy.lines:
-        accuracy.text(0.5, 0.5, "not evaluated", transform=accuracy.transAxes, ha="center", color="#777777")
-        accuracy.set(xticks=[], yticks=[])
-    else:
-        accuracy.margins(y=0.15)
+    everything = [read_events(run_dir) for run_dir in runs.values()]
+    for color, events in zip(_colors(len(runs)), everything, strict=True):
+        _draw_smoothed(loss, _series(events, "train", "loss"), color)
+        _draw_smoothed(cosine, _series(events, "train", "positive_cosine"), color)
+        _draw_smoothed(deviation, _series(events, "train", "feature_std"), color)
+        _draw_line(rank, _series(events, "train", "effective_rank"), color)
+        _draw_line(rate, _series(events, "train", "lr"), color)
+        _draw_line(momentum, _series(events, "train", "target_momentum"), color, linestyle="--", alpha=0.7)
+    _limit_deviation(deviation)
+    _limit_rank(rank)
+    labels = _draw_accuracies(accuracy, everything)
+    end = max((e["epoch"] for events in everything for e in events if "epoch" in e), default=0) or 1
+    for axes in titles:
+        if axes.lines:
+            axes.set_xlim(-0.02 * end, 1.02 * end)
+    _name(figure, list(runs))
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")  # done; each drawing would do it again
+    _spread(labels)
     path = Path(path)
-    figure.savefig(path)
+    FigureCanvasAgg(figure).print_png(path)  # savefig would draw twice
+    with matplotlib.rc_context({"svg.hashsalt": "unigrad-fast"}):  # the same run gives the same bytes
+        FigureCanvasSVG(figure).print_svg(path.with_suffix(".svg"), metadata={"Date": None})
     return path
 
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The events of RUN/metrics.jsonl in order, without a last line that a killed run left half written."""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    if lines and lines[-1]:  # every whole line ends with a line break
-        lines.pop()
-    return [json.loads(line) for line in lines if line]
+    """The events of RUN/metrics.jsonl in order, without lines that are none."""
+    return [event for _, event in Events(Path(run_dir) / "metrics.jsonl").whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:
     """Epochs and values; null, a value that was not finite, becomes a gap."""
     found = [(e["epoch"], e[name]) for e in events if e["event"] == event and name in e]
-    return [x for x, _ in found], [float("nan") if y is None else y for _, y in found]
+    return np.array([x for x, _ in found], float), np.array([y for _, y in found], float)
 
 
-def _draw_accuracy(axes: Axes, events: list[dict[str, Any]], color: str, first: bool) -> None:
-    epochs, values = _series(events, "knn", "accuracy")
-    if not epochs:
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Means over the finite values around each one, of as many points on either side; gaps stay gaps.
+
+    Towards both ends the window narrows to a quarter, so that the line begins and ends near where the values do.
+    """
+    most = max(1, round(len(values) * SMOOTHED_SHARE / 2))
+    place = np.arange(len(values))
+    half = np.clip(np.minimum(place, place[::-1]), most // 4, most)
+    finite = np.isfinite(values)
+    sums, counts = (np.concatenate([[0], np.cumsum(each)]) for each in (np.where(finite, values, 0), finite))
+    first, last = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return np.where(finite, (sums[last] - sums[first]) / (counts[last] - counts[first]), np.nan)
+
+
+def _draw_smoothed(axes: Axes, series: Series, color: str) -> None:
+    """The values, thin and pale, below their smoothed line."""
+    epochs, values = series
+    if len(values) < FEWEST_SMOOTHED:
+        _draw_line(axes, series, color)
         return
-    axes.plot(epochs, values, color=color, linewidth=1.6, marker="o", markersize=4)
-    if epochs[0] == 0:
-        axes.plot(0, values[0], marker="o", markersize=8, markerfacecolor="white", markeredgecolor=color, zorder=3)
-        if first:  # runs that are compared mostly start at the same point
-            _annotate(axes, f"untrained {values[0]:.1f}", (0, values[0]), color, left=True)
-    if len(epochs) > 1:
-        _annotate(axes, f"{values[-1]:.1f}", (epochs[-1], values[-1]), color, left=False)
-    last = next(e for e in reversed(events) if e["event"] == "knn")
-    axes.set_title(
-        f"{last['protocol']}, k = {last['k']}, T = {last['temperature']:g}, {last['branch']}",
-        loc="right",
-        fontsize=8,
-        color="#777777",
+    axes.plot(epochs, values, color=color, linewidth=0.7, alpha=0.35)
+    _draw_line(axes, (epochs, smoothed(values)), color)
+
+
+def _draw_line(axes: Axes, series: Series, color: str, **style: Any) -> None:
+    """A line; values that stand alone between gaps, of which a line shows nothing, become points."""
+    epochs, values = series
+    axes.plot(epochs, values, **{"color": color, "linewidth": 1.7, **style})
+    finite = np.pad(np.isfinite(values), 1)
+    alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    if alone.any():
+        axes.plot(epochs[alone], values[alone], color=color, linestyle="", marker="o", markersize=3)
+
+
+def _limit_deviation(axes: Axes) -> None:
+    """From 0, all vectors equal, to 1, spread evenly; with the limit below which a run warns."""
+    if not _with_values(axes):
+        return
+    _mark(axes, 1.0, "1: spread\nevenly")
+    _mark(axes, COLLAPSED_FEATURE_STD, f"collapsed\nbelow {COLLAPSED_FEATURE_STD:g}")
+    axes.set_ylim(0, max(1.06, axes.get_ylim()[1]))
+
+
+def _limit_rank(axes: Axes) -> None:
+    """Logarithmic from 1, all vectors on one line; with the limit below which a run warns."""
+    if not _with_values(axes):
+        return
+    _mark(axes, COLLAPSED_EFFECTIVE_RANK, f"collapsed\nbelow {COLLAPSED_EFFECTIVE_RANK:g}")
+    axes.set_yscale("log")
+    axes.set_ylim(0.93, max(10.0, 1.15 * np.nanmax([np.nanmax(line.get_ydata()) for line in _with_values(axes)])))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annotation]:
+    """kNN accuracies; returns the labels of the untrained encoders and of the last values, which stand beside the
+    panel, where no curve passes."""
+    labels, starts = [], set()
+    for color, events in zip(_colors(len(runs)), runs, strict=True):
+        epochs, values = _series(events, "knn", "accuracy")
+        if not len(values):
+            continue
+        axes.plot(epochs, values, color=color, linewidth=1.7, marker="o", markersize=5 if len(values) < 40 else 0)
+        untrained = f"{values[0]:.1f} untrained"
+        if epochs[0] == 0 and np.isfinite(values[0]) and untrained not in starts:  # runs that are compared share it
+            starts.add(untrained)
+            labels.append(_mark(axes, values[0], untrained, fontsize=10))
+        if epochs[-1] > 0 and np.isfinite(values[-1]):
+            labels.append(_beside(axes, values[-1], f"{values[-1]:.1f}", color, fontsize=11, fontweight="bold"))
+        last = next(e for e in reversed(events) if e["event"] == "knn")
+        settings = f"{last['protocol']}, k {last['k']}, T {last['temperature']:g}, {last['branch']}"
+        axes.set_ylabel(settings, fontsize=9, color=GRAY)
+    if not _with_values(axes):
+        axes.text(0.5, 0.5, "not evaluated", transform=axes.transAxes, ha="center", color=GRAY)
+        axes.set(xticks=[], yticks=[])
+        return []
+    axes.margins(y=0.12)
+    low, high = axes.get_ylim()
+    missing = max(0.0, LEAST_ACCURACY_SPAN - (high - low))
+    axes.set_ylim(low - missing / 2, high + missing / 2)
+    return labels
+
+
+def _spread(labels: list[Annotation]) -> None:
+    """Moves labels up until none lies on another; the panel has its size by now."""
+    below = -np.inf
+    for label in sorted(labels, key=lambda label: label.xy[1]):
+        height = label.axes.transData.transform(label.xy)[1] * 72 / label.figure.dpi
+        below = max(height, below + LABEL_POINTS)
+        label.set_position((label.get_position()[0], below - height))
+
+
+def _mark(axes: Axes, value: float, text: str, fontsize: float = 8) -> Annotation:
+    """A dotted line at a value, and what it says."""
+    axes.axhline(value, color=GRAY, linewidth=1, linestyle=":", zorder=1)
+    return _beside(axes, value, text, GRAY, fontsize=fontsize)
+
+
+def _beside(axes: Axes, value: float, text: str, color: str, **style: Any) -> Annotation:
+    """Text to the right of a panel, at a value's height."""
+    return axes.annotate(
+        text,
+        (1, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 0),
+        textcoords="offset points",
+        annotation_clip=False,
+        va="center",
+        color=color,
+        **style,
     )
 
 
-def _annotate(axes: Axes, text: str, point: tuple[float, float], color: str, left: bool) -> None:
-    place = (
-        {"xytext": (8, -4), "ha": "left", "va": "top"} if left else {"xytext": (0, 8), "ha": "right", "va": "bottom"}
-    )
-    axes.annotate(text, point, textcoords="offset points", fontsize=9, color=color, **place)
+def _name(figure: Figure, labels: list[str]) -> None:
+    """One run's name as the title, or a legend of several above the panels."""
+    if len(labels) == 1:
+        figure.suptitle(labels[0], x=0.01, ha="left", fontsize=14, fontweight="bold")
+        return
+    handles = [Line2D([], [], color=color, linewidth=2) for color in _colors(len(labels))]
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=11)
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[number % len(COLORS)] for number in range(count)]
+
+
+def _with_values(axes: Axes) -> list[Line2D]:
+    return [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), float)).any()]
+
+
+def _as_text(name: str) -> str:
+    """The name of a folder, which need not be text, and no formula where it has dollar signs."""
+    return printable(name).replace("$", r"\$")
 
 
 def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=12)
     axes.set_xlabel("epoch", fontsize=9)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 3, 5, 10)))
+
+
+def _style_momentum(axes: Axes) -> None:
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.tick_params(colors=GRAY, labelsize=9, length=0)
+    axes.set_ylabel("target momentum (dashed)", color=GRAY, fontsize=9)
+    axes.ticklabel_format(useOffset=False)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from unigrad_fast.runtime.whole_file import naming
+
 
 class Messages:
     """Everything is shown as it is, for the name of a folder may look like markup."""
@@ -17,7 +19,7 @@ class Messages:
         self.console, self.path = console, path
 
     def open(self) -> None:
-        self.file = self.path.open("a", encoding="utf-8", buffering=1)
+        self.file = self.path.open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
 
     def close(self) -> None:
         self.file.close()
@@ -36,7 +38,8 @@ class Messages:
 
     def log(self, message: str) -> None:
         """Into the file alone."""
-        self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
+        with naming(self.path):
+            self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
 
     def log_warning(self, message: str) -> None:
         self.log(f"WARNING: {message}")

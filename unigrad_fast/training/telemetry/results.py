@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from unigrad_fast.runtime.console import fitted
 from unigrad_fast.training.telemetry.phases import PHASES
 from unigrad_fast.training.telemetry.progress import duration
 
@@ -103,7 +104,7 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
     ]
     table = Table(title="Pretraining finished", title_justify="left", show_header=False)
     for row in rows:
-        table.add_row(*map(Text, row))  # as it is: a folder's name may look like markup
+        table.add_row(*(Text(fitted(cell)) for cell in row))  # as it is: a folder's name may look like markup
     return table
 
 

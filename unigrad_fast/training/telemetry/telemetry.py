@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,9 @@ from rich.console import Console
 
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.length import Length
 from unigrad_fast.training.telemetry.messages import Messages
@@ -66,7 +68,7 @@ class Telemetry:
         self.length = Length(total_steps, steps_per_epoch, config.evaluation.every * steps_per_epoch or total_steps)
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", self.length)
         self.tensorboard = TensorBoard(self.run_dir / "tensorboard", config.telemetry.tensorboard)
-        self.messages = Messages(console or Console(), self.run_dir / "log.txt")
+        self.messages = Messages(console or new_console(), self.run_dir / "log.txt")
         self.lines = ProgressLines(self.length, clock)
         self.bar: ProgressBar | None = None  # in place of the lines
         self.throughput = Throughput(self.length, clock, progress or {})
@@ -84,12 +86,14 @@ class Telemetry:
                 self.collapse.remember(event["message"])
         self.messages.open()
         self.messages.log(f"unigrad-fast {unigrad_fast.__version__}, torch {torch.__version__}, on {platform.node()}")
-        self.messages.log(f"command: {shlex.join(sys.argv)}")
+        self.messages.log(f"command: {typed(*sys.argv)}")
         self.messages.log(f"{self.length.total_steps} steps, {self.length.steps_per_epoch} per epoch")
         self.tensorboard.open(self.start_step)
         if self.messages.console.is_terminal:
             self.bar = ProgressBar(self.messages.console, self.length, self.step)
             self._move_bar()
+        if self.metrics.complaint:
+            self.warn(self.metrics.complaint)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -200,7 +204,7 @@ class Telemetry:
         }
         numbers, _ = json_numbers(own | dict(summary or {}))
         text = json.dumps(numbers, allow_nan=False, indent=2)
-        (self.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(self.run_dir / "summary.json", f"{text}\n".encode())
         self.messages.log(f"finished: {json.dumps(numbers, allow_nan=False)}")
         if self.bar is not None:
             self.bar.stop()

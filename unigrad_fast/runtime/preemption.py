@@ -1,10 +1,10 @@
-"""Leaving in good order when the scheduler takes the machine away.
+"""Leaving in good order when the scheduler takes the machine away, the terminal is closed, or somebody types Ctrl-C.
 
-SIGTERM and SIGUSR1 ask all ranks to save and leave. One rank that was told is enough: the ranks tell each other at the
-end of each step, in a collective of two numbers on the host whose result is read one step later, so that none waits
-for it; the second number says that a rank has news of another kind. A second signal ends the process at once;
-schedulers and launchers that pass a signal on both reach a process within moments, so that what follows the first
-within two seconds is taken for the same.
+SIGTERM, SIGUSR1, SIGHUP and SIGINT ask all ranks to save and leave; a signal that was ignored before, as by `nohup`,
+stays so. One rank that was told is enough: the ranks tell each other at the end of each step, in a collective of two
+numbers on the host whose result is read one step later, so that none waits for it; the second number says that a rank
+has news of another kind. A second signal ends the process at once; schedulers, terminals and launchers that pass a
+signal on both reach a process within moments, so that what follows the first within two seconds is taken for the same.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from unigrad_fast.runtime import fallback
+from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 2.0
-STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 class Preemption:
     """Watches for the signals; a context manager, to be entered in the main thread.
+
+    Attributes:
+        asked: the signal that this process was sent, if any.
+        status: with which the run ends, once `agreed` said that it has to.
 
     Signals are seen even while the main thread waits in a library: the interpreter writes each to a socket at once,
     and a thread of our own reads it.
@@ -34,27 +40,34 @@ class Preemption:
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
+        self.status = PREEMPTED
         self._nothing_to_save = False
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> Preemption:
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
-        self._handlers = {each: signal.signal(each, _do_nothing) for each in SIGNALS}
+        heeded = [each for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+        self._handlers = {each: signal.signal(each, _do_nothing) for each in heeded}
         self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._sent is not None:
-            self._sent[0].wait()
+        self.settle(kind)
         signal.set_wakeup_fd(self._wakeup)
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
         self._writing.close()  # which ends the thread
         self._thread.join()
         self._reading.close()
+
+    def settle(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Before the process group ends: wait for what the ranks still tell each other, unless there was an error."""
+        sent, self._sent = self._sent, None
+        if kind is None and sent is not None:
+            sent[0].wait()
 
     def agreed(self, news: bool = False) -> tuple[bool, bool]:
         """At the end of each step, on all ranks: whether one of them was asked to end, or had news, a step before.
@@ -67,9 +80,11 @@ class Preemption:
         if before is not None:
             work, flags = before
             work.wait()
+            self.status = INTERRUPTED if flags[0] == INTERRUPTED else PREEMPTED
             asked, told = (bool(flag) for flag in flags)
         if not asked:
-            flags = torch.tensor([int(self.asked is not None), int(news and not told)])
+            # The status of Ctrl-C is the greater one.
+            flags = torch.tensor([0 if self.asked is None else _status(self.asked), int(news and not told)])
             self._sent = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
         return asked, told
 
@@ -92,20 +107,27 @@ class Preemption:
         first = None
         while received := self._reading.recv(1):
             number = received[0]
-            if number not in SIGNALS:  # Ctrl-C, which the main thread answers
+            if number not in self._handlers:  # one that somebody else answers
                 continue
             now = time.monotonic()
             if first is None:
                 first, self.asked = now, signal.Signals(number)
                 if self._nothing_to_save:
                     self._leave()
+                if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                    _say(f"{self.asked.name}: saving after this step; a second one ends at once, without saving")
             elif now - first > SAME_SIGNAL_SECONDS:
                 _say(f"second {signal.Signals(number).name}: leaving at once, without saving")
                 os._exit(128 + number)
 
     def _leave(self) -> None:
-        _say(f"preempted by {self.asked.name}: {self._done}")
-        os._exit(STATUS)
+        word = "interrupted" if self.asked == signal.SIGINT else f"preempted by {self.asked.name}"
+        _say(f"{word}: {self._done}")
+        os._exit(_status(self.asked))
+
+
+def _status(number: signal.Signals) -> int:
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -114,4 +136,5 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 def _say(message: str) -> None:
     """To stderr, unbuffered, and even when the main thread holds its lock."""
-    os.write(2, f"{message}\n".encode())
+    with suppress(OSError):  # its reader is gone
+        os.write(2, f"{message}\n".encode("ascii", fallback.NAME))

@@ -1,0 +1,66 @@
+"""The processor cores that this process may use, by its affinity and by the quota of its control groups."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def usable_cores(processes: int = 1) -> int:
+    """Cores that threads of this process can keep busy, at least one.
+
+    Args:
+        processes: so many share the machine's cores and the quota; those of its affinity are taken for its own, as
+            some launchers give them.
+    """
+    machine = os.cpu_count() or 1
+    return max(1, min(len(own_cores()), int(min(machine, quota() or machine)) // processes))
+
+
+def own_cores() -> set[int]:
+    """The cores that this process may run on, by number."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores' worth of time that the control groups of a container or a job grant; None where that is unlimited."""
+    return min(_quotas(proc, root), default=None)
+
+
+def _quotas(proc: Path, root: Path) -> Iterator[float]:
+    try:
+        groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return
+    for number, controllers, path in (group for group in groups if len(group) == 3):
+        if number == "0":
+            yield from _along(root, path, _second)
+        elif "cpu" in controllers.split(","):
+            yield from _along(root / controllers, path, _first)
+            yield from _along(root / "cpu", path, _first)
+
+
+def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> Iterator[float]:
+    """The limits of a group and of those around it; inside a container the mount may begin anywhere among them."""
+    group = mount / path.strip("/")
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(mount):
+            try:
+                granted, period = read(folder)
+                if granted > 0 and period > 0:
+                    yield granted / period
+            except (OSError, ValueError):
+                continue
+
+
+def _second(folder: Path) -> tuple[int, int]:
+    """Of the second version, which says max where there is no limit."""
+    granted, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+    return int(granted), int(period)
+
+
+def _first(folder: Path) -> tuple[int, int]:
+    """Of the first version, which says -1."""
+    granted, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+    return int(granted), int(period)

@@ -1,0 +1,266 @@
+"""`evaluate` and `export` of any checkpoint: no result replaces another, and the checkpoint says what it is of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from drawn_images import draw_tree
+from safetensors.torch import load_file
+from thin import thin
+
+from unigrad_fast import cli
+from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.evaluation import linear_paper
+from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.process_group import World
+
+PAPER = ("--protocol", "paper", "--batch_size", "12", "--base_lr", "10")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """train: 24 images of three classes; val: 9 of them; lacking: the same without one class, and with another."""
+    root = tmp_path_factory.mktemp("images")
+    draw_tree(root / "train", per_class=8, classes=3)
+    draw_tree(root / "val", per_class=3, classes=3)
+    shutil.copytree(root / "val", root / "lacking")
+    shutil.move(root / "lacking/class1", root / "lacking/novel")
+    return root
+
+
+@pytest.fixture(scope="module")
+def made(images, tmp_path_factory) -> Path:
+    """A run of random weights, others after 10 and after 20 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    data = {"train": images / "train", "val": images / "val", "image_size": 16, "threads": 1}
+    evaluation, model = {"batch_size": 12, "knn": {"k": 3}}, {"projector": {"depth": 1, "width": 4}}
+    given = {"data": data, "evaluation": evaluation, "model": model, "output": folder, "engine": {"precision": "fp32"}}
+    config = resolve("cifar_subset", given)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with thin():
+        for step in (10, 20):
+            encoder = build_encoder(config.model, step, torch.device("cpu"))
+            tensors = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
+            write_weights(folder, tensors, step, step / 10, config.model_dump(mode="json"))
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path) -> Iterator[Path]:
+    shutil.copytree(made, tmp_path / "run")
+    with thin():
+        yield tmp_path / "run"
+
+
+def said(capsys: pytest.CaptureFixture, *arguments: object, status: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main([str(word) for word in arguments]) == status
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return printed.out if status == 0 else printed.err
+
+
+def result(run: Path, name: str) -> dict:
+    return json.loads((run / "evaluation" / f"{name}.json").read_text())
+
+
+def files(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "evaluation").iterdir())
+
+
+def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
+    said(capsys, "evaluate", "knn", run, "--baselines", "true")
+    first = result(run, "knn-epoch2")
+    assert (first["step"], first["epoch"], first["k"], first["temperature"]) == (20, 2.0, 3, 0.1)
+    assert list(first["accuracy"]) == ["raw pixels", "colour histogram", "untrained encoder", "trained encoder"]
+
+    again = said(capsys, "evaluate", "knn", run)
+    assert "which keeps raw pixels, colour histogram, untrained encoder of an earlier call" in again
+    assert result(run, "knn-epoch2") == first
+
+    other = said(capsys, "evaluate", "knn", run, "--k", 5, "--temperature", 0.2)
+    assert f"written to {run}/evaluation/knn-epoch2-2.json; knn-epoch2.json has k = 3 and stays as it is" in other
+    assert (result(run, "knn-epoch2-2")["k"], result(run, "knn-epoch2-2")["temperature"]) == (5, 0.2)
+    said(capsys, "evaluate", "knn", run, "--data.val", images / "train", "--data.train", images / "val")
+    assert result(run, "knn-epoch2-3")["queries"] == 24
+    said(capsys, "evaluate", "knn", run, "--k", 5, "--temperature", 0.2)
+    assert result(run, "knn-epoch2") == first
+
+    said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 2)
+    paper = result(run, "linear-paper-epoch2"), (run / "evaluation/linear-paper-epoch2.safetensors").read_bytes()
+    assert (paper[0]["epochs"], paper[0]["batch_size"], paper[0]["images"]) == (2, 12, 9)
+    said(capsys, "evaluate", "linear", run)
+    said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1)
+    assert result(run, "linear-paper-epoch2-2")["epochs"] == 1
+    assert paper == (
+        result(run, "linear-paper-epoch2"),
+        (run / "evaluation/linear-paper-epoch2.safetensors").read_bytes(),
+    )
+    knn = ["knn-epoch2-2.json", "knn-epoch2-3.json", "knn-epoch2.json"]
+    linear = [
+        f"linear-{name}.{e}"
+        for name in ("paper-epoch2-2", "paper-epoch2", "quick-epoch2")
+        for e in ("json", "safetensors")
+    ]
+    assert files(run) == knn + linear
+
+
+def test_a_file_of_results_that_cannot_be_read_is_left_alone(run, capsys):
+    (run / "evaluation").mkdir()
+    (run / "evaluation/knn-epoch2.json").write_text("my notes")
+    assert "knn-epoch2.json stays as it is" in said(capsys, "evaluate", "knn", run)
+    assert (run / "evaluation/knn-epoch2.json").read_text() == "my notes"
+    assert result(run, "knn-epoch2-2")["queries"] == 9
+    shutil.rmtree(run / "evaluation")
+    (run / "evaluation").write_text("my notes")
+    assert "is no folder, and results are written to it" in said(capsys, "evaluate", "knn", run, status=2)
+
+
+def test_any_checkpoint_is_evaluated_and_exported_with_its_own_probe(run, capsys):
+    assert f"checkpoint = 7: no checkpoint of that step in {run}; there are those of 10, 20" in said(
+        capsys, "evaluate", "knn", run, "--checkpoint", 7, status=2
+    )
+    assert "there are those of 10, 20" in said(capsys, "export", run, "--checkpoint", 15, status=2)
+    early = said(capsys, "evaluate", "knn", run, "--checkpoint", 10)
+    assert "trained encoder, epoch 1" in early and result(run, "knn-epoch1")["step"] == 10
+
+    said(capsys, "evaluate", "linear", run)
+    wrong = said(capsys, "export", run, "--checkpoint", 10, "--with_linear", "true", status=2)
+    assert "weights of step 20, and those of step 10 are exported" in wrong
+    assert f"unigrad-fast evaluate linear {run} --checkpoint 10" in wrong
+    said(capsys, "evaluate", "linear", run, "--checkpoint", 10)
+    said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1)
+    for step, name in ((10, "quick-epoch1"), (20, "paper-epoch2")):  # paper's before quick
+        probe = run / f"evaluation/linear-{name}.safetensors"
+        lines = said(capsys, "export", run, "--checkpoint", step, "--with_linear", "true")
+        assert f"linear probe of 3 classes from {probe}" in lines
+        (exported,) = (run / "export").glob(f"*epoch{step // 10}-linear.safetensors")
+        assert torch.equal(load_file(exported)["fc.weight"], load_file(probe)["weight"])
+    quick = run / "evaluation/linear-quick-epoch2.safetensors"
+    chosen = said(capsys, "export", run, "--with_linear", "true", "--probe", quick, "--output", run.parent / "a.pth")
+    assert f"linear probe of 3 classes from {quick}" in chosen
+    assert "belongs to --with_linear true" in said(capsys, "export", run, "--probe", quick, status=2)
+
+
+def test_a_probe_of_a_run_that_began_again_is_not_exported(run, capsys):
+    said(capsys, "evaluate", "linear", run)
+    shutil.copytree(run / "checkpoints/step-00000010", run / "moved")
+    config = json.loads((run / "checkpoints/step-00000020/checkpoint.json").read_text())["config"]
+    encoder = build_encoder(resolve(run / "config.yaml").model, 5, torch.device("cpu"))
+    tensors = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    write_weights(run, tensors, 20, 2.0, config)
+    assert "before the run began again" in said(capsys, "export", run, "--with_linear", "true", status=2)
+    assert "stays as it is" in said(capsys, "evaluate", "linear", run)
+    assert "linear-quick-epoch2-2.safetensors" in said(capsys, "export", run, "--with_linear", "true")
+
+
+@pytest.mark.parametrize(
+    ("command", "edit", "line"),
+    [
+        ("evaluate knn", lambda text: "", "is empty"),
+        ("export", lambda text: "", "is empty"),
+        ("export", lambda text: "model: [", "is damaged"),
+        ("export", lambda text: "a: &a {b: *a}", "is damaged"),
+        ("export", lambda text: "hi", "holds no tree of keys and values"),
+        ("export", lambda text: text.replace("threads: 1", "threads: many"), "has data.threads = many: allowed is"),
+        ("export", lambda text: text.replace("resnet18", "resnet50"), "has model.backbone = resnet50 instead of"),
+        ("evaluate linear", lambda text: text.replace("resnet18", "resnet50"), "has model.backbone = resnet50 instead"),
+        ("evaluate knn", lambda text: re.sub(" val: .*", " val: /elsewhere", text), "has data.val = /elsewhere inst"),
+    ],
+)
+def test_an_edited_configuration_gives_way_to_the_checkpoints(run, command, edit, line, capsys):
+    path = run / "config.yaml"
+    path.write_text(edit(path.read_text()))
+    printed = said(capsys, *command.split(), run)
+    assert f"warning: {path}: {line}" in printed
+    assert f"; the configuration in {run}/checkpoints/step-00000020 is taken\n" in printed
+
+
+def test_another_machine_may_need_other_threads_and_says_nothing(run, capsys):
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("threads: 1", "threads: 2").replace("batch_size: 12", "batch_size: 5"))
+    assert "is taken" not in said(capsys, "evaluate", "knn", run)
+
+
+def test_classes_that_one_side_lacks_and_equal_images_are_said(run, images, capsys):
+    for protocol in ("knn", "linear"):
+        printed = said(capsys, "evaluate", protocol, run, "--data.val", images / "lacking")
+        assert "warning: validation lacks 1 of 3 classes of the training images (class1);" in printed
+        assert (
+            "warning: 3 of 9 validation images are left out, for training does not know their classes (novel)"
+            in printed
+        )
+    assert result(run, "knn-epoch2")["queries"] == result(run, "linear-quick-epoch2")["images"] == 6
+    (images / "link").symlink_to(images / "train")
+    printed = said(capsys, "evaluate", "knn", run, "--data.val", images / "link", "--k", 1)
+    assert f"warning: data.val = {images}/link: is data.train as well, so every image finds itself" in printed
+    (images / "link").unlink()
+    assert list(result(run, "knn-epoch2-2")["accuracy"].values()) == [100.0]
+
+
+def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, capsys, monkeypatch):
+    arguments = ("evaluate", "linear", run, *PAPER, "--epochs", 3)
+    undisturbed = said(capsys, *arguments)
+    expected = load_file(run / "evaluation/linear-paper-epoch2.safetensors")
+    shutil.rmtree(run / "evaluation")
+
+    def kill(training: linear_paper._Training, end_epoch=linear_paper._Training.end_epoch) -> None:
+        if training.steps_done == 4:
+            raise KeyboardInterrupt
+        end_epoch(training)
+
+    with monkeypatch.context() as patch:  # in the second epoch
+        patch.setattr(linear_paper._Training, "end_epoch", kill)
+        assert cli.main([str(word) for word in arguments]) == 130
+    (kept,) = (run / "evaluation").iterdir()
+    assert kept.name.startswith("linear-paper-epoch2-") and kept.name.endswith(".unfinished.pt")
+
+    before = kept.read_bytes()
+    said(capsys, *arguments[:-1], 1)  # other settings
+    assert kept.read_bytes() == before and result(run, "linear-paper-epoch2")["epochs"] == 1
+
+    steps = iter(range(1, 100))
+
+    def ask(preemption: Preemption, news: bool = False, agreed=Preemption.agreed) -> tuple[bool, bool]:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while preemption.asked is None:
+                pass
+        return agreed(preemption, news)
+
+    with monkeypatch.context() as patch:  # in the third, of two steps each
+        patch.setattr(Preemption, "agreed", ask)
+        preempted = said(capsys, *arguments, status=75)
+    assert preempted == "preempted: saved after step 5 of 6 of the classifier; the same command goes on from there\n"
+    last = said(capsys, *arguments)
+    assert "goes on after epoch 2.5 of 3" in last and last.count("epoch 3/3") == 1 and "epoch 2/3" not in last
+    assert next(line for line in undisturbed.splitlines() if "epoch 3/3" in line) in last
+    assert not kept.exists()
+    found = load_file(run / "evaluation/linear-paper-epoch2-2.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_state_is_found_by_the_same_settings_alone_and_a_damaged_one_is_said(tmp_path):
+    said: list[str] = []
+    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+    one, same, other = (Unfinished(tmp_path, "a", {"epochs": n}, world, said.append) for n in (1, 1, 2))
+    state = {"weight": torch.randn(3), "failures": [(1, 2, "/images/\udcff.jpg", "cut off")]}
+    one.save(state)
+    assert torch.equal(same.load()["weight"], state["weight"]) and same.load()["failures"] == state["failures"]
+    assert other.load() is None and said == []
+    one.path.rename(other.path)
+    assert other.load() is None and same.load() is None
+    other.path.write_bytes(b"damaged")
+    assert other.load() is None and said == [f"{other.path}: damaged, so the training begins anew"]

@@ -1,0 +1,57 @@
+"""What the pages say of the repository is there: links, sections, files, modules."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/ROOFLINE.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLDERS = ("benchmarks", "docs", "kernels", "pipelines", "tests", "unigrad_fast")
+
+
+def expanded(path: str) -> list[str]:
+    """`a/{b,c}.py` as the shell has it."""
+    parts = re.split(r"\{([^}]*)\}", path)
+    choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request) -> Path:
+    return request.param
+
+
+def test_local_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_files_that_are_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./{{}},*-]+", text):
+        for name in expanded(path.rstrip(".,")):
+            assert list(ROOT.glob(name)), name
+
+
+def test_modules_that_are_run_exist(page):
+    for name in re.findall(r"-m (unigrad_fast(?:\.\w+)*)(?!\w|\.\w|\.\.)", page.read_text(encoding="utf-8")):
+        path = name.replace(".", "/")
+        assert any((ROOT / each).exists() for each in (f"{path}.py", path, path.partition("/")[2] + ".py")), name

@@ -1,0 +1,94 @@
+"""The configuration that a saved run is evaluated and exported with: the one in its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.trees import merge
+from unigrad_fast.runtime.validation import leaves, shown, validate
+
+# What decides the network, the images and the accuracy.
+DECIDING = (
+    *("seed", "data.train", "data.val", "data.image_size", "model", "engine.precision"),
+    *("evaluation.crop_fraction", "evaluation.knn"),
+)
+# What another machine may need otherwise: RUN/config.yaml may change it.
+OF_THE_MACHINE = (
+    *("data.decode", "data.threads", "data.read_timeout", "data.max_bad_fraction", "evaluation.batch_size"),
+)
+
+
+def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
+    """The checkpoint's configuration, and at most one line for the user on what RUN/config.yaml has instead.
+
+    Raises:
+        UserError: there is none in the checkpoint, and none that can be used in RUN/config.yaml.
+    """
+    path = run / "config.yaml"
+    tree = reader.about.get("config")
+    if not tree:
+        return resolve(path), []
+    config = validate(Config, tree)
+    saved = config.model_dump(mode="json")
+    try:
+        given = _read(path)
+    except ValueError as error:
+        return config, [f"{path}: {error}; the configuration in {reader.folder} is taken"]
+    before = dict(leaves(saved, ""))
+    now = [(key, value) for key, value in leaves(given, "") if key in before and value != before[key]]
+    # Images may be named there for a run that was imported without any.
+    new = [key for key in (".data.train", ".data.val") if before[key] is None]
+    local = {key: value for key, value in now if _is_among(key, OF_THE_MACHINE) or key in new}
+    told = [
+        f"{key[1:]} = {shown(value)} instead of {shown(before[key])}"
+        for key, value in now
+        if _is_among(key, DECIDING) and key not in new
+    ]
+    if local:
+        try:
+            config = validate(Config, merge(saved, _nested(local)))
+        except UserError as error:
+            told.append(str(error).splitlines()[0])
+    if not told:
+        return config, []
+    others = f" and {len(told) - 1} more" if len(told) > 1 else ""
+    return config, [f"{path}: has {told[0]}{others}; the configuration in {reader.folder} is taken"]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Raises ValueError, in words for the user, where the file holds no tree."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        list(leaves(tree, ""))
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except (ValueError, yaml.YAMLError, RecursionError):
+        raise ValueError("is damaged") from None
+    if not tree:
+        raise ValueError("is empty")
+    if not isinstance(tree, dict):
+        raise ValueError("holds no tree of keys and values")
+    return tree
+
+
+def _is_among(key: str, keys: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f".{each}.") for each in keys)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys, each of which begins with a dot."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, leaf = key[1:].split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return tree

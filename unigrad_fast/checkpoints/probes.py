@@ -1,0 +1,80 @@
+"""Linear probes beside a run's checkpoints: which one belongs to weights that are exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.checkpoints.weights import fingerprint
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.utf8_path import utf8_path
+
+FOLDER = "evaluation"  # in a run's: what `evaluate` writes
+BEFORE = "linear.safetensors"  # where `evaluate linear` wrote its probe at first
+
+
+def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:
+    """The file and tensors of the probe of a checkpoint: the paper's protocol before the quick one, then the newest.
+
+    Args:
+        file: that probe and no other.
+
+    Raises:
+        UserError: there is none, or it is damaged or of other weights.
+    """
+    again = f"run `{typed('unigrad-fast', 'evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
+    files = [file] if file is not None else [*(run / FOLDER).glob("linear-*.safetensors"), run / BEFORE]
+    files = [path for path in files if file is not None or path.is_file()]
+    if not files:
+        raise UserError(f"{run / FOLDER}: no linear probe there; {again} first")
+    problems, fitting = [], []
+    for path in files:
+        try:
+            about = describe_probe(path)
+        except ValueError as error:
+            problems.append(f"{path}: {error}; {again}")
+            continue
+        if about["step"] != reader.about["step"]:
+            problems.append(
+                f"{path}: was trained on the weights of step {about['step']}, and those of step "
+                f"{reader.about['step']} are exported; {again}"
+            )
+        elif about.get("weights", fingerprint(reader)) != fingerprint(reader):
+            problems.append(f"{path}: was trained on other weights of that step, before the run began again; {again}")
+        elif branch != (of := str(about.get("branch", "online")).split()[0]):
+            problems.append(
+                f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out"
+            )
+        else:
+            fitting.append((about.get("protocol") == "paper", path.stat().st_mtime_ns, path))
+    if not fitting:
+        raise UserError(problems[0])
+    path = max(fitting)[-1]
+    with utf8_path(path) as name, safe_open(name, framework="pt") as content:
+        return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
+
+
+def describe_probe(path: Path) -> dict[str, Any]:
+    """What a probe's file says of itself: texts and JSON values. Raises ValueError, in words, where it is none."""
+    try:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as content:
+            names, texts = set(content.keys()), content.metadata() or {}
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"damaged ({error})") from None
+    if names != {"weight", "bias"} or "step" not in texts:
+        raise ValueError("not a linear probe")
+    about: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            about[key] = json.loads(text)
+        except ValueError:
+            about[key] = text
+    return about

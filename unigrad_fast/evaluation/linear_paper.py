@@ -1,0 +1,226 @@
+"""The paper's protocol (appendix "Implementation Details", linear evaluation): random-resized crops and flips, LARS.
+
+It keeps what it has reached at the end of each epoch, and when it is preempted, and goes on from there, on another
+number of ranks too.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from unigrad_fast.evaluation.features import count_left_out, non_finite
+from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.optimization.lars import LARS
+from unigrad_fast.optimization.schedules import learning_rate
+from unigrad_fast.pipelines import Batch, Failure, Loader
+from unigrad_fast.runtime.errors import Preempted, RunStopped
+from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.process_group import gather, on_all_ranks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the paper's protocol trains: epochs, images per step over all ranks, learning rate per 256 images."""
+
+    epochs: int = 90
+    batch_size: int = 4096
+    base_lr: float = 0.02
+
+
+PAPER = Schedule()
+
+
+def paper(
+    probe: LinearProbe,
+    schedule: Schedule,
+    unfinished: Unfinished | None = None,
+    preemption: Preemption | None = None,
+) -> nn.Linear:
+    """A classifier trained on random crops, new ones in each epoch.
+
+    Args:
+        unfinished: where an interrupted training is found and this one is kept; None keeps nothing.
+        preemption: asks to leave.
+
+    Raises:
+        DataError: the batch does not divide over the ranks, there are fewer images than one batch, or too many
+            in a row cannot be read.
+        RunStopped: a feature or the loss is not finite, or too many images cannot be used.
+        Preempted: after saving.
+    """
+    data, world = probe.config.data, probe.world
+    parts = micro_batches(schedule.batch_size, world.size, probe.config.evaluation.batch_size)
+    loader = Loader(
+        probe.train,
+        recipe="linear",
+        image_size=data.image_size,
+        batch_size=schedule.batch_size,
+        seed=probe.config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device if data.decode != "cpu" else "cpu",
+        accumulation_steps=parts,
+        threads=data.threads,
+        timeout=data.read_timeout,
+    )
+    steps_per_epoch = loader.steps_per_epoch // parts
+    training = _Training(probe, schedule, steps_per_epoch)
+    if unfinished is not None and (saved := unfinished.load()) is not None:
+        training.restore(saved)
+        loader.leave_out({(training.steps_done * parts, image): f.reason for image, f in training.failures.items()})
+        epochs = training.steps_done / steps_per_epoch
+        probe.say(f"goes on after epoch {epochs:g} of {schedule.epochs}, which an interrupted call has reached")
+    with closing(loader.iterate(training.steps_done * parts, training.steps * parts)) as batches:
+        while training.steps_done < training.steps:
+            for _ in range(parts):
+                training.add(on_all_ranks(lambda: next(batches)))
+            training.step()
+            is_epoch_done = training.steps_done % steps_per_epoch == 0
+            if is_epoch_done:
+                training.end_epoch()
+            preempted = preemption is not None and preemption.agreed()[0]
+            if unfinished is not None and (is_epoch_done or preempted):
+                unfinished.save(training.state())
+            if preempted:
+                raise Preempted(
+                    f"saved after step {training.steps_done} of {training.steps} of the classifier; the same command "
+                    "goes on from there",
+                    preemption.status,
+                )
+    return training.classifier
+
+
+class _Training:
+    """The classifier with all that changes while it is trained.
+
+    Attributes:
+        steps, steps_done: of the optimizer, to do and done.
+        failures: images that could not be used, by their place: this rank's, and those known when it was interrupted.
+    """
+
+    def __init__(self, probe: LinearProbe, schedule: Schedule, steps_per_epoch: int) -> None:
+        self.probe, self.schedule, self.steps_per_epoch = probe, schedule, steps_per_epoch
+        self.steps, self.steps_done = steps_per_epoch * schedule.epochs, 0
+        self.peak = schedule.base_lr * schedule.batch_size / 256
+        device, size = probe.world.device, probe.config.data.image_size
+        width = probe.features(torch.zeros(1, 3, size, size)).shape[1]
+        self.classifier = new_classifier(width, probe.classes, probe.config.seed).to(device)
+        self.optimizer = LARS(self.classifier.parameters(), lr=self.peak, momentum=0.9)
+        self.gradient = flat_gradient(self.classifier)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of this epoch: loss, images that were right
+        self.odd = torch.tensor(len(probe.train), device=device)  # the first image with a non-finite feature
+        self.failures: dict[int, Failure] = {}
+        self.replaced = 0  # images that the user was told of
+
+    def add(self, batch: Batch) -> None:
+        """Add a micro-batch to the gradient."""
+        device = self.probe.world.device
+        self.failures |= {failure.image: failure for failure in batch.failures}
+        features, labels = self.probe.features(batch.views[0]), batch.label.to(device)
+        logits = self.classifier(features)
+        loss = cross_entropy(logits, labels, reduction="sum") / self.schedule.batch_size
+        loss.backward()
+        self.sums += torch.stack([loss.detach(), (logits.argmax(dim=1) == labels).sum()])
+        index = batch.index.to(device)
+        self.odd = torch.where(features.isfinite().all(dim=1), self.odd, index).amin().minimum(self.odd)
+
+    def step(self) -> None:
+        dist.all_reduce(self.gradient)
+        self.optimizer.param_groups[0]["lr"] = learning_rate(
+            self.steps_done, self.steps, peak=self.peak, warmup_steps=0, kind="official", min_fraction=0.0
+        )
+        self.optimizer.step()
+        self.gradient.zero_()
+        self.steps_done += 1
+
+    def end_epoch(self) -> None:
+        """Say how the epoch went. Raises RunStopped where that cannot go on."""
+        probe, schedule, epoch = self.probe, self.schedule, self.steps_done // self.steps_per_epoch
+        dist.all_reduce(self.odd, dist.ReduceOp.MIN)
+        if self.odd < len(probe.train):
+            raise non_finite(probe.train, int(self.odd))
+        bad = count_left_out(self.failures.values(), len(probe.train), probe.config.data.max_bad_fraction)
+        if bad.count > self.replaced:
+            self.replaced = bad.count
+            probe.tell(bad.told("training", "replaced by others"))
+        dist.all_reduce(self.sums)
+        loss, right = (self.sums / self.steps_per_epoch).tolist()
+        if not math.isfinite(loss):
+            raise RunStopped(f"the loss is not finite in epoch {epoch}; lower base_lr = {schedule.base_lr:g}")
+        accuracy, lr = 100 * right / schedule.batch_size, self.optimizer.param_groups[0]["lr"]
+        probe.say(
+            f"epoch {epoch}/{schedule.epochs}  loss {loss:.4f}  accuracy on its crops {accuracy:.2f} %  lr {lr:.2e}"
+        )
+        self.sums.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """The same on all ranks, which call this together: numbers, texts, tuples and tensors on the CPU."""
+        sums, odd = self.sums.clone(), self.odd.clone()
+        dist.all_reduce(sums)
+        dist.all_reduce(odd, dist.ReduceOp.MIN)
+        failures = {image: failure for part in gather(self.failures) for image, failure in part.items()}
+        return {
+            "steps_done": self.steps_done,
+            "sums": sums.cpu(),
+            "odd": int(odd),
+            "replaced": self.replaced,
+            "failures": [(int(f.step), int(image), f.path, f.reason) for image, f in failures.items()],
+            **{name: weight.detach().cpu() for name, weight in self.classifier.named_parameters()},
+            **{f"{name}.momentum": buffer.cpu() for name, buffer in self._momentum()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put a state back; the sums of the epoch so far on one rank alone, for they will be added up."""
+        with torch.no_grad():
+            for name, weight in self.classifier.named_parameters():
+                weight.copy_(state[name])
+                self.optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            for name, buffer in self._momentum():
+                buffer.copy_(state[f"{name}.momentum"])
+        if self.probe.world.rank == 0:
+            self.sums.copy_(state["sums"])
+        self.odd.fill_(state["odd"])
+        self.steps_done, self.replaced = state["steps_done"], state["replaced"]
+        self.failures = {image: Failure(step, image, *said) for step, image, *said in state["failures"]}
+
+    def _momentum(self) -> list[tuple[str, Tensor]]:
+        named = self.classifier.named_parameters()
+        return [(name, self.optimizer.state[weight]["momentum_buffer"]) for name, weight in named]
+
+
+def micro_batches(batch_size: int, ranks: int, most: int) -> int:
+    """The least number of equal parts that leaves a rank at most `most` images of a batch at a time.
+
+    It is 1 for a batch that does not divide over the ranks, which the loader refuses.
+    """
+    share = batch_size // ranks
+    if batch_size % ranks:
+        return 1
+    return next(parts for parts in range(1, share + 1) if share % parts == 0 and share // parts <= most)
+
+
+def flat_gradient(module: nn.Module) -> Tensor:
+    """One vector of zeros, of which each parameter's gradient is a part from now on."""
+    parameters = list(module.parameters())
+    flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def new_classifier(features: int, classes: int, seed: int) -> nn.Linear:
+    """Weights from a normal distribution of deviation 0.01, biases 0."""
+    classifier = nn.Linear(features, classes)
+    with torch.no_grad():
+        classifier.weight.normal_(0, 0.01, generator=torch.Generator().manual_seed(seed))
+        classifier.bias.zero_()
+    return classifier

@@ -1,0 +1,118 @@
+"""The quick protocol: a multinomial logistic regression on the features of one centre crop per training image.
+
+Each rank caches the features of its own images. Shapes: N images, D feature dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from unigrad_fast.evaluation.features import features_of
+from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.runtime.process_group import on_all_ranks
+
+ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
+L2 = 1e-3  # penalty on standardised features
+MOST_ITERATIONS = 200
+
+
+def quick(probe: LinearProbe) -> nn.Linear:
+    """A classifier of raw features, fitted to standardised ones.
+
+    Raises RunStopped where a feature is not finite or too many images cannot be used.
+    """
+    features, labels, count = own_features(probe)
+    mean, deviation = standardisation(features, count)
+    features.sub_(mean).div_(deviation)
+    if probe.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
+        features = features.to(probe.world.device)  # else they travel block by block, in each iteration
+    classifier = fit(features, labels, probe.classes, count, probe.world.device)
+    fold(classifier, mean.to(probe.world.device), deviation.to(probe.world.device))
+    return classifier
+
+
+def own_features(probe: LinearProbe) -> tuple[Tensor, Tensor, int]:
+    """Features fp32 [N, D] and labels int64 [N] of this rank's training images, on the CPU; N over all ranks."""
+    loader = probe.loader(probe.train)
+    rows = torch.empty(0, 0)
+    index: list[int] = []
+
+    def read() -> None:
+        nonlocal rows
+        for features, places in features_of(probe.backbone, loader, probe.world.device, probe.dtype):
+            if not len(rows):
+                rows = torch.empty(len(loader.index), features.shape[1])
+            rows[len(index) : len(index) + len(features)] = features.cpu()
+            index.extend(places.tolist())
+
+    on_all_ranks(read)
+    count = len(probe.train) - probe.left_out(loader, "training")
+    width = torch.tensor(rows.shape[1])
+    dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
+    labels = torch.as_tensor(probe.train.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
+    return rows[: len(index)].view(-1, int(width)), labels, count
+
+
+def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each dimension over all ranks' features, fp32 [D]; 1 where nothing varies.
+
+    Args:
+        features: [N, D] of this rank.
+        count: images over all ranks.
+    """
+    mean = torch.zeros(features.shape[1], dtype=torch.float64)
+    for block in features.split(ROWS_AT_ONCE):
+        mean += block.double().sum(0)
+    dist.all_reduce(mean)
+    mean /= count
+    square = torch.zeros_like(mean)
+    for block in features.split(ROWS_AT_ONCE):
+        square += (block.double() - mean).square().sum(0)
+    dist.all_reduce(square)
+    deviation = (square / count).sqrt()
+    deviation = torch.where(deviation > 1e-6 * deviation.max(), deviation, 1.0)
+    return mean.float(), deviation.float()
+
+
+def fold(classifier: nn.Linear, mean: Tensor, deviation: Tensor) -> None:
+    """Make a classifier of (x − mean) / deviation one of x, in place."""
+    with torch.no_grad():
+        classifier.weight /= deviation
+        classifier.bias -= classifier.weight @ mean
+
+
+def fit(features: Tensor, labels: Tensor, classes: int, count: int, device: torch.device) -> nn.Linear:
+    """Multinomial logistic regression by L-BFGS over all ranks' features, with an L2 penalty of `L2` / 2 · ‖W‖².
+
+    Args:
+        features: [N, D], of this rank, on any device.
+        labels: int64 [N].
+        count: images over all ranks.
+        device: to compute on.
+    """
+    classifier = nn.Linear(features.shape[1], classes, device=device)
+    nn.init.zeros_(classifier.weight)
+    nn.init.zeros_(classifier.bias)
+    parameters = list(classifier.parameters())
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=MOST_ITERATIONS, history_size=20, tolerance_grad=1e-6, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for rows, truth in zip(features.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
+            part = cross_entropy(classifier(rows.to(device)), truth.to(device), reduction="sum") / count
+            part.backward()
+            loss += part.detach()
+        for tensor in (loss, *(parameter.grad for parameter in parameters)):
+            dist.all_reduce(tensor)
+        classifier.weight.grad += L2 * classifier.weight.detach()
+        return (loss + L2 / 2 * classifier.weight.detach().square().sum()).float()
+
+    optimizer.step(closure)
+    return classifier

@@ -1,0 +1,128 @@
+"""Files of results in RUN/evaluation: one per protocol, epoch and settings, so that none replaces another's.
+
+knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, say
+linear-paper-epoch100.json, .safetensors       the result, and the classifier
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from unigrad_fast.checkpoints.probes import FOLDER
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import shown
+from unigrad_fast.runtime.whole_file import write_whole
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a result went. `kept`: figures of an earlier call in it. `told`: a line for the user."""
+
+    path: Path
+    kept: tuple[str, ...]
+    told: str
+
+
+def folder_of(run: Path) -> Path:
+    """The folder of a run's results, which can be written once this returns. Raises UserError otherwise."""
+    folder = run / FOLDER
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder}: is no folder, and results are written to it; move it away")
+    place = folder if os.path.isdir(folder) else run
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{place}: not writable, and the result is written there; check its permissions")
+    return folder
+
+
+def write_result(
+    folder: Path,
+    stem: str,
+    settings: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    classifier: Mapping[str, Tensor] | None = None,
+    about_classifier: Mapping[str, Any] | None = None,
+) -> Written:
+    """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or holds one of the same settings.
+
+    There, groups of figures keep those of an earlier call that this one lacks.
+
+    Args:
+        settings: JSON values that the result holds for.
+        figures: JSON values: the result itself.
+        classifier: tensors for STEM.safetensors.
+        about_classifier: JSON values that are written into that, beside settings and figures.
+    """
+    folder.mkdir(exist_ok=True)
+    settings, figures = _plain(settings), _plain(figures)
+    with _locked(folder):
+        passed: list[tuple[Path, Any]] = []
+        for number in count(1):
+            path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+            weights = path.with_suffix(".safetensors")
+            if not os.path.lexists(path) and not os.path.lexists(weights):
+                before = {}
+                break
+            before = _read(path)
+            if before is not None and all(before.get(key) == value for key, value in settings.items()):
+                break
+            passed.append((path, before))
+        kept = []
+        for key, value in figures.items():
+            earlier = before.get(key)
+            if isinstance(value, dict) and isinstance(earlier, dict):
+                kept += [name for name in earlier if name not in value]
+                figures[key] = {**earlier, **value}
+        if classifier is not None:
+            about = {**settings, **figures, **(about_classifier or {})}
+            texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+            write_whole(weights, save({key: value.detach().cpu() for key, value in classifier.items()}, texts))
+        write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
+    return Written(path, tuple(kept), _told(path, passed, settings, kept))
+
+
+def _told(path: Path, passed: list[tuple[Path, Any]], settings: Mapping[str, Any], kept: list[str]) -> str:
+    line = f"written to {path}"
+    if kept:
+        line += f", which keeps {', '.join(kept)} of an earlier call"
+    if passed:
+        other, content = passed[0]
+        key = next((key for key in settings if isinstance(content, dict) and content.get(key) != settings[key]), None)
+        had = f" has {key} = {shown(content.get(key))} and" if key else ""
+        line += f"; {other.name}{had} stays as it is"
+    return line
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As they will be read back."""
+    return json.loads(json.dumps(values))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A result; None where there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
+    return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out meanwhile; on a file system without locks it does nothing."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""What a preview shows: the images and the augmentation of a run, of a training recipe, or as they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.pipelines import RECIPES, CutMix, View
+from unigrad_fast.pipelines.recipes import recipe as make_recipe
+from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
+from unigrad_fast.runtime.errors import DataError, UserError
+
+ENDINGS = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images, and what training makes of them.
+
+    Attributes:
+        name: of the augmentation, for people.
+        views: in the epoch that is shown.
+        cutmix: None where nothing is mixed.
+    """
+
+    name: str
+    images: Path
+    views: tuple[View, ...]
+    seed: int
+    cutmix: CutMix | None
+    photometric: str
+
+
+def find_source(
+    path: Path,
+    recipe: str | None,
+    seed: int | None,
+    epoch: int,
+    cutmix: bool,
+    image_size: int | None,
+    local_crops: int | None,
+    photometric: str | None,
+    changes: Mapping[str, Mapping[str, Any]],
+) -> Source:
+    """What the options of `data preview` ask for.
+
+    Args:
+        path: a run, a training recipe, or images.
+        recipe: an augmentation preset, or a training recipe; None is that of the path, for images `pretrain`'s default.
+        seed, photometric: None are the path's or the recipe's.
+        cutmix: mix also where the recipe does not.
+        image_size, local_crops, changes: as in `pipelines.recipe`.
+
+    Raises:
+        UserError: a recipe that is wrong or names no images.
+        DataError: the preset does not exist, or its views are impossible.
+    """
+    own = _own_recipe(path)
+    images, shown = path, None  # whose seed and colours are shown
+    if own is not None:
+        shown = resolve(own)
+        if shown.data.train is None:
+            raise UserError(f"path = {path}: names no images (data.train); give them, and this with --recipe")
+        images = shown.data.train
+    if recipe in RECIPES:
+        name, views, mixing = recipe, make_recipe(recipe, image_size, local_crops=local_crops, **changes), None
+    else:
+        chosen = recipe or own or DEFAULT_RECIPE
+        if chosen not in recipe_names() and not os.path.isfile(chosen):
+            raise DataError(
+                f"recipe {recipe!r} is unknown; use one of {', '.join(RECIPES)}, a training recipe "
+                f"({', '.join(recipe_names())}) or the path of one"
+            )
+        given = {"image_size": image_size, "local_crops": local_crops, **changes}
+        shown = resolve(chosen, {"data": {key: value for key, value in given.items() if value not in (None, {})}})
+        name, views, mixing = f"{_title(chosen)} ({shown.data.recipe})", _views(shown, epoch), _mixing(shown)
+    return Source(
+        name,
+        images,
+        views,
+        seed=seed if seed is not None else shown.seed if shown else 0,
+        cutmix=mixing or (CutMix() if cutmix else None),
+        photometric=photometric or (shown.data.photometric if shown else "dali"),
+    )
+
+
+def _own_recipe(path: Path) -> str | Path | None:
+    """The training recipe that a path is or, as a run, holds; None for images."""
+    if _is_file(path):
+        return path
+    config = path / "config.yaml"
+    if os.path.isfile(config) and any(os.path.exists(path / name) for name in ("checkpoints", "metrics.jsonl")):
+        return config
+    is_name = path.name in recipe_names() and path.parent == Path.cwd()
+    return path.name if is_name and not os.path.lexists(path) else None
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix.lower() in ENDINGS and os.path.isfile(path)
+
+
+def _title(recipe: str | Path) -> str:
+    path = Path(recipe)
+    return path.parent.name if path.name == "config.yaml" else path.stem
+
+
+def _views(config: Config, epoch: int) -> tuple[View, ...]:
+    views, growth = config.data.views(), config.data.growth()
+    return views if growth is None else growth.views(views, epoch)
+
+
+def _mixing(config: Config) -> CutMix | None:
+    settings = config.data.cutmix
+    return CutMix(settings.probability, settings.alpha) if settings.probability else None

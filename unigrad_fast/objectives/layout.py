@@ -1,0 +1,139 @@
+"""What a batch has to look like, and what its shape determines; both are looked at once for each shape.
+
+Shape suffixes: N images of this rank, M = V·N rows of V views, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mix(Protocol):
+    """How CutMix mixed the online branch's global views: image i with `partner[i]`, of which `1 − ratio[i]` is seen.
+
+    Attributes:
+        partner: int64, [2, N] or two [N]: for each global view the number of the other image in this rank's batch.
+        ratio: floating, the same shape: share of the area that is still image i's, 0 to 1. Partners and ratios out of
+            range are refused on the CPU only: on a GPU the host would have to wait for them.
+    """
+
+    partner: Tensor | Sequence[Tensor]
+    ratio: Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a batch's shape determines: its rows' positives (see `embedding_gradient`); and scalars on the device.
+
+    Attributes:
+        images, rows: N, M.
+        device, unit_dtype, product_dtype: of the unit embeddings, and of the operands of the product u·F.
+        first, second, ratio: the positive of each row, without CutMix.
+        decay: ρ.
+        count: rows that F takes from this rank, 2·N; `own_rows` is the same as an integer.
+        ticket: see `embedding_gradient`.
+    """
+
+    images: int
+    rows: int
+    device: torch.device
+    unit_dtype: torch.dtype
+    product_dtype: torch.dtype
+    first: Tensor
+    second: Tensor | None
+    ratio: Tensor | None
+    decay: Tensor
+    count: Tensor
+    own_rows: Tensor
+    ticket: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        views: int,
+        images: int,
+        device: torch.device,
+        unit_dtype: torch.dtype,
+        product_dtype: torch.dtype,
+        decay: float,
+    ) -> Layout:
+        with torch.inference_mode(False), torch.no_grad():  # it outlives the call
+            exact = torch.promote_types(unit_dtype, torch.float32)
+            image_N = torch.arange(images, device=device)
+            globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
+            share_M = torch.ones(views * images, dtype=torch.float32, device=device)
+            share_M[2 * images :] = 0.5
+            return cls(
+                images=images,
+                rows=views * images,
+                device=device,
+                unit_dtype=unit_dtype,
+                product_dtype=product_dtype,
+                first=torch.cat([globals_2N, locals_L]),
+                second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
+                ratio=share_M if views > 2 else None,
+                decay=torch.full((), decay, dtype=exact, device=device),
+                count=torch.full((), 2.0 * images, dtype=exact, device=device),
+                own_rows=torch.full((), 2 * images, dtype=torch.int64, device=device),
+                ticket=torch.zeros((), dtype=torch.int32, device=device),
+            )
+
+    def positives(self, mix: Mix | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`first`, `second` and `ratio` of `embedding_gradient`."""
+        if mix is None:
+            return self.first, self.second, self.ratio
+        # The other global view's target, of the image and of its partner.
+        second_2N = torch.cat([mix.partner[0] + self.images, mix.partner[1].to(self.first.dtype)])
+        ratio_2N = torch.cat([mix.ratio[0], mix.ratio[1]]).float()
+        if self.second is None or self.ratio is None:
+            return self.first, second_2N, ratio_2N
+        rest = slice(2 * self.images, None)
+        return self.first, torch.cat([second_2N, self.second[rest]]), torch.cat([ratio_2N, self.ratio[rest]])
+
+
+def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int) -> None:
+    """Raises ValueError unless these are two or more online views and two targets of one shape [N, width]."""
+    if len(target) != 2 or len(online) < 2:
+        raise ValueError(
+            f"got {len(online)} online and {len(target)} target views; give two or more online views "
+            "(global views first) and the two global views' targets"
+        )
+    expected = None
+    for name, views in (("online", online), ("target", target)):
+        for number, view in enumerate(views):
+            if not isinstance(view, Tensor):
+                kind = type(view).__name__
+                raise TypeError(f"{name}[{number}] is a {kind}; give a tensor [N, {width}] for each view")
+            expected = expected or (view.shape[0] if view.dim() else "N", width)
+            if tuple(view.shape) != expected:
+                raise ValueError(
+                    f"{name}[{number}] has shape {tuple(view.shape)}, expected {expected}: "
+                    "all views hold the same images, and their width is the objective's"
+                )
+
+
+def require_mix(mix: Mix, images: int, device: torch.device) -> None:
+    """Raises ValueError unless this mixes two views of so many images."""
+    for name, pair, wanted in (("partner", mix.partner, "int64"), ("ratio", mix.ratio, "floating")):
+        given = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in pair]
+        fits = all(each.is_floating_point() == (name == "ratio") and each.dtype != torch.bool for each in pair)
+        if len(given) != 2 or any(shape != [images] for _, shape in given) or not fits:
+            raise ValueError(f"mix.{name} is {given[:3]}; give {wanted} [{images}] for each of the two global views")
+        # On a GPU this would make the host wait.
+        if device.type == "cpu" and images:
+            low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
+            most = 1 if name == "ratio" else images - 1
+            if not 0 <= low <= high <= most:
+                raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; allowed is 0 to {most}")
+
+
+def common_dtype(views: Sequence[Tensor]) -> torch.dtype:
+    common = views[0].dtype
+    for view in views:
+        common = torch.promote_types(common, view.dtype)
+    return common

@@ -1,0 +1,88 @@
+"""The text of `COMMAND --help`: the keys of a command as they are typed, their meaning and their defaults."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from unigrad_fast.runtime.validation import Node, arms, group
+
+_WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PATH", NoneType: "null"}
+
+
+def text(program: str, options: type[Node], positionals: Sequence[str], defaults: Node | None = None) -> str:
+    """The help of a command.
+
+    Args:
+        options: its keys.
+        positionals: those that may be written without their key, in their order.
+        defaults: where the defaults are taken from; None for those of the keys.
+    """
+    width = max(40, min(120, shutil.get_terminal_size().columns or 80))
+    lines = list(_keys(options, defaults, positionals, "", width))
+    usage = [f"usage: {program}", *(name.upper() for name in positionals), *(["[--key value ...]"] if lines else [])]
+    parts = [" ".join(usage), *_wrapped(str(options.__doc__), width, "")]
+    if lines:
+        note = "`--key=value` will do too; a key of true|false without a value is true; of a key twice the last counts."
+        parts += _wrapped(note, width, "")
+    parts.append("")
+    for name in positionals:
+        field = options.model_fields[name]
+        parts += [f"  {name.upper()}  ({form(field.annotation)})", *_wrapped(str(field.description), width, " " * 6)]
+    return "\n".join([*parts, *lines])
+
+
+def form(annotation: Any) -> str:
+    """What may be written for a key: INT, FLOAT,FLOAT, one|other, true|false, and null where no value is one."""
+    forms = []
+    for arm in sorted(arms(annotation), key=lambda arm: arm is NoneType):
+        if get_origin(arm) is Literal:
+            forms += [str(word) for word in get_args(arm)]
+        elif get_origin(arm) is tuple:
+            forms.append(",".join(_WORDS[each] for each in get_args(arm)))
+        else:
+            forms.append(_WORDS[arm])
+    return "|".join(forms)
+
+
+def _keys(
+    options: type[Node], defaults: Node | None, positionals: Sequence[str], prefix: str, width: int
+) -> Iterator[str]:
+    """Lines of the keys of a group, and after them of its groups."""
+    groups = []
+    for name, field in options.model_fields.items():
+        if (inner := group(options, name)) is not None:
+            groups.append((name, inner, str(field.description)))
+        elif name not in positionals or prefix:
+            default = field.get_default() if defaults is None else getattr(defaults, name)
+            yield f"  --{prefix}{name} {form(field.annotation)}"
+            yield from _wrapped(f"{field.description} (default: {_shown(default)})", width, " " * 6)
+    for name, inner, description in groups:
+        yield from _wrapped(f"{prefix}{name}: {description}", width, "")
+        below = None if defaults is None else getattr(defaults, name)
+        yield from _keys(inner, below, (), f"{prefix}{name}.", width)
+
+
+def _shown(value: Any) -> str:
+    """A default as it is typed."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return ",".join(f"{each:g}" for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _wrapped(words: str, width: int, indent: str) -> list[str]:
+    wrapped = textwrap.wrap(
+        " ".join(words.split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped if indent else ["", *wrapped]

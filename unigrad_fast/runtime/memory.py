@@ -1,0 +1,72 @@
+"""Out of memory, on the host or a GPU: what was being made, how large it is, and which keys would help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+
+# As torch's allocators, CUDA and its libraries, NCCL, DALI and the C++ library say it.
+SIGNS = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|unable to allocate|cannot allocate memory|ALLOC_FAILED|"
+    r"bad_alloc|allocation failed|failed to allocate",
+    re.IGNORECASE,
+)
+ASKED = re.compile(
+    r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)|allocate ([\d.]+) ([KMGTPE]iB|bytes) for an array", re.IGNORECASE
+)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; errors that were explained already are none."""
+    if isinstance(error, DataError | RunStopped | UserError):
+        return False
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(SIGNS.search(str(error))))
+
+
+def asked_for(error: BaseException) -> str:
+    """The piece that was too much, where the error says it."""
+    match = ASKED.search(str(error))
+    if match is None:
+        return ""
+    number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
+    return f"; {size(float(number) * UNITS[unit])} more could not be had"
+
+
+def size(number: float) -> str:
+    """Bytes for the eye."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if number >= UNITS[unit]:
+            return f"{number / UNITS[unit]:.3g} {unit}"
+    return f"{number:.0f} bytes"
+
+
+@contextmanager
+def room_for(
+    what: str,
+    expected: float | Callable[[], float] | None,
+    remedy: str,
+    kind: type[Exception] = UserError,
+    state: str = "",
+) -> Iterator[None]:
+    """While inside, an error that says that memory ran out becomes one message.
+
+    Args:
+        what: is being made.
+        expected: its bytes, or what counts them, where that is possible.
+        remedy: what would need less.
+        kind: of the error that is raised: UserError before there is anything to lose, RunStopped later.
+        state: what the run has, for that message.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        expected = expected() if callable(expected) else expected
+        needs = "" if expected is None else f", which takes about {size(expected)}"
+        ending = f"; {state}" if state else ""
+        raise kind(f"out of memory while making {what}{needs}{asked_for(error)}; {remedy}{ending}") from None

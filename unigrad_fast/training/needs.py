@@ -1,0 +1,72 @@
+"""What the parts of a run take of memory, and the keys that make it less, for the message when there is too little."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from unigrad_fast.checkpoints.files import latest
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation.knn_probe import KNNProbe
+from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.memory import room_for
+from unigrad_fast.runtime.process_group import World
+
+SMALLER_NETWORK = "a smaller model.projector.width or model.backbone needs less"
+
+
+def network(config: Config) -> AbstractContextManager[None]:
+    def expected() -> int:
+        with torch.device("meta"):
+            return bytes_of(Encoder(config.model))
+
+    projector = config.model.projector
+    return room_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
+
+
+def target(encoder: nn.Module) -> AbstractContextManager[None]:
+    return room_for("the target branch, a copy of the network", bytes_of(encoder), SMALLER_NETWORK)
+
+
+def optimizer(encoder: nn.Module) -> AbstractContextManager[None]:
+    remedy = f"engine.zero_stage 1 or 2 shares it among the ranks; {SMALLER_NETWORK}"
+    return room_for("gradients and the optimizer's state", 2 * bytes_of(encoder), remedy)
+
+
+def correlation(config: Config) -> AbstractContextManager[None]:
+    width = config.model.projector.width
+    return room_for(f"F, [{width}, {width}]", 4 * width**2, "a smaller model.projector.width needs less")
+
+
+def step(config: Config, world: World, done: int) -> AbstractContextManager[None]:
+    """The activations, gradients and momentum of a step; `done` steps are behind it."""
+    share = config.data.batch_size // (config.engine.accumulation_steps * world.size)
+    what = f"step {done + 1}, with {share} images at once on each rank"
+    remedy = (
+        "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "
+        "and engine.zero_stage 1 or 2 shares the optimizer's state among the ranks"
+    )
+    return room_for(what, None, remedy, *_loss(config, done))
+
+
+def evaluation(config: Config, probe: KNNProbe, done: int) -> AbstractContextManager[None]:
+    images = len(probe.train) + len(probe.val)
+    what = f"the features of {images:,} images, {config.evaluation.batch_size} at once, for the evaluation"
+    remedy = "a smaller evaluation.batch_size or evaluation.every 0 needs less"
+    return room_for(what, None, remedy, *_loss(config, done))
+
+
+def _loss(config: Config, done: int) -> tuple[type[Exception], str]:
+    """The kind of error after so many steps, and what is left of them."""
+    if done == 0:
+        return UserError, ""
+    newest = None if config.output is None else latest(config.output)
+    kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest}"
+    return RunStopped, kept
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))

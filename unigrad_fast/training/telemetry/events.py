@@ -1,0 +1,61 @@
+"""Reading RUN/metrics.jsonl, whatever a crash or another program left of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# What readers rely on besides the step and the epoch.
+NUMBERS = {"knn": ("accuracy", "k", "temperature")}
+TEXTS = {"knn": ("protocol", "branch"), "warning": ("message",)}
+SHOWN = 60  # characters of a broken line
+
+
+class Events:
+    """The events of a metrics.jsonl in order.
+
+    Attributes:
+        whole: lines as they stand in the file, without the line break, and the event of each.
+        complaint: what to say of lines that are no events and were left out, None where there are none. A half
+            written last line, as a killed process leaves it, is left out without a word.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.whole: list[tuple[bytes, dict[str, Any]]] = []
+        broken: list[tuple[int, bytes]] = []
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            event = _event(line)
+            if event is not None:
+                self.whole.append((line, event))
+            elif line.strip() and number < len(lines):
+                broken.append((number, line))
+        self.complaint = _complaint(path, broken) if broken else None
+
+
+def _complaint(path: Path, broken: list[tuple[int, bytes]]) -> str:
+    number, line = broken[0]
+    shown = line[:SHOWN].decode("utf-8", "backslashreplace") + "..." * (len(line) > SHOWN)
+    which = f"line {number} is no event" if len(broken) == 1 else f"{len(broken)} lines are no events, first {number}"
+    return f"{path}: {which}: {shown}; left out"
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None where it is not what a run writes."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is one of the former
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    kind = event["event"]
+    numbers = [event.get(key) for key in ("step", "epoch", *NUMBERS.get(kind, ()))]
+    if kind == "train":  # all the others are numbers too, null where they were not finite
+        numbers += [value for key, value in event.items() if key != "event" and value is not None]
+    texts = [event.get(key) for key in TEXTS.get(kind, ())]
+    return event if all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
