@@ -58,7 +58,7 @@ def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
 
 @triton.jit
 def place(rows, chunk, C, COLUMNS: tl.constexpr):
-    """This program's group, channels, which of them exist, and the first row of its chunk and the one after its last."""
+    """This program's group and channels, which of them exist, and the rows that its chunk begins and ends before."""
     o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * chunk
     return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
@@ -197,9 +197,8 @@ def settle_kernel(
     if p_running_mean is not None:
         tl.store(p_running_mean + o_C, b_running_mean, mask=m_C)
         tl.store(p_running_var + o_C, b_running_var, mask=m_C)
-        if momentum is not None and p_tracked is not None:
-            if tl.program_id(0) == 0:
-                tl.store(p_tracked, tl.load(p_tracked) + GROUPS)
+        if momentum is not None and p_tracked is not None and tl.program_id(0) == 0:
+            tl.store(p_tracked, tl.load(p_tracked) + GROUPS)
 
 
 @triton.jit

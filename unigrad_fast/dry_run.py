@@ -14,6 +14,7 @@ a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are ev
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -131,7 +132,7 @@ class Card:
 
 
 def walk(config: Config, ranks: int, card: Card) -> Walk:
-    """The second step of a run (in the first memory is made that stays) of `config` on `ranks` cards, as rank 0 sees it.
+    """The second step of a run on so many cards, as rank 0 sees it; in the first, memory is made that stays.
 
     Raises:
         UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
@@ -246,7 +247,7 @@ class _Count(TorchDispatchMode):
     def __enter__(self):
         def mark(clock: PhaseClock, phase: str) -> None:
             order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
-            following = {"start": "data", "data": "target"} | dict(zip(order, order[1:], strict=False))
+            following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
             self.phase = following[phase]
 
         self._patch = mock.patch.object(PhaseClock, "mark", mark)

@@ -64,6 +64,7 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
+        images = config.data.batch_size // (self.accumulation * world.size)  # of a rank and micro-batch
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
@@ -75,7 +76,7 @@ class Trainer:
                 encoder,
                 self.optimizer,
                 settings=config.engine,
-                micro_batch_size=config.data.batch_size // (self.accumulation * world.size),
+                micro_batch_size=images,
                 dtype=self.dtype,
                 verbose=verbose,
             )
@@ -87,6 +88,7 @@ class Trainer:
                 balance=config.objective.balance,
                 decay=config.objective.decay,
                 correlation_source=config.objective.correlation_source,
+                most_images=images,
             ).to(world.device)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()

@@ -61,7 +61,7 @@ def test_statistics_of_a_constant_channel_have_no_deviation_and_nan_stays_in_its
     x = random(8, 40, 3, 3)
     x[:, 1] = 1234.567
     x[3, 2, 1, 1] = float("nan")
-    count, mean, squares = kernel.statistics(x, 2).unbind(1)
+    _count, mean, squares = kernel.statistics(x, 2).unbind(1)
     assert torch.equal(squares[:, 1], torch.zeros(2, dtype=torch.float64))
     assert mean[0, 2].isnan() and squares[0, 2].isnan() and mean[1].isfinite().all()
     assert mean[0, 3:].isfinite().all() and squares[0, 3:].isfinite().all()
