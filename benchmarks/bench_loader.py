@@ -1,6 +1,6 @@
 """Images per second and processor time of decoding and augmentation, against torchvision and decoding alone.
 
-    unigrad-fast bench loader [--images PHOTOGRAPHS] [--recipe simsiam] [--device gpu] [--output FOLDER]
+    unigrad-fast bench loader [--photographs FOLDER] [--recipe simsiam] [--device gpu] [--output FOLDER]
 
     ours                     `Loader` as shipped, on as many threads as there are cores
     torchvision v1           `transforms` on Pillow images, as SimSiam's published code has them
@@ -109,7 +109,7 @@ def require_shared_memory(setting: Setting) -> None:
 
 
 def main(
-    images: Path | None = None,
+    photographs: Path | None = None,
     recipe: str | None = None,
     device: str = "cpu",
     batch_size: int = 64,
@@ -123,7 +123,7 @@ def main(
     """Measure, print the tables and append the rows.
 
     Args:
-        images: what `Manifest.open` takes, or a tar with images in folders; None draws some.
+        photographs: what `Manifest.open` takes, or a tar with images in folders; None draws some.
         recipe: a preset's name; None for those of RECIPES, one after the other.
         device: of ours, "cpu" or "gpu".
         batch_size: images per batch.
@@ -145,11 +145,11 @@ def main(
     steps = -(-steps // threads) * threads
     make_folder(output)
     console = new_console()
-    if images is None:
-        console.print("images are drawn and unlike photographs; give --images for figures that mean something")
+    if photographs is None:
+        console.print("images are drawn and unlike photographs; give --photographs for figures that mean something")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paths, what = find_images(images, folder / "found")
+        paths, what = find_images(photographs, folder / "found")
         entries = max(batch_size, ENTRIES)
         linked, few = (
             link_images((paths[number] for number in spread_evenly(len(paths), count)), folder / name)

@@ -1,6 +1,6 @@
 """Images per second and peak memory of a training step, against a plain loop in the authors' formulation.
 
-    unigrad-fast bench step [--case resnet50|resnet18|all] [--images FOLDER] [--output FOLDER]
+    unigrad-fast bench step [--case resnet50|resnet18|all] [--photographs FOLDER] [--output FOLDER]
 
     authors   images decoded and augmented by Pillow and torchvision in 2 worker processes, contiguous memory, the
               objective in whole-matrix torch expressions, torch's SGD, a target update parameter by parameter
@@ -94,7 +94,7 @@ def link_tree(found: Manifest, folder: Path, count: int) -> Path:
 
 def main(
     case: str = "all",
-    images: Path | None = None,
+    photographs: Path | None = None,
     batch_size: int | None = None,
     image_size: int | None = None,
     repetitions: int = 3,
@@ -106,7 +106,7 @@ def main(
 
     Args:
         case: a key of CASES, or "all".
-        images: folder of images, else drawn ones.
+        photographs: folder of images, else drawn ones.
         batch_size, image_size: images per step, and their side in pixels, in place of the case's.
         repetitions: rounds, in each of which every variant has a block.
         steps, warmup: measured steps of a block, and those before them.
@@ -123,7 +123,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shipped = "fp32" if autocast_dtype("auto", device) is None else "bf16"
     with tempfile.TemporaryDirectory() as folder:
-        found, what = open_images(images, Path(folder))
+        found, what = open_images(photographs, Path(folder))
         for name in CASES if case == "all" else [case]:
             chosen = CASES[name]
             batch = batch_size or chosen.batch_size

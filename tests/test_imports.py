@@ -23,6 +23,7 @@ FLOORS = (
     ("checkpoints", "images"),
     ("evaluation",),
     ("training",),
+    ("dry_run",),
     ("doctor", "benchmarks"),
     ("commands",),
     ("cli",),

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +41,7 @@ from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
+from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import trainer as training
@@ -84,6 +85,11 @@ class Walk:
     peak: dict[str, int] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
     operators: Counter = field(default_factory=Counter)
+
+    @property
+    def meetings(self) -> int:
+        """Collectives of all kinds."""
+        return sum(each.count for each in self.collectives.values())
 
     @property
     def seconds(self) -> float:
@@ -136,18 +142,23 @@ def walk(config: Config, ranks: int, card: Card) -> Walk:
 
     Raises:
         UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
-        RuntimeError: there is a process group already.
+        RuntimeError: the step reads a value; or there is a process group already.
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
     config.check_world(ranks)
+    found = Walk()
     with _process_group(ranks), as_on_cuda(), FakeTensorMode(allow_non_fake_inputs=True):
         trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
         batches = [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
-        trainer.step(0, iter(batches))
-        found = Walk()
-        with _spies(found), _Count(found, trainer, card, ranks):
-            trainer.step(1, iter(batches))
+        try:
+            with _spies(found):
+                trainer.step(0, iter(batches))
+                found.waits.clear()
+                with _Count(found, trainer, card, ranks):
+                    trainer.step(1, iter(batches))
+        except DataDependentOutputException as error:
+            raise RuntimeError(f"the step reads a value ({error.func}), for which the host waits") from error
     return found
 
 
@@ -160,7 +171,7 @@ def _process_group(ranks: int) -> Iterator[None]:
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            process_group.stop()  # DeepSpeed's, too
 
 
 def _trainer(config: Config, world: World) -> training.Trainer:
@@ -205,21 +216,21 @@ def _batch(config: Config, ranks: int) -> Batch:
 def _spies(found: Walk) -> Iterator[None]:
     """Notes calls that wait for the device without reading a value."""
 
-    def spy(name: str) -> Callable:
+    def spy(name: str) -> Callable[..., None]:
         def call(*_: object, **__: object) -> None:
             found.waits.append(name)
 
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name in (
-            (torch.cuda, "synchronize"),
-            (torch.cuda.Event, "synchronize"),
-            (torch.cuda.Stream, "synchronize"),
-            (Tensor, "cpu"),
-            (Tensor, "numpy"),
+        for owner, name, shown in (
+            (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+            (torch.cuda.Event, "synchronize", "Event.synchronize"),
+            (torch.cuda.Stream, "synchronize", "Stream.synchronize"),
+            (Tensor, "cpu", "Tensor.cpu"),
+            (Tensor, "numpy", "Tensor.numpy"),
         ):
-            stack.enter_context(mock.patch.object(owner, name, spy(f"{owner.__name__}.{name}")))
+            stack.enter_context(mock.patch.object(owner, name, spy(shown)))
         yield
 
 

@@ -108,7 +108,7 @@ def test_pictures_do_not_go_to_the_images_by_whatever_path(tmp_path):
         *("evaluate knn {out}", "evaluate linear {out}", "checkpoint show {out}", "checkpoint verify {out}"),
         *("export {run} --output {out}.pt", "export {out}", "import {out} {run}", "import {images} {out}"),
         *("data synth {out}", "data scan {images} --output {out}", "data shard {images} {out}", "data preview {out}"),
-        *("data preview {images} --output {out}.png", "bench step --output {out}", "bench loader --images {out}"),
+        *("data preview {images} --output {out}.png", "bench step --output {out}", "bench loader --photographs {out}"),
         "bench kernels --compile_only true --output {out}",
     ],
 )

@@ -9,8 +9,9 @@ from pydantic import Field
 from unigrad_fast.benchmarks.record import OUTPUT
 from unigrad_fast.commands.requirements import require_dali, require_triton
 from unigrad_fast.config import MOST_THREADS
+from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, Node, shown
 
 
 class BenchStep(Node):
@@ -18,7 +19,7 @@ class BenchStep(Node):
 
     case: Literal["resnet50", "resnet18", "all"] = "all"
     """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
-    images: AbsolutePath | None = None
+    photographs: AbsolutePath | None = None
     """Folder of images, photographs for figures that mean something; null draws some."""
     batch_size: int | None = Field(default=None, ge=2)
     """Images per step; null is the case's."""
@@ -30,21 +31,43 @@ class BenchStep(Node):
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
     """Steps before them."""
+    dry_run: bool = False
+    """Count what a step does on so many cards, which need not be there, and measure nothing."""
+    ranks: int = Field(default=8, ge=1, le=4096)
+    """Cards of the dry run."""
+    images: int = Field(default=128, ge=1, le=2**16)
+    """Images per card of the dry run."""
+    card: Literal["h100", "a100"] = "h100"
+    """Card of the dry run."""
+    recipe: str = DEFAULT_RECIPE
+    """What the dry run trains, with its own batch size aside."""
     output: AbsolutePath = OUTPUT
-    """Folder of step.jsonl, which the rows are appended to."""
+    """Folder of step.jsonl, or the dry run's dry_step.jsonl, which the rows are appended to."""
+
+
+COUNTED = ("ranks", "images", "card", "recipe")  # options of the dry run
 
 
 def bench_step(options: BenchStep) -> None:
+    taken = {"dry_run", "output", *COUNTED} if options.dry_run else BenchStep.model_fields.keys() - set(COUNTED)
+    if ignored := sorted(options.model_fields_set - taken):
+        value = shown(getattr(options, ignored[0]))
+        raise UserError(f"{ignored[0]} = {value}: not used with dry_run {str(options.dry_run).lower()}; leave it out")
+    if options.dry_run:
+        from unigrad_fast.benchmarks import dry_step
+
+        dry_step.main(**{key: getattr(options, key) for key in (*COUNTED, "output")})
+        return
     require_dali()
     from unigrad_fast.benchmarks import bench_step
 
-    bench_step.main(**dict(options))
+    bench_step.main(**{key: value for key, value in options if key not in ("dry_run", *COUNTED)})
 
 
 class BenchLoader(Node):
     """Measure images/s and processor time of decoding and augmentation, against torchvision and decoding alone."""
 
-    images: AbsolutePath | None = None
+    photographs: AbsolutePath | None = None
     """Folder of images or what else data.train takes, or a tar of one; null draws some."""
     recipe: str | None = None
     """Augmentation recipe; null is simsiam and multicrop, one after the other."""

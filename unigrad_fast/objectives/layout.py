@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unigrad_fast.kernels.dispatch import acts_as_cuda
+
 
 class Mix(Protocol):
     """How CutMix mixed the online branch's global views: image i with `partner[i]`, of which `1 − ratio[i]` is seen.
@@ -125,7 +127,7 @@ def require_mix(mix: Mix, images: int, device: torch.device) -> None:
         if len(given) != 2 or any(shape != [images] for _, shape in given) or not fits:
             raise ValueError(f"mix.{name} is {given[:3]}; give {wanted} [{images}] for each of the two global views")
         # On a GPU this would make the host wait.
-        if device.type == "cpu" and images:
+        if images and not acts_as_cuda(device):
             low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
             most = 1 if name == "ratio" else images - 1
             if not 0 <= low <= high <= most:

@@ -1,0 +1,133 @@
+"""The walk through a step without a card: nothing waits, and what is counted is what closed forms say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from thin import thin
+from torch import nn
+
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.dry_run import Card, walk
+from unigrad_fast.objectives import UniGrad
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.training import trainer as training
+
+CARD = Card.of("h100")
+NORMS = 15  # of the thin network, two of them in the projector
+
+
+def configured(ranks: int, images: int = 4, **changes) -> Config:
+    tree = {
+        "output": "/nowhere",
+        "data": {"train": "/nowhere", "batch_size": ranks * images, "image_size": 32, **changes.pop("data", {})},
+        "model": {"backbone": "resnet18", "projector": {"width": 64}},
+        **changes,
+    }
+    return resolve("imagenet_100ep", tree)
+
+
+CASES = {
+    "two views": {},
+    "multi-crop": {"data": {"recipe": "multicrop", "local_views": {"size": 16}}},
+    "CutMix": {"data": {"cutmix": {"probability": 1.0, "group": 2}}},
+    "accumulation": {"engine": {"accumulation_steps": 2}},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_never_waits_inside_a_step(case, ranks):
+    with thin():
+        found = walk(configured(ranks, **CASES[case]), ranks, CARD)
+    assert found.waits == []
+    assert found.parts["convolution"].flops > 0 and found.parts["normalisation"].launches > 0
+    if ranks == 1:
+        assert not [kind for kind, each in found.collectives.items() if kind == "gather"]
+
+
+@pytest.mark.parametrize(("case", "passes"), [("two views", 1), ("multi-crop", 2)])
+def test_a_norm_gathers_once_for_all_groups_of_a_pass(case, passes):
+    """Besides, F's rows are gathered; gradients and flags are reduced."""
+    with thin():
+        found = walk(configured(8, **CASES[case]), 8, CARD)
+    assert found.collectives["gather"].count == NORMS * (passes + 1) + 1
+    assert found.collectives["reduce"].count == NORMS * passes + 2
+
+
+@pytest.mark.long
+def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_70_ms_by_count():
+    config = resolve("imagenet_100ep", {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}})
+    found = walk(config, 8, CARD)
+    assert found.meetings <= 180
+    assert found.seconds <= 0.070 and found.waits == []
+
+
+def reading(self, online, target, mix=None):
+    online[0].sum().item()
+
+
+def waiting(self, online, target, mix=None):
+    torch.cuda.synchronize()
+    return _forward(self, online, target, mix)
+
+
+_forward = UniGrad.forward
+
+
+def test_a_value_that_is_read_ends_the_walk_and_a_wait_is_found():
+    with thin(), mock.patch.object(UniGrad, "forward", reading), pytest.raises(RuntimeError, match="reads a value"):
+        walk(configured(1), 1, CARD)
+    with thin(), mock.patch.object(UniGrad, "forward", waiting):
+        assert walk(configured(1), 1, CARD).waits == ["torch.cuda.synchronize"]
+
+
+def test_flops_are_those_of_closed_forms():
+    """Of a convolution 2·N·H·W·C·D·k² forward, twice that backward but for the first, which gives no input gradient."""
+    config, sums = configured(1, images=4), [0, 0]
+
+    def count(module: nn.Conv2d, arguments, output) -> None:
+        flops = 2 * output.numel() * module.in_channels * module.kernel_size[0] ** 2
+        sums[0] += flops
+        sums[1] += flops * (1 if module.in_channels == 3 else 2)
+
+    with thin():
+        encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
+        for module in encoder.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(count)
+        encoder([torch.randn(4, 3, 32, 32) for _ in range(2)])
+        found = walk(config, 1, CARD)
+    assert found.parts["convolution"].flops == 2 * sums[0] + sums[1]
+    rows, width = 8, 64
+    product, update = 2 * rows * width**2, rows * width * (width + 128)
+    assert found.parts["objective"].flops == product + update
+
+
+def test_memory_is_what_the_tensors_take():
+    config = configured(1)
+    with thin():
+        encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
+        found = walk(config, 1, CARD)
+    weights = 4 * sum(p.numel() for p in encoder.parameters())
+    assert found.peak["weights"] == found.peak["momentum"] == found.peak["target"] == weights
+    assert found.peak["correlation"] >= 4 * 64 * 64 + 8
+
+
+def test_what_cannot_be_walked_is_refused():
+    with pytest.raises(UserError, match="zero_stage = 1"):
+        walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
+    with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
+        Card.of("abacus")
+    with pytest.raises(UserError, match="does not divide"):
+        walk(configured(1, images=5), 2, CARD)
+
+
+def test_times_follow_the_cards_figures():
+    slow = replace(CARD, convolution=CARD.convolution / 1000)
+    with thin():
+        fast, found = (walk(configured(1), 1, card).parts["convolution"] for card in (CARD, slow))
+    assert fast.flops == found.flops and found.seconds > fast.seconds
