@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchvision.models import resnet18
 
 pytestmark = pytest.mark.benchmark(group="training")
@@ -47,7 +48,8 @@ def rank(tmp_path):
 def test_batch_norm(benchmark, public, rank, monkeypatch, shape):
     """Forward and backward on the CPU, with the statistics through the collectives."""
     name = "unigrad_fast.networks.batch_norm"
-    norm = public(f"{name}:CPUSyncBatchNorm")(shape[1])
+    norm = nn.BatchNorm2d(shape[1]) if len(shape) == 4 else nn.BatchNorm1d(shape[1])
+    public(f"{name}:convert")(norm)
     public(f"{name}:is_alone")
     monkeypatch.setattr(f"{name}.is_alone", lambda: False)  # a rank that is alone takes torch's batch norm
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
     """A row for each choice that a run makes on this machine."""
     import torch
-    from torch import nn
 
-    from unigrad_fast.networks.batch_norm import convert, is_alone
     from unigrad_fast.runtime.precision import autocast_dtype
 
     world = scene.world
     dtype = str(autocast_dtype("auto", world.device) or torch.float32).removeprefix("torch.")
-    batch_norm = type(convert(nn.BatchNorm1d(2), world.device.type)).__name__
     on_gpu = world.device.type == "cuda"
     detail = torch.cuda.get_device_name(world.device) if on_gpu else count(torch.get_num_threads(), "thread")
     stages = allowed_values(Engine, "zero_stage").removeprefix("a whole number from ")
@@ -36,9 +33,22 @@ def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
         Finding("precision", f"{dtype} (engine.precision auto)"),
         _decoder(scene, unusable),
         _kernels(world.device),
-        Finding("batch norm", f"torch's own, for one rank ({batch_norm} for more)" if is_alone() else batch_norm),
+        Finding("batch norm", _batch_norm(world.device)),
         Finding("ZeRO stages", "none without DeepSpeed" if "DeepSpeed" in unusable else stages),
     ]
+
+
+def _batch_norm(device: torch.device) -> str:
+    from unigrad_fast.kernels.dispatch import use_triton
+    from unigrad_fast.networks.batch_norm import is_alone
+
+    try:
+        fused = use_triton(device)
+    except ValueError:  # said of the kernels
+        fused = False
+    if fused:
+        return "both views in one pass, fused with addition and ReLU"
+    return "torch's own, for one rank" if is_alone() else "statistics over all ranks"
 
 
 def _kernels(device: torch.device) -> Finding:
