@@ -266,6 +266,8 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--data.train=", "data.train = '': allowed is a path or null"),
         ("--data.batch_size", "--data.batch_size: a value is missing; allowed is a whole number from 2 to 16777216"),
         ("--recipe --seed 3", "--recipe: a value is missing; allowed is the path of a YAML file or one of "),
+        ("--recipe=", "--recipe: a value is missing; allowed is the path of a YAML file or one of "),
+        ("--recipe /", "recipe = /: is no file of text; give the path of a YAML file"),
         ("--data.batch_size 1e300", "data.batch_size = 1e300: allowed is a whole number from 2 to 16777216"),
         ("--seed 1.5e0", "seed = 1.5e0: allowed is a whole number from 0 to 4294967295"),
         ("--evaluation.crop_fraction 1e-9", "evaluation.crop_fraction = 1e-09: images of 224 pixels would be cropped"),

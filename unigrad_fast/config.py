@@ -378,7 +378,7 @@ def resolve(
     """
     top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     named = top.pop("recipe", None)
-    if named is BARE:
+    if named is BARE or named == "":
         raise UserError(
             f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
         )

@@ -43,7 +43,7 @@ def test_output_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "images").mkdir()
     config = resolve(overrides={"data": {"train": str(tmp_path / "images")}, "output": str(tmp_path / "file/run")})
-    with pytest.raises(UserError, match="is not writable"):
+    with pytest.raises(UserError, match="is a file; give a folder"):
         require_folders(config)
 
 

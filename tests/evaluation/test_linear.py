@@ -367,7 +367,7 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
     [
         (("--epochs", "3"), "epochs = 3: belongs to --protocol paper"),
         (("--protocol", "slow"), "allowed is one of quick, paper"),
-        (("--protocol", "paper"), "cannot fill a batch of 4096"),
+        (("--protocol", "paper"), "give --batch_size "),
     ],
 )
 def test_what_cannot_work_is_refused(run, arguments, said):

@@ -57,7 +57,9 @@ def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     parent = output.parent if numbered else output
     while not os.path.exists(parent):
         parent = parent.parent
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+    if not os.path.isdir(parent):
+        return [f"output = {output}: {parent} is a file; give a folder"]
+    if not os.access(parent, os.W_OK | os.X_OK):
         return [f"output = {output}: {parent} is not writable; give another folder"]
     return []
 

@@ -22,9 +22,10 @@ from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.optimization.lars import LARS
 from unigrad_fast.optimization.schedules import learning_rate
 from unigrad_fast.pipelines import Batch, Failure, Loader
-from unigrad_fast.runtime.errors import Preempted, RunStopped
+from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.validation import count
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,18 @@ def paper(
         preemption: asks to leave.
 
     Raises:
+        UserError: the batch is larger than the images are many.
         DataError: the batch does not divide over the ranks, there are fewer images than one batch, or too many
             in a row cannot be read.
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
         Preempted: after saving.
     """
     data, world = probe.config.data, probe.world
+    if schedule.batch_size > len(probe.train):
+        raise UserError(
+            f"batch_size = {schedule.batch_size}: there are {count(len(probe.train), 'training image')} only; "
+            f"give --batch_size {len(probe.train) // world.size * world.size} or less"
+        )
     parts = micro_batches(schedule.batch_size, world.size, probe.config.evaluation.batch_size)
     loader = Loader(
         probe.train,

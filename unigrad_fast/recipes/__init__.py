@@ -39,6 +39,8 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
     path = absolute(Path(name))
     if path in below:
         raise UserError(f"recipe = {below[0]}: recipes in a circle: {' -> '.join(map(str, (*below, path)))}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"recipe = {name}: is no file of text; give the path of a YAML file")
     if not os.path.isfile(path):
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         raise UserError(
