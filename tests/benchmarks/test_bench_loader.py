@@ -140,7 +140,7 @@ def test_slope_of_memory_is_per_epoch():
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_loader, "SMALL_ENTRIES", 16)
     monkeypatch.setattr(loader_measure, "new_process", forked.new_pool)
-    arguments = {"images": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
+    arguments = {"photographs": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
     arguments["output"] = tmp_path / "results"
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
     assert cli.main(["bench", "loader", *words, "--rounds", "1", "--steps", "1", "--epochs", "2"]) == 0

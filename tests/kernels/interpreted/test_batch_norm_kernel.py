@@ -46,8 +46,7 @@ def batch(groups: int, shape: tuple[int, ...], dtype: torch.dtype, affine: bool 
 SHAPES = [(5, 3), (4, 40, 3, 5), (3, 130, 2, 1), (9, 64, 7, 7)]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "groups"), [(SHAPES[0], 3), (SHAPES[1], 2), (SHAPES[2], 1), (SHAPES[3], 2)])
 def test_statistics_are_exact(shape, groups, programs):
     x = random(groups * shape[0], *shape[1:], mean=1e4)
     found = kernel.statistics(x, groups)
@@ -93,11 +92,18 @@ def test_ranks_settle_as_float64_does(ranks, momentum):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "groups"), [((5, 3), 2), ((4, 40, 3, 5), 3), ((3, 130, 2, 1), 1), ((9, 64, 7, 7), 2)]
+    ("shape", "groups", "relu", "add", "affine"),
+    [
+        ((5, 3), 2, False, False, True),
+        ((5, 3), 1, True, False, False),
+        ((4, 40, 3, 5), 3, True, True, True),
+        ((4, 40, 3, 5), 2, True, False, True),
+        ((4, 40, 3, 5), 1, False, True, False),
+        ((3, 130, 2, 1), 2, True, True, False),
+        ((9, 64, 7, 7), 2, True, True, True),
+        ((9, 64, 7, 7), 1, True, False, True),
+    ],
 )
 def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affine, programs):
     x, x64, mean, variance, count, weight, bias = batch(groups, shape, torch.float32, affine)
