@@ -4,8 +4,9 @@
         [--output FOLDER] [--cpu]
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
-the number of launches, no recompilation when scalars change, the multi-tensor passes, the time of each kernel beside
-its least time by count; then `bench_objective` for as many shapes as the seconds allow, the most telling ones first.
+the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
+torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the seconds
+allow, the most telling ones first.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
 OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
@@ -292,6 +293,13 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
 
 
+def batch_norm(scene: Scene) -> Iterator[Finding]:
+    """Norms of two groups with addition and ReLU; see `device_check_norm`."""
+    from unigrad_fast.benchmarks import device_check_norm
+
+    yield from (Finding(*each) for each in device_check_norm.findings(scene.device))
+
+
 def times(scene: Scene) -> Iterator[Finding]:
     """Microseconds of each launch and of a step, replayed from CUDA graphs, beside their least time by count."""
     from unigrad_fast.benchmarks.roofline import measure_peaks
@@ -362,7 +370,13 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / (5 * times)
 
 
-CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (correctness, determinism, multi_tensor, recompilation)
+CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
+    correctness,
+    determinism,
+    multi_tensor,
+    batch_norm,
+    recompilation,
+)
 GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (second_stream, cuda_graph, launches, times)
 
 
