@@ -36,7 +36,7 @@ setup(
     packages=packages,
     package_dir={f"unigrad_fast.{folder}": folder for folder in MAPPED},
     package_data={
-        "unigrad_fast": ["py.typed"],
+        "unigrad_fast": ["cards.json", "py.typed"],
         "unigrad_fast.recipes": ["*.yaml"],
         "unigrad_fast.kernels": ["tiles.json"],
     },

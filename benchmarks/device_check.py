@@ -5,8 +5,8 @@
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
-torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the seconds
-allow, the most telling ones first.
+torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the
+seconds allow, the most telling ones first.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
 OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
