@@ -49,7 +49,7 @@ def test_wheel_holds_every_module_under_its_installed_name(wheel):
     expected = set()
     for source in SOURCES:
         prefix = "" if source == "unigrad_fast" else "unigrad_fast/"
-        kinds = ("*.py", "*.yaml", "tiles.json", "py.typed")
+        kinds = ("*.py", "*.yaml", "tiles.json", "cards.json", "py.typed")
         files = [file for kind in kinds for file in (ROOT / source).rglob(kind)]
         kept = [file for file in files if not file.name.startswith(("test_", "conftest"))]  # micro-benchmarks
         expected |= {prefix + str(file.relative_to(ROOT)) for file in kept}
