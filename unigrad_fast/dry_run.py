@@ -20,7 +20,7 @@ import math
 import os
 import types
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -84,7 +84,6 @@ class Walk:
     collectives: dict[str, Collectives] = field(default_factory=lambda: defaultdict(Collectives))
     peak: dict[str, int] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
-    operators: Counter = field(default_factory=Counter)
 
     @property
     def meetings(self) -> int:
@@ -279,7 +278,6 @@ class _Count(TorchDispatchMode):
         self.memory.take(result)
         if short in VIEWS:
             return result
-        self.found.operators[name] += 1
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if name.startswith("c10d::"):
