@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORD = 32  # bits of a word of the ReLU's mask
+from .batch_norm_reference import WORD
+
 MOST_CHUNKS = 256  # of a group, so that the last program is soon done with them
 PARTS = 16  # chunks that it merges at a time
 
@@ -62,6 +63,15 @@ def place(rows, chunk, C, COLUMNS: tl.constexpr):
     o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * chunk
     return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
+
+
+@triton.jit
+def tile_at(start, last, group, rows, o_C, m_C, C, ROWS: tl.constexpr):
+    """Of the tile that begins in row `start` of a group: rows [ROWS] among those of all groups, offsets and which of
+    them exist, both [ROWS, COLUMNS]."""
+    o_R = start + tl.arange(0, ROWS)
+    o_row = group.to(tl.int64) * rows + o_R
+    return o_row, o_row[:, None] * C + o_C[None, :], (o_R < last)[:, None] & m_C[None, :]
 
 
 @triton.jit
@@ -106,15 +116,13 @@ def statistics_kernel(
     PARTS: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
-    p_group = p_x + group.to(tl.int64) * rows * C
-    b_shift = tl.load(p_group + first.to(tl.int64) * C + o_C, mask=m_C, other=0).to(tl.float32)  # [COLUMNS]
+    p_first = p_x + (group.to(tl.int64) * rows + first) * C
+    b_shift = tl.load(p_first + o_C, mask=m_C, other=0).to(tl.float32)  # [COLUMNS]
     b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     b_square = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first, last, ROWS):
-        o_R = start + tl.arange(0, ROWS)
-        m = (o_R < last)[:, None] & m_C[None, :]
-        o = o_R.to(tl.int64)[:, None] * C + o_C[None, :]
-        b_x = tl.load(p_group + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
+        b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_x = tl.where(m, b_x - b_shift[None, :], 0.0)
         b_sum += b_x
         b_square += b_x * b_x
@@ -222,12 +230,8 @@ def normalise_kernel(
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
     b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
-    base = group.to(tl.int64) * rows
     for start in range(first, last, ROWS):
-        o_R = start + tl.arange(0, ROWS)
-        m = (o_R < last)[:, None] & m_C[None, :]
-        o_row = base + o_R
-        o = o_row[:, None] * C + o_C[None, :]
+        o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_y = (b_x - b_mean[None, :]) * b_inverse[None, :] * b_weight[None, :] + b_bias[None, :]
         if p_residual is not None:
@@ -239,7 +243,7 @@ def normalise_kernel(
                 b_words = tl.sum(tl.reshape(b_bits, [ROWS, COLUMNS // WORD, WORD]), 2)  # [ROWS, COLUMNS / WORD]
                 words = tl.cdiv(C, WORD)
                 o_W = tl.program_id(2) * (COLUMNS // WORD) + tl.arange(0, COLUMNS // WORD)
-                m_W = (o_R < last)[:, None] & (o_W < words)[None, :]
+                m_W = (start + tl.arange(0, ROWS) < last)[:, None] & (o_W < words)[None, :]
                 tl.store(p_mask + o_row[:, None] * words + o_W[None, :], b_words, mask=m_W)
             b_y = tl.maximum(b_y, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
@@ -283,14 +287,10 @@ def sums_kernel(
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
     b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
-    base = group.to(tl.int64) * rows
     b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first, last, ROWS):
-        o_R = start + tl.arange(0, ROWS)
-        m = (o_R < last)[:, None] & m_C[None, :]
-        o_row = base + o_R
-        o = o_row[:, None] * C + o_C[None, :]
+        o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
         b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
@@ -354,12 +354,8 @@ def gradient_kernel(
     b_dy_mean = (tl.load(p_group, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
     b_product_mean = (tl.load(p_group + C, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
     b_scale = b_inverse * b_weight
-    base = group.to(tl.int64) * rows
     for start in range(first, last, ROWS):
-        o_R = start + tl.arange(0, ROWS)
-        m = (o_R < last)[:, None] & m_C[None, :]
-        o_row = base + o_R
-        o = o_row[:, None] * C + o_C[None, :]
+        o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
         b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]

@@ -86,7 +86,7 @@ def _(x, mean, variance, weight, bias, residual, eps, relu, keep_mask):
     mask = (
         x.new_empty(rows, -(-channels // WORD), dtype=torch.int32) if keep_mask else x.new_empty(0, dtype=torch.int32)
     )
-    return _like(x), mask
+    return torch.empty_like(x), mask
 
 
 LIBRARY.define(f"batch_norm_normalise_(Tensor(a!) x, {_AFFINE}, Tensor? residual, float eps, bool relu) -> ()")
@@ -156,13 +156,9 @@ def _gradient(dy, x, mean, variance, weight, bias, mask, sums, count, eps, relu,
 
 @torch.library.register_fake("unigrad_fast::batch_norm_gradient", lib=LIBRARY)
 def _(dy, x, mean, variance, weight, bias, mask, sums, count, eps, relu, residual):
-    return _like(x), _like(x) if residual else x.new_empty(0)
+    return torch.empty_like(x), torch.empty_like(x) if residual else x.new_empty(0)
 
 
 def is_dense(x: Tensor) -> bool:
     """Whether x lies as its rows of channels, one after the other."""
     return x.is_contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.is_contiguous()
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
