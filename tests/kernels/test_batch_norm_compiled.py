@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
+from ahead_of_time import compiled, wide_accesses
 
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs Triton's compiler: Triton installed, its interpreter off", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from unigrad_fast.benchmarks.compile_report import resources
 from unigrad_fast.kernels.batch_norm import (
     PARTS,
     WORD,
@@ -33,29 +22,15 @@ DOUBLE = {"p_count", "p_sums", "p_statistics"}
 INTEGER = {"p_mask": "*i32", "p_tickets": "*i32", "p_tracked": "*i64"}
 
 
-def compiled(kernel, architecture: int, constants: dict, double: set[str], warps: int):
-    """The kernel for a GPU that need not be there; channels a multiple of 16."""
-    names = kernel.arg_names
-
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in HALF:
-            return "*bf16"
-        if name in DOUBLE | double:
-            return "*fp64"
-        return INTEGER.get(name) or (
-            "*fp32" if name.startswith("p_") else "fp32" if name in ("eps", "momentum") else "i32"
-        )
-
-    aligned = [i for i, name in enumerate(names) if name.startswith("p_") or name == "C"]
-    source = ASTSource(
-        kernel,
-        {name: kind(name) for name in names},
-        constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned if names[i] not in constants},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+def kind(name: str, double: set[str]) -> str:
+    """The Triton type of an argument."""
+    if name in HALF:
+        return "*bf16"
+    if name in DOUBLE | double:
+        return "*fp64"
+    if name in INTEGER:
+        return INTEGER[name]
+    return "*fp32" if name.startswith("p_") else "fp32" if name in ("eps", "momentum") else "i32"
 
 
 TILE = cut(802_816, 2, 64, 1024)
@@ -94,19 +69,13 @@ def test_images_move_128_bits_at_a_time_and_registers_suffice(
     if not constants.pop("masked", False):
         constants |= {name: None for name in NONE if name in kernel.arg_names}
     warps = 2 if kernel is settle_kernel else 4
-    result = compiled(kernel, architecture, constants, double, warps)
+    aligned = [name for name in kernel.arg_names if name.startswith("p_") or name == "C"]
+    result = compiled(kernel, architecture, constants, lambda name: kind(name, double), aligned, warps)
     tile = constants.get("ROWS", 0) * constants.get("COLUMNS", 0)
     per_tensor = tile // (32 * warps * 8)  # accesses of 8 bf16
-    loads = re.findall(r"ld\.global[\w.:]*\.v4\.b32", result.asm["ptx"])
-    stores = re.findall(r"st\.global[\w.:]*\.v4\.b32", result.asm["ptx"])
-    assert len(loads) >= read * per_tensor and len(stores) >= written * per_tensor
-
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(result.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([cuobjdump, "--dump-resource-usage", binary], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    assert wide_accesses(result, "ld") >= read * per_tensor
+    assert wide_accesses(result, "st") >= written * per_tensor
+    registers, stack = resources(result.asm["cubin"])
     record_property("registers", registers)
-    print(kernel.__name__, architecture, "registers", registers, "loads", len(loads), "stores", len(stores), per_tensor)
-    assert int(stack) == 0
-    assert int(registers) <= 128
+    assert stack == 0
+    assert registers <= 128

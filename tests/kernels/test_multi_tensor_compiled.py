@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
+from ahead_of_time import compiled, wide_accesses
 
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("needs Triton's compiler: Triton installed, its interpreter off", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from unigrad_fast.benchmarks.compile_report import resources
 from unigrad_fast.kernels.multi_tensor import (
     BLOCK,
     MAX_CHUNKS,
@@ -29,18 +18,6 @@ from unigrad_fast.kernels.multi_tensor import (
 TYPES = {"p_chunks": "*i64", "p_addresses": "*i64", "p_skip": "*fp32", "p_sums": "*fp32"}  # all others are fp32
 LARS = {"BLOCK": BLOCK, "MAX_CHUNKS": MAX_CHUNKS}
 PER_STREAM = BLOCK // (32 * WARPS * 4)  # 128-bit accesses of one thread to one tensor's block
-
-
-def compiled(kernel, architecture: int, constants: dict):
-    """The kernel for a GPU that need not be there; `asm` has PTX and cubin."""
-    names = kernel.arg_names
-    source = ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else TYPES.get(name, "fp32") for name in names},
-        constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in TYPES},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": WARPS})
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
@@ -57,15 +34,11 @@ def test_blocks_move_128_bits_at_a_time_and_registers_suffice(
     kernel, constants, read, written, architecture, tmp_path, monkeypatch, record_property
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    result = compiled(kernel, architecture, constants)
-    assert len(re.findall(r"ld\.global[\w.:]*\.v4", result.asm["ptx"])) == read * PER_STREAM
-    assert len(re.findall(r"st\.global[\w.:]*\.v4", result.asm["ptx"])) == written * PER_STREAM
-
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(result.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([cuobjdump, "--dump-resource-usage", binary], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    names = [name for name in kernel.arg_names if name in TYPES]
+    result = compiled(kernel, architecture, constants, lambda name: TYPES.get(name, "fp32"), names, WARPS)
+    assert wide_accesses(result, "ld") == read * PER_STREAM
+    assert wide_accesses(result, "st") == written * PER_STREAM
+    registers, stack = resources(result.asm["cubin"])
     record_property("registers", registers)
-    assert int(stack) == 0
-    assert int(registers) <= 64  # four programs on a multiprocessor
+    assert stack == 0
+    assert registers <= 64  # four programs on a multiprocessor
