@@ -115,7 +115,7 @@ _LIBRARY.define("correlation_product(Tensor unit, Tensor correlation, str? input
 
 
 @torch.library.impl(_LIBRARY, "correlation_product", "CompositeExplicitAutograd")
-def _correlation_product(unit, correlation, input_precision):
+def correlation_product(unit, correlation, input_precision):
     if takes_triton(unit.device, unit.dtype, correlation.dtype):
         from . import gradient as kernel
 
@@ -155,6 +155,24 @@ def _(product, unit, *arguments):
     return _fake_gradient(unit, dtype)
 
 
+_LIBRARY.define(f"gradient_of_blocks(Tensor[] blocks, Tensor unit, {_POSITIVE_AND_STATE}) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_LIBRARY, "gradient_of_blocks", "CompositeExplicitAutograd")
+def gradient_of_blocks(
+    blocks, unit, inverse_norm, target, first, second, ratio, nonfinite, skip, updates, ticket, balance, scale, dtype
+):
+    rows = Rows(unit=unit, inverse_norm=inverse_norm, target=target, first=first, second=second, ratio=ratio)
+    state = State(nonfinite=nonfinite, skip=skip, updates=updates, ticket=ticket)
+    return _gradient_from(torch.cat(blocks, dim=1), rows, state, balance=balance, scale=scale, dtype=dtype)
+
+
+@torch.library.register_fake("unigrad_fast::gradient_of_blocks", lib=_LIBRARY)
+def _(blocks, unit, *arguments):
+    *_, dtype = arguments
+    return _fake_gradient(unit, dtype)
+
+
 _LIBRARY.define(
     f"unigrad_gradient(Tensor unit, Tensor correlation, {_POSITIVE_AND_STATE}, str? input_precision)"
     " -> (Tensor, Tensor)"
@@ -179,7 +197,7 @@ def unigrad_gradient(
     dtype,
     input_precision,
 ):
-    product = _correlation_product(unit, correlation, input_precision)
+    product = correlation_product(unit, correlation, input_precision)
     rows = Rows(unit=unit, inverse_norm=inverse_norm, target=target, first=first, second=second, ratio=ratio)
     state = State(nonfinite=nonfinite, skip=skip, updates=updates, ticket=ticket)
     return _gradient_from(product, rows, state, balance=balance, scale=scale, dtype=dtype)

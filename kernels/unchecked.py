@@ -52,11 +52,12 @@ def update_correlation_(
     count: Tensor,
     skip: Tensor | None = None,
     updates: Tensor | None = None,
+    first_row: int = 0,
     working: Tensor | None = None,
 ) -> None:
     """See `functional.update_correlation_`."""
     update = (ops.OPERATORS if needs_dispatcher() else ops).update_correlation_
-    update(correlation, unit_MC, decay, count, skip, updates, 0, working, None)
+    update(correlation, unit_MC, decay, count, skip, updates, first_row, working, None)
 
 
 def unigrad_gradient(
@@ -80,3 +81,31 @@ def unigrad_gradient(
     state = (nonfinite, skip, updates, ticket)
     gradient = (ops.OPERATORS if needs_dispatcher() else ops).unigrad_gradient
     return gradient(unit_MC, correlation, *rows, *state, balance, scale, exact_dtype(unit_MC), None)
+
+
+def correlation_product(unit_MC: Tensor, correlation: Tensor) -> Tensor:
+    """See `functional.correlation_product`."""
+    return (ops.OPERATORS if needs_dispatcher() else ops).correlation_product(unit_MC, correlation, None)
+
+
+def gradient_of_blocks(
+    blocks: Sequence[Tensor],
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    *,
+    balance: float,
+    scale: float,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    ratio: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+    skip: Tensor | None = None,
+    updates: Tensor | None = None,
+    ticket: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`functional.embedding_gradient` of a product whose columns come in blocks [M, R], one after the other."""
+    rows = (inverse_norm_M, target_KC, first, second, ratio)
+    state = (nonfinite, skip, updates, ticket)
+    gradient = (ops.OPERATORS if needs_dispatcher() else ops).gradient_of_blocks
+    return gradient(blocks, unit_MC, *rows, *state, balance, scale, exact_dtype(unit_MC))

@@ -1,4 +1,4 @@
-"""F, the moving average of the correlation matrix, and where it is kept.
+"""F, the moving average of the correlation matrix, as every rank has it; in shards it is `sharded_correlation`'s.
 
 The paper, section "UniGrad": F ← ρ·F + (1−ρ)·B, B this batch's correlation over all ranks; F ← B at first.
 """
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import mirror_, round_into_, unchecked
+from unigrad_fast.kernels import effective_rank, mirror_, round_into_, unchecked
 
 STATE = ("correlation", "updates")
 
@@ -42,27 +43,30 @@ class MovingCorrelation(nn.Module):
 
     Args:
         width: C.
+        rows: how many rows of F lie here, from `first_row` on; None is all.
     """
 
+    first_row = 0
     correlation: Tensor
     updates: Tensor
     _working: Tensor | None
     _is_current: bool
     _version: int  # of F when the copy was last current
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, rows: int | None = None):
         super().__init__()
         with torch.inference_mode(False):
-            self._take(torch.zeros(width, width, dtype=torch.float32), torch.zeros((), dtype=torch.int64))
+            matrix = torch.zeros(width if rows is None else rows, width, dtype=torch.float32)
+            self._take(matrix, torch.zeros((), dtype=torch.int64))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of F and of its copy."""
+        """Bytes of F and of its copy, as far as they lie here."""
         return self.correlation.nbytes + (0 if self._working is None else self._working.nbytes)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """F [C, C], with both triangles, to be read and written."""
+        """F [C, C], with both triangles, or those of its rows that lie here, to be read and written."""
         self._repair()
         self._is_current = False
         return self.correlation
@@ -115,16 +119,33 @@ class MovingCorrelation(nn.Module):
             count=count,
             skip=skip,
             updates=self.updates,
+            first_row=self.first_row,
             working=self._working if self._is_current else None,
         )
         if self._is_current:
             self._set_current()
 
+    @torch.no_grad()
+    def accept(self) -> None:
+        """After F was written to from rows that were shards: they are symmetric to rounding, a whole F to the bit."""
+        if self.correlation.shape[0] == self.correlation.shape[1]:
+            mirror_(self.whole())
+
+    @torch.no_grad()
+    def effective_rank(self, group: dist.ProcessGroup | None) -> Tensor:
+        """See `UniGrad.effective_rank`."""
+        return effective_rank(self.whole())
+
+    def gather(self, group: dist.ProcessGroup | None) -> Tensor:
+        """All of F on this rank; where it lies in shards all ranks call it together."""
+        return self.whole()
+
     def _repair(self) -> None:
         # A replayed CUDA graph moves F without a word, so that with a copy no repair is the last.
         if self._working is not None:
             is_current = self._copy_is_current()
-            mirror_(self.correlation)
+            if self.correlation.shape[0] == self.correlation.shape[1]:
+                mirror_(self.correlation)
             if is_current:
                 self._set_current()
 

@@ -108,8 +108,19 @@ def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int
             f"got {len(online)} online and {len(target)} target views; give two or more online views "
             "(global views first) and the two global views' targets"
         )
+    _require_alike({"online": online, "target": target}, width)
+
+
+def require_targets(target: Sequence[Tensor], width: int) -> None:
+    """Raises ValueError unless these are two targets of one shape [N, width]."""
+    if len(target) != 2:
+        raise ValueError(f"got {len(target)} target views; give the two global views' targets")
+    _require_alike({"target": target}, width)
+
+
+def _require_alike(named: dict[str, Sequence[Tensor]], width: int) -> None:
     expected = None
-    for name, views in (("online", online), ("target", target)):
+    for name, views in named.items():
         for number, view in enumerate(views):
             if not isinstance(view, Tensor):
                 kind = type(view).__name__

@@ -45,6 +45,32 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
 
 def gather(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The rows of all ranks, in the order of ranks; each gives as many."""
+    return begin_gather(own_MC, group, asynchronous=False)[0]
+
+
+def begin_gather(own_MC: Tensor, group: dist.ProcessGroup | None, asynchronous: bool) -> tuple[Tensor, Any]:
+    """`gather`, and what is to be waited for before its result is read; None where it is there."""
     gathered = own_MC.new_empty(dist.get_world_size(group) * len(own_MC), own_MC.shape[1])
-    _gather_into(gathered, own_MC, group=group)
-    return gathered
+    work = _gather_into(gathered, own_MC, group=group, async_op=asynchronous)
+    return gathered, work if asynchronous else None
+
+
+def exchange_columns(own_MR: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Of this rank's rows the columns that each rank has.
+
+    Args:
+        own_MR: this rank's columns for the rows of all ranks, of each as many.
+        sizes: how many columns each rank has.
+    """
+    rows, columns = own_MR.shape[0] // len(sizes), own_MR.shape[1]
+    received = own_MR.new_empty(rows * sum(sizes))
+    parts = [rows * size for size in sizes]
+    dist.all_to_all_single(received, own_MR.reshape(-1), parts, [rows * columns] * len(sizes), group=group)
+    return [part.view(rows, size) for part, size in zip(received.split(parts), sizes, strict=True)]
+
+
+def largest(flag: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of the ranks' numbers."""
+    most = flag.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most

@@ -18,22 +18,23 @@ import numbers
 import operator
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import attach_gradient, effective_rank, functional, unchecked
+from unigrad_fast.kernels import attach_gradient, functional, unchecked
 from unigrad_fast.kernels.dispatch import use_triton
-from unigrad_fast.kernels.reference import refusal
-from unigrad_fast.kernels.structures import tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
-from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_targets, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
+from unigrad_fast.objectives.update import BegunUpdate, Room, Update
 
+FLEETING = {"_begun": None, "_stream": None}  # what no copy has
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
 
@@ -52,13 +53,19 @@ class UniGrad(nn.Module):
             on the CPU fp32. float64 embeddings are computed in float64 whatever it says.
         most_images: the most images that a rank can have in a training step, the same on all ranks; None: as many as
             the rank that has the most in the first one, which all ranks find out together.
+        placement: "replicated": every rank has all of F; "sharded": each of several ranks has a block of its rows,
+            about C over the number of ranks, and the process group is there before the objective is made. The numbers
+            are the same to rounding. On one rank F is whole.
 
     `correlation` is F, [C, C], fp32 (float64 once the embeddings are float64), bitwise symmetric and the same on
     all ranks; it is part of the state dict, as is `updates`, the number of batches it has seen. On a GPU it is the
-    matrix as of the moment it is asked for.
+    matrix as of the moment it is asked for. Where F is sharded, `correlation` and the state dict are this rank's rows
+    (with `first_row`, the number of the first), which fit the same rank of as many; a state dict with all of F fits
+    any. `whole_correlation` makes all of F of the shards.
 
     In training mode all ranks call it together; they may have different numbers of images, also none. In evaluation
-    mode F is used as it is and does not change, no rank waits for another, and all that is returned is this rank's.
+    mode F is used as it is and does not change, and all that is returned is this rank's; no rank waits for another,
+    unless F is sharded: then all ranks call it together, with as many views as each other, in either mode.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class UniGrad(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
         most_images: int | None = None,
+        placement: str = "replicated",
     ):
         super().__init__()
         for name, number in (("width", width), ("most_images", most_images)):
@@ -90,11 +98,17 @@ class UniGrad(nn.Module):
             raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
         if most_images is not None and most_images < 1:
             raise ValueError(f"most_images {most_images} is not a positive number of images")
+        if placement not in ("replicated", "sharded"):
+            raise ValueError(f"placement {placement!r} is unknown; use 'replicated' or 'sharded'")
         self.width, self.balance, self.decay = int(width), float(balance), float(decay)
         self.process_group = process_group
         self.correlation_source, self.compute_dtype = correlation_source, compute_dtype
         self.most_images = most_images
-        self.average = MovingCorrelation(self.width)
+        self.placement = placement
+        is_sharded = placement == "sharded" and self._ranks() > 1
+        self.average = ShardedCorrelation(self.width, process_group) if is_sharded else MovingCorrelation(self.width)
+        self._begun: BegunUpdate | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
         self._layouts: dict[tuple | None, Layout] = {}  # also by the `_key` of batches that were taken
 
@@ -103,7 +117,7 @@ class UniGrad(nn.Module):
 
     @property
     def correlation(self) -> Tensor:
-        """F, [C, C]."""
+        """F, [C, C]; where it is sharded this rank's rows."""
         return self.average.whole()
 
     @property
@@ -140,67 +154,99 @@ class UniGrad(nn.Module):
             self._require_mix(mix, layout)
         if self.training:
             _require_no_recomputation()
-        images, rows, device, average = layout.images, layout.rows, layout.device, self.average
-        autocast = torch.is_autocast_enabled(device.type)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-            over_ranks = self.training and self._ranks() > 1
-            spare = self._spare_rows(layout) if over_ranks else 0
-            all_MC, inverse_norm_M = kernels.unit_embeddings(
-                views,
-                layout.unit_dtype,
-                layout.nonfinite,
-                raised=layout.raised,
-                ticket=layout.ticket,
-                since=rows,
-                spare=max(0, spare),
-            )
-            unit_MC, sent_MC = all_MC[:rows], all_MC[rows:]
-            target_MC = sent_MC if not spare else sent_MC[: 2 * images]
-            global_MC = unit_MC if rows == 2 * images else unit_MC[: 2 * images]
-            operand = average.operand(unit_MC, layout.product_dtype)
-            from_target = self.correlation_source == "target"
-            flags, skip = layout.raised[0], layout.raised[1 if from_target else 0]
-            source_MC, count = target_MC if from_target else global_MC, layout.count
-            if over_ranks:
-                if not from_target:
-                    sent_MC = torch.cat([global_MC, sent_MC[2 * images :]])
-                source_MC, count, (flags, _, *skips) = self._over_ranks(sent_MC, spare, layout)
-                skip = skips[1 if from_target else 0]
-            # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
-            counts = self.training and (over_ranks or images > 0)
-            if counts:
-                average.update_(source_MC, decay=layout.decay, count=count, skip=skip)
+        rows, average, group = layout.rows, self.average, self.process_group
+        with torch.no_grad(), _without_autocast(layout.device):
+            begun = self._begun_with(target, layout)
+            room = self._room(layout, len(online)) if self._is_sharded else None
+            if begun is None:
+                sent_MC, inverse_norm_M, target_MC, update = self._branches_at_once(views, layout, kernels)
+                operand = average.operand(sent_MC, layout.product_dtype)
+                if self.training:
+                    update.send()
+                    update.take()
+                flag = update.flag
+            else:
+                sent_MC, inverse_norm_M = self._units(views[: len(online)], layout, kernels, room)
+                update, target_MC = begun.finish(), begun.target_MC
+                operand = average.operand(sent_MC, layout.product_dtype)
+                flag = layout.raised[0] if room or not update.room else ranks.largest(layout.raised[0], group)
+            unit_MC, blocks = sent_MC[:rows], []
+            if isinstance(average, ShardedCorrelation) and room:
+                if begun is None and room.fits:
+                    sent_MC = torch.nn.functional.pad(unit_MC, (0, 0, 0, room.rows - rows))
+                gathered_MC = ranks.gather(room.filled(sent_MC), group)
+                if begun is not None:
+                    flag = unchecked.sum_tails_(gathered_MC, ranks.size(group))[1][0]
+                blocks = [block[:rows] for block in average.columns(gathered_MC, operand, group)]
+            for each in (room, update.room):
+                if each and not each.fits:  # now the others, who drop the step, wait for this rank no more
+                    self._refuse(layout.images)
             first, second, ratio = layout.positives(mix)
-            gradient_MC, terms = kernels.unigrad_gradient(
-                unit_MC,
-                inverse_norm_M[:rows],
-                target_MC,
-                operand,
-                balance=self.balance,
-                scale=1.0 / max(1, rows),
-                first=first,
-                second=second,
-                ratio=ratio,
-                nonfinite=flags,
-                skip=skip,
-                updates=average.updates if counts else None,
-                ticket=layout.ticket,
-            )
+            arguments: dict[str, Any] = {
+                "balance": self.balance,
+                "scale": 1.0 / max(1, rows),
+                "first": first,
+                "second": second,
+                "ratio": ratio,
+                "nonfinite": flag if begun is None else torch.maximum(flag, update.flag),
+                "skip": update.skip,
+                "updates": average.updates if self.training and update.counts else None,
+                "ticket": layout.ticket,
+            }
+            branches = (unit_MC, inverse_norm_M[:rows], target_MC)
+            if blocks:
+                gradient_MC, terms = unchecked.gradient_of_blocks(blocks, *branches, **arguments)
+            else:
+                gradient_MC, terms = kernels.unigrad_gradient(*branches, operand, **arguments)
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
         if known is None and key is not None and {type(view) for view in views} <= {Tensor, nn.Parameter}:
             self._layouts[key] = layout
         # `data` is no view: what is done to one of them in place is nothing to the others.
-        *metrics, flag = (term.data for term in terms.unbind())
+        *metrics, nonfinite = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
-        return ObjectiveOutput(loss, named, flag, global_MC, over_ranks, self.process_group)
+        global_MC = unit_MC if rows == 2 * layout.images else unit_MC[: 2 * layout.images]
+        return ObjectiveOutput(loss, named, nonfinite, global_MC, self._over_ranks, group)
+
+    def begin_update(self, target: Sequence[Tensor]) -> None:
+        """Begin the update of F with the targets of the next training step, before its online embeddings are there.
+
+        The rows of F's source are then on their way to the other ranks while the online branch computes, and on a GPU
+        F moves beside it, on a stream of its own. `forward` is called next, with the same target tensors; it computes
+        what it computes without this. Until then F is not to be read. With F from the online branch there is nothing
+        to begin with, and in evaluation mode nothing to do: then this does nothing.
+
+        Args:
+            target: as in `forward`.
+
+        Raises:
+            ValueError: as in `forward`, but that more images than `most_images` are refused there.
+            RuntimeError: an update has begun already.
+        """
+        if not self.training or self.correlation_source == "online":
+            return
+        if self._begun is not None:
+            raise RuntimeError("begin_update was called twice; call the objective with its targets first")
+        self._begun = self._begin(target, early=True)
+
+    def whole_correlation(self) -> Tensor:
+        """F, [C, C], on every rank, also where it lies in shards: then all ranks call it together."""
+        return self.average.gather(self.process_group)
 
     def effective_rank(self) -> Tensor:
-        """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often."""
-        return effective_rank(self.correlation)
+        """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often.
+
+        Where F is sharded all ranks call it together.
+        """
+        return self.average.effective_rank(self.process_group)
 
     def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
         """What a batch's shape determines, which is checked."""
         require_views(online, target, self.width)
+        have = len(self.average.sizes) if isinstance(self.average, ShardedCorrelation) else 1
+        if self.placement == "sharded" and self._ranks() != have:
+            raise RuntimeError(
+                f"F is sharded over {have} ranks, and there are {self._ranks()}; make UniGrad anew there"
+            )
         images, device = online[0].shape[0], online[0].device
         unit_dtype, product_dtype = self._dtypes(online, target)
         key = (len(online), images, self.decay, device, unit_dtype, product_dtype)
@@ -231,30 +277,103 @@ class UniGrad(nn.Module):
     def _ranks(self) -> int:
         return ranks.size(self.process_group)
 
-    def _spare_rows(self, layout: Layout) -> int:
-        """Rows that are sent besides this rank's: what others may have more, and a tail; below 0 they do not fit."""
-        most = 2 * self._most_images(layout.images)
-        missing = most - 2 * layout.images
-        return missing + tail_rows(self.width) if missing >= 0 else missing
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.average, ShardedCorrelation)
 
-    def _over_ranks(self, sent_MC: Tensor, spare: int, layout: Layout) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Of all ranks: what F takes, how many rows, and the flags of `sum_tails_`.
+    @property
+    def _over_ranks(self) -> bool:
+        """Whether a batch is one over several ranks."""
+        return self.training and self._ranks() > 1
 
-        Args:
-            sent_MC: this rank's rows and `spare` more.
-        """
-        group = self.process_group
-        if spare < 0:  # the others wait for this rank; they drop the step
-            most = self._most_images(layout.images)
-            ranks.gather(refusal(sent_MC, 2 * most + tail_rows(self.width)), group)
-            how = "most_images" if self.most_images else "the most that a rank had in the first training step"
-            raise ValueError(
-                f"this rank has {layout.images} images, more than {most}, {how}; "
-                f"give UniGrad(most_images={layout.images}) or more"
+    def _room(self, layout: Layout, views: int) -> Room:
+        """What is sent of some views."""
+        return Room(layout.images, self._most_images(layout.images), views, self.width)
+
+    def _units(
+        self, views: Sequence[Tensor], layout: Layout, kernels: Any, room: Room | None, since: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Unit embeddings and inverse norms; from row `since` on there is room for what other ranks send more."""
+        return kernels.unit_embeddings(
+            views,
+            layout.unit_dtype,
+            layout.nonfinite[: len(views) * layout.images],
+            raised=layout.raised,
+            ticket=layout.ticket,
+            since=since,
+            spare=room.spare if room else 0,
+        )
+
+    def _branches_at_once(
+        self, views: Sequence[Tensor], layout: Layout, kernels: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Update]:
+        """Unit embeddings of the online branch, inverse norms, target units, and the update of F that follows."""
+        rows, globals_ = layout.rows, 2 * layout.images
+        room = self._room(layout, 2) if self._over_ranks else None
+        all_MC, inverse_norm_M = self._units(views, layout, kernels, room, since=rows)
+        unit_MC, source_MC = all_MC[:rows], all_MC[rows:]
+        target_MC = source_MC[:globals_] if room else source_MC
+        from_target = self.correlation_source == "target"
+        if not from_target:
+            source_MC = torch.cat([unit_MC[:globals_], source_MC[globals_:]]) if room else unit_MC[:globals_]
+        update = Update(self.average, source_MC, layout, 1 if from_target else 0, room, self.process_group)
+        return unit_MC, inverse_norm_M, target_MC, update
+
+    def _begin(self, target: Sequence[Tensor], early: bool) -> BegunUpdate:
+        """Send the targets of all ranks; what can be done without waiting for them, is done."""
+        known = len(self._layouts)
+        layout = self._target_layout(target)
+        kernels = functional if len(self._layouts) > known else unchecked
+        device, stream = layout.device, None
+        if early and device.type == "cuda":
+            stream = self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.no_grad(), _without_autocast(device):
+            room = self._room(layout, 2) if self._over_ranks else None
+            self.average.operand(layout.decay, layout.product_dtype)  # F and its copy, as the update will find them
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                source_MC, _ = self._units(target, layout, kernels, room)
+                update = Update(self.average, source_MC, layout, 1, room, self.process_group)
+                update.send(asynchronous=early and stream is None)
+                if stream is not None:
+                    update.take()
+                    for view in target:
+                        view.record_stream(stream)
+        return BegunUpdate(tuple(target), source_MC[: 2 * layout.images], update, stream)
+
+    def _begun_with(self, target: Sequence[Tensor], layout: Layout) -> BegunUpdate | None:
+        """The update that has begun with these targets; begun now, where it is always a step of its own."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            at_once = not (self.training and self._is_sharded and self.correlation_source == "target")
+            return None if at_once else self._begin(target, early=False)
+        if not self.training or len(target) != 2 or any(a is not b for a, b in zip(target, begun.targets, strict=True)):
+            raise RuntimeError("begin_update was given other targets; call the objective with those, in training mode")
+        if begun.update.layout.unit_dtype != layout.unit_dtype:
+            raise RuntimeError(
+                f"begin_update took targets in {begun.update.layout.unit_dtype}, with these online embeddings they are "
+                f"needed in {layout.unit_dtype}; give UniGrad(compute_dtype=...), or both branches in one dtype"
             )
-        gathered_MC = ranks.gather(sent_MC, group)
-        count, flags = unchecked.sum_tails_(gathered_MC, ranks.size(group))
-        return gathered_MC, count, flags.unbind()
+        return begun
+
+    def _target_layout(self, target: Sequence[Tensor]) -> Layout:
+        """`_layout` of targets alone, with scratch memory of its own."""
+        require_targets(target, self.width)
+        images, device = target[0].shape[0], target[0].device
+        dtypes = self._dtypes(target, target)
+        key = (0, images, self.decay, device, *dtypes)
+        if key not in self._layouts:
+            require_no_capture("a batch of this shape")
+            self._layouts[key] = Layout.of(2, images, device, *dtypes, self.decay)
+        return self._layouts[key]
+
+    def _refuse(self, images: int) -> None:
+        most = self._most_images(images)
+        how = "most_images" if self.most_images else "the most that a rank had in the first training step"
+        raise ValueError(
+            f"this rank has {images} images, more than {most}, {how}; give UniGrad(most_images={images}) or more"
+        )
 
     def _most_images(self, images: int) -> int:
         """The number of images that every rank's rows are filled up to."""
@@ -274,7 +393,7 @@ class UniGrad(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> UniGrad:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         memo[id(self.process_group)] = self.process_group  # a copy shares it: it is no data
-        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_layouts": {}}, memo))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, **FLEETING, "_layouts": {}}, memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,7 +402,7 @@ class UniGrad(nn.Module):
                 "a process group cannot be pickled: the loaded UniGrad has the default one; set its process_group",
                 stacklevel=2,
             )
-        return {**self.__dict__, "process_group": None, "_layouts": {}}
+        return {**self.__dict__, **FLEETING, "process_group": None, "_layouts": {}}
 
 
 _LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
@@ -300,6 +419,11 @@ def _key(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
     except (AttributeError, IndexError):  # no tensors
         return None
     return targets, looks, autocast, use_triton(device), *settings
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 def _require_no_recomputation() -> None:

@@ -1,0 +1,248 @@
+"""F in shards against F on every rank: the same steps, begun ahead or not, and state that goes from one to the other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_unigrad import Mixed, leaves, mixed, views
+
+from unigrad_fast.kernels import unchecked
+from unigrad_fast.objectives import UniGrad
+from unigrad_fast.objectives.sharded_correlation import row_bounds
+
+WIDTH, IMAGES, STEPS = 40, 5, 20
+CASES = ["two views", "multi-crop", "CutMix", "uneven rows", "online source", "bf16"]
+
+
+def size_and_rank() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def objective(placement: str, width: int = WIDTH, **settings) -> UniGrad:
+    return UniGrad(width, placement=placement, most_images=IMAGES, **settings)
+
+
+def batch(case: str, step: int, width: int = WIDTH) -> dict[str, list[torch.Tensor] | Mixed]:
+    """This rank's batch."""
+    _, rank = size_and_rank()
+    images = IMAGES if case != "uneven rows" else (step + 2 * rank) % (IMAGES + 1)
+    count, seed = 4 if case in ("multi-crop", "uneven rows") else 2, 100 * step + rank
+    online = views(count, images, width, seed, torch.float32)
+    target = views(2, images, width, seed + 5000, torch.float32)
+    return {"online": online, "target": target, "mix": mixed(images, seed) if case == "CutMix" else None}
+
+
+def settings_of(case: str) -> dict:
+    return {
+        "correlation_source": "online" if case == "online source" else "target",
+        "compute_dtype": torch.bfloat16 if case == "bf16" else None,
+    }
+
+
+def take(module: UniGrad, given: dict, early: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, gradient and flag of a step."""
+    online = leaves(given["online"])
+    if early:
+        module.begin_update(given["target"])
+    output = module(online=online, target=given["target"], mix=given["mix"])
+    output.loss.backward()
+    return output.loss.detach(), torch.cat([view.grad for view in online]), output.nonfinite
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def agreement(cases: list[str], width: int, steps: int) -> dict[str, float]:
+    """By case the largest distance between placements; what is begun ahead is bitwise the same."""
+    found = {}
+    for case in cases:
+        modules = {
+            (placement, early): objective(placement, width, **settings_of(case))
+            for placement in ("replicated", "sharded")
+            for early in (False, True)
+        }
+        worst = 0.0
+        for step in range(steps):
+            given = batch(case, step, width)
+            taken = {key: take(module, given, key[1]) for key, module in modules.items()}
+            for placement in ("replicated", "sharded"):
+                pairs = zip(taken[placement, False], taken[placement, True], strict=True)
+                assert all(torch.equal(*pair) for pair in pairs), (case, placement, step)
+            one, other = taken["replicated", False], taken["sharded", False]
+            worst = max(worst, *(distance(b, a) for a, b in zip(one[:2], other[:2], strict=True)))
+        matrices = {key: module.whole_correlation() for key, module in modules.items()}
+        for placement in ("replicated", "sharded"):
+            assert torch.equal(matrices[placement, False], matrices[placement, True])
+            assert torch.equal(matrices[placement, True], matrices[placement, True].T)
+        worst = max(worst, distance(matrices["sharded", False], matrices["replicated", False]))
+        taken_in = {module.updates.item() for module in modules.values()}
+        assert len(taken_in) == 1 and (taken_in == {steps} or case == "uneven rows")  # on one rank some have no rows
+        ranks = {key: module.effective_rank() for key, module in modules.items()}
+        assert ranks["sharded", True].item() == pytest.approx(ranks["replicated", True].item(), rel=1e-4)
+        if size_and_rank()[0] > 1:
+            rows = modules["sharded", False].correlation
+            first, last = row_bounds(width, size_and_rank()[0])[size_and_rank()[1] :][:2]
+            assert rows.shape == (last - first, width) and len(rows) < width
+        found[case] = worst
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_sharded_correlation_trains_as_a_replicated_one_does(workers, ranks):
+    for found in workers(ranks).run(agreement, CASES, WIDTH, STEPS):
+        assert list(found) == CASES
+        assert {case: worst for case, worst in found.items() if not worst < (5e-3 if case == "bf16" else 1e-6)} == {}
+
+
+def test_a_width_that_the_ranks_do_not_divide_is_sharded(workers):
+    assert row_bounds(1000, 3) == [0, 336, 672, 1000] and row_bounds(40, 3) == [0, 13, 26, 40]
+    for found in workers(3).run(agreement, ["multi-crop"], 1000, 2):
+        assert found["multi-crop"] < 1e-6
+
+
+def gated() -> None:
+    size, rank = size_and_rank()
+    for placement in ("replicated", "sharded"):
+        for early in (False, True):
+            module = objective(placement)
+            take(module, batch("two views", 0))
+            before = module.correlation.clone()
+            for branch in ("online", "target"):
+                given = batch("two views", 1)
+                if rank == size - 1:
+                    given[branch][1][2, 3] = torch.nan
+                loss, gradient, flag = take(module, given, early)
+                assert flag == 1 and loss.isfinite() and gradient.isfinite().all()
+                assert torch.equal(module.correlation, before) == (branch == "target")
+                before = module.correlation.clone()
+            assert module.updates == 2
+
+
+def test_a_value_that_is_not_finite_is_known_on_all_ranks_and_kept_out_of_all_shards(workers):
+    workers(3).run(gated)
+
+
+def misfit() -> str:
+    _, rank = size_and_rank()
+    message = ""
+    for early in (False, True):
+        module = objective("sharded")
+        take(module, batch("two views", 0))
+        before, images = module.correlation.clone(), IMAGES + rank
+        given = {"online": views(2, images, WIDTH), "target": views(2, images, WIDTH, 1), "mix": None}
+        given = {name: value and [view.float() for view in value] for name, value in given.items()}
+        try:
+            assert take(module, given, early)[2] == 1
+        except ValueError as error:
+            message = str(error)
+        assert torch.equal(module.correlation, before)
+        take(module, batch("two views", 1), early)  # all ranks go on together
+        assert module.updates == 2
+    return message
+
+
+def test_more_images_than_agreed_on_are_refused_and_no_rank_waits_for_ever(workers):
+    first, second = workers(2).run(misfit)
+    assert first == "" and "this rank has 6 images, more than 5, most_images" in second
+
+
+def resumed() -> None:
+    """A state dict goes on bit for bit in its placement; all of F goes into any."""
+    straight, fresh, whole, copied = (objective("sharded") for _ in range(4))
+    for step in range(3):
+        take(straight, batch("two views", step))
+    state = copy.deepcopy(straight.state_dict())
+    assert list(state) == ["average.correlation", "average.updates", "average.first_row"]
+    fresh.load_state_dict(state)
+    copied = copy.deepcopy(straight)
+    replicated = objective("replicated")
+    replicated.load_state_dict(
+        {"average.correlation": straight.whole_correlation(), "average.updates": straight.updates}
+    )
+    whole.load_state_dict(replicated.state_dict())
+    first = straight.average.first_row
+    assert torch.equal(whole.correlation.triu(first), straight.correlation.triu(first))
+    expected = take(straight, batch("two views", 3))
+    for module in (fresh, copied):
+        assert all(map(torch.equal, take(module, batch("two views", 3), early=True), expected))
+        assert torch.equal(module.correlation, straight.correlation)
+    for module in (whole, replicated):
+        assert distance(take(module, batch("two views", 3))[1], expected[1]) < 1e-6
+    if size_and_rank()[1]:
+        with pytest.raises(RuntimeError, match=r"first_row is 0 in the state dict and \d+ here"):
+            fresh.load_state_dict({**state, "average.first_row": torch.tensor(0)})
+
+
+def test_the_state_of_shards_goes_on_bit_for_bit_and_goes_to_the_other_placement(workers):
+    workers(3).run(resumed)
+
+
+def bytes_sent() -> list[int]:
+    sent = []
+    gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
+    from unigrad_fast.objectives import ranks
+
+    def watched_gather(out, own, **more):
+        sent.append(out.nbytes)
+        return real(out, own, **more)
+
+    def watched_exchange(out, *arguments, **more):
+        sent.append(out.nbytes)
+        return exchange(out, *arguments, **more)
+
+    real, module = ranks._gather_into, objective("sharded")
+    take(module, batch("two views", 0))
+    ranks._gather_into, dist.all_to_all_single = watched_gather, watched_exchange
+    try:
+        take(module, batch("two views", 1))
+    finally:
+        ranks._gather_into, dist.all_to_all_single = real, exchange
+    assert gather is dist.all_gather_into_tensor
+    return sent
+
+
+def test_a_sharded_step_sends_rows_and_never_a_matrix(workers):
+    rows = 2 * IMAGES + 1
+    assert workers(2).run(bytes_sent) == [[2 * rows * WIDTH * 4, 2 * rows * WIDTH * 4, rows * WIDTH * 4]] * 2
+
+
+def test_what_has_begun_goes_on_with_the_same_targets_and_not_otherwise():
+    module, given = objective("replicated"), batch("two views", 0)
+    module.begin_update(given["target"])
+    with pytest.raises(RuntimeError, match="called twice"):
+        module.begin_update(given["target"])
+    with pytest.raises(RuntimeError, match="given other targets"):
+        take(module, batch("two views", 1))
+    module.begin_update(given["target"])
+    with pytest.raises(RuntimeError, match=r"torch.float32, with these online embeddings .* torch.float64"):
+        module(online=views(2, IMAGES, WIDTH), target=given["target"])
+    online = objective("replicated", correlation_source="online")
+    online.begin_update(given["target"])  # nothing to begin with
+    module.eval().begin_update(given["target"])
+    take(online, batch("two views", 1))
+    take(module, batch("two views", 1))
+    with pytest.raises(ValueError, match="1 target views"):
+        online.train() and module.train().begin_update(given["target"][:1])
+
+
+def test_the_update_that_has_begun_is_not_computed_again(monkeypatch):
+    module, given, seen = objective("replicated"), batch("two views", 0), []
+    update = unchecked.update_correlation_
+    monkeypatch.setattr(unchecked, "update_correlation_", lambda *args, **more: seen.append(1) or update(*args, **more))
+    take(module, given, early=True)
+    assert len(seen) == 1 and module.updates == 1
+
+
+def test_placements_that_do_not_fit_are_refused(workers):
+    with pytest.raises(ValueError, match="placement 'both' is unknown; use 'replicated' or 'sharded'"):
+        UniGrad(8, placement="both")
+    workers(2).run(refused)
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match="width 1 cannot be sharded over 2 ranks"):
+        UniGrad(1, placement="sharded")

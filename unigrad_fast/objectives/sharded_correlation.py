@@ -1,0 +1,103 @@
+"""F in shards: each rank keeps a block of its rows up, and multiplies the embeddings of all ranks with them.
+
+    rows of F     ← ρ·rows + (1−ρ)/count · Σ m[rows]ᵀ m        m of all ranks, gathered
+    u·F[:, rows]  = u · F[rows]ᵀ                               u of all ranks, gathered; F is symmetric
+
+The columns of u·F that a rank has computed for the others go back to them. Two ranks compute the two halves of F, which
+so is symmetric to rounding, and no more.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unigrad_fast.kernels import mirror_, unchecked
+from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.correlation import MovingCorrelation
+
+ALIGNED = 16  # rows to which blocks are rounded: the kernels then load 128 bits at a time
+
+
+def row_bounds(width: int, size: int) -> list[int]:
+    """Where each rank's rows of F begin, and the end of the last's."""
+    unit = ALIGNED if width >= 4 * ALIGNED * size else 1
+    return [min(width, unit * (rank * -(-width // unit) // size)) for rank in range(size + 1)]
+
+
+class ShardedCorrelation(MovingCorrelation):
+    """This rank's rows of F.
+
+    Its state is `correlation` [R, C], `first_row` and `updates`. A state dict of the same rows is taken as it is, and
+    of one that holds all of F these rows.
+
+    Args:
+        width: C.
+        group: ranks that share F.
+
+    Raises:
+        ValueError: fewer rows than ranks.
+    """
+
+    def __init__(self, width: int, group: dist.ProcessGroup | None):
+        rank, size = dist.get_rank(group), ranks.size(group)
+        if width < size:
+            raise ValueError(f"width {width} cannot be sharded over {size} ranks; use placement='replicated'")
+        bounds = row_bounds(width, size)
+        super().__init__(width, bounds[rank + 1] - bounds[rank])
+        self.first_row = bounds[rank]
+        self.sizes = [last - first for first, last in pairwise(bounds)]
+
+    def columns(self, gathered_MC: Tensor, operand: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        """u·F of this rank's rows, in blocks of columns; all ranks call it together.
+
+        Args:
+            gathered_MC: unit embeddings of all ranks, of each as many.
+            operand: see `operand`.
+        """
+        return ranks.exchange_columns(unchecked.correlation_product(gathered_MC, operand), self.sizes, group)
+
+    @torch.no_grad()
+    def gather(self, group: dist.ProcessGroup | None) -> Tensor:
+        """All of F, made of its upper triangle, on every rank; all ranks call it together."""
+        own = self.whole()
+        width = own.shape[1]
+        correlation_CC = own.new_empty(width, width)
+        first = 0
+        for rank, rows in enumerate(self.sizes):
+            block = correlation_CC[first : first + rows]
+            if rank == dist.get_rank(group):
+                block.copy_(own)
+            dist.broadcast(block, group=group, group_src=rank)
+            first += rows
+        return mirror_(correlation_CC)
+
+    @torch.no_grad()
+    def effective_rank(self, group: dist.ProcessGroup | None) -> Tensor:
+        """See `UniGrad.effective_rank`; all ranks call it together."""
+        own = self.whole()
+        sums = torch.stack([own.diagonal(self.first_row).sum(), own.square().sum()])
+        dist.all_reduce(sums, group=group)
+        return sums[0].square() / sums[1]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "first_row"] = torch.tensor(self.first_row)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
+    ) -> None:
+        *_, errors = lists
+        state, name = dict(state_dict), prefix + "correlation"
+        first_row = state.pop(prefix + "first_row", None)
+        found, own = state.get(name), self.correlation
+        if first_row is not None and int(first_row) != self.first_row:
+            errors.append(f"{prefix}first_row is {int(first_row)} in the state dict and {self.first_row} here")
+            return
+        if first_row is None and found is not None and tuple(found.shape) == (own.shape[1],) * 2:
+            state[name] = found[self.first_row : self.first_row + own.shape[0]].clone()
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, *lists)
