@@ -58,6 +58,18 @@ def test_a_norm_gathers_once_for_all_groups_of_a_pass(case, passes):
     assert found.collectives["reduce"].count == NORMS * passes + 1
 
 
+def test_a_sharded_correlation_takes_two_gathers_and_an_exchange_and_its_share_of_the_memory():
+    with thin():
+        whole, shard = (
+            walk(configured(8, objective={"placement": each}), 8, CARD) for each in ("replicated", "sharded")
+        )
+    assert shard.waits == [] and whole.collectives["gather"].count + 1 == shard.collectives["gather"].count
+    assert shard.collectives["exchange"].count == 1 and "exchange" not in whole.collectives
+    assert shard.peak["correlation"] < whole.peak["correlation"] / 4
+    rows, width = 8, 64  # of a rank, and a row more for a tail
+    assert shard.parts["objective"].flops == 2 * 2 * 8 * (rows + 1) * width * (width // 8)
+
+
 @pytest.mark.long
 def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_70_ms_by_count():
     config = resolve("imagenet_100ep", {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}})

@@ -157,6 +157,8 @@ class Objective(Node):
     """Share of the old correlation matrix that is kept at each micro-batch (paper: 0.99)."""
     correlation_source: Literal["target", "online"] = "target"
     """Embeddings that make the correlation matrix: target (authors' code) or online (paper's formula)."""
+    placement: Literal["auto", "replicated", "sharded"] = "auto"
+    """The correlation matrix on every rank, or in shards (wide projectors); auto: by memory and counted time."""
 
 
 class Target(Node):

@@ -240,7 +240,10 @@ VIEWS = {
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
     "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
 }  # fmt: skip
-COLLECTIVES = {"allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast"}
+COLLECTIVES = {
+    "allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast",
+    "alltoall_base_": "exchange",
+}  # fmt: skip
 NORMALISATION = "unigrad_fast::batch_norm"
 
 
@@ -309,8 +312,14 @@ class _Count(TorchDispatchMode):
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif name == "unigrad_fast::update_correlation_":
-            flops = operands[1].shape[0] * operands[0].shape[1] * (operands[0].shape[1] + 128)
-            read, written = read // 2, written // 2
+            matrix, rows = operands[0], operands[1].shape[0]
+            if matrix.shape[0] == matrix.shape[1]:
+                flops = rows * matrix.shape[1] * (matrix.shape[1] + 128)
+                read, written = read // 2, written // 2
+            else:  # rows of a sharded F have no mirror image there
+                flops = 2 * rows * matrix.numel()
+        elif name == "unigrad_fast::correlation_product":
+            flops = 2 * operands[0].shape[0] * operands[1].numel()
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
         passes = 1

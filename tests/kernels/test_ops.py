@@ -100,6 +100,16 @@ def test_unigrad_gradient_is_a_lawful_operator(dtype, pair):
     torch.library.opcheck(OPERATORS.unigrad_gradient.default, (units, correlation, *arguments, "ieee"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_gradient_of_blocks_is_a_lawful_operator_and_that_of_the_whole_product(dtype):
+    units, correlation, arguments = gradient_arguments(True, dtype)
+    product = units.to(correlation.dtype) @ correlation
+    blocks = [product[:, :5].contiguous(), product[:, 5:]]
+    torch.library.opcheck(OPERATORS.gradient_of_blocks.default, (blocks, units, *arguments))
+    found = OPERATORS.gradient_of_blocks(blocks, units, *arguments)
+    assert all(map(torch.equal, found, OPERATORS.embedding_gradient(product, units, *arguments)))
+
+
 def test_what_an_operator_writes_is_known_to_autograd_and_nothing_else_is_touched():
     embedding = random(2 * IMAGES, WIDTH, dtype=torch.float32)
     _, targets, correlation = operands()

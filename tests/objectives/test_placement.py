@@ -1,4 +1,4 @@
-"""F in shards against F on every rank: the same steps, begun ahead or not, and state that goes from one to the other."""
+"""F in shards against F on every rank: the same steps, begun ahead or not, and state that fits both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from test_unigrad import Mixed, leaves, mixed, views
 
 from unigrad_fast.kernels import unchecked
-from unigrad_fast.objectives import UniGrad
+from unigrad_fast.objectives import UniGrad, ranks
+from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
 from unigrad_fast.objectives.sharded_correlation import row_bounds
 
 WIDTH, IMAGES, STEPS = 40, 5, 20
@@ -182,9 +183,7 @@ def test_the_state_of_shards_goes_on_bit_for_bit_and_goes_to_the_other_placement
 
 
 def bytes_sent() -> list[int]:
-    sent = []
-    gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
-    from unigrad_fast.objectives import ranks
+    sent, exchange = [], dist.all_to_all_single
 
     def watched_gather(out, own, **more):
         sent.append(out.nbytes)
@@ -201,7 +200,6 @@ def bytes_sent() -> list[int]:
         take(module, batch("two views", 1))
     finally:
         ranks._gather_into, dist.all_to_all_single = real, exchange
-    assert gather is dist.all_gather_into_tensor
     return sent
 
 
@@ -235,6 +233,14 @@ def test_the_update_that_has_begun_is_not_computed_again(monkeypatch):
     monkeypatch.setattr(unchecked, "update_correlation_", lambda *args, **more: seen.append(1) or update(*args, **more))
     take(module, given, early=True)
     assert len(seen) == 1 and module.updates == 1
+
+
+def test_auto_shards_where_it_saves_memory_or_counted_time_and_nowhere_else():
+    assert choose(2048, 128, 2, 8) == choose(65536, 512, 2, 1) == choose(4, 512, 2, 8) == "replicated"
+    assert choose(16384, 512, 2, 8) == "sharded" and choose(8192, 512, 8, 64) == "replicated"
+    assert sharded_seconds(16384, 512, 2, 8) < 0.9 * replicated_seconds(16384, 512, 2, 8)
+    assert sharded_seconds(2048, 128, 2, 8) > replicated_seconds(2048, 128, 2, 8)
+    assert choose(26754, 64, 8, 2) == "replicated" and choose(26755, 64, 8, 2) == "sharded"  # 4 GiB
 
 
 def test_placements_that_do_not_fit_are_refused(workers):

@@ -5,8 +5,9 @@
     gate.*       counters of dropped steps
 
 with the step, from which the schedules and the data of every later step follow. Weights and momentum come from the
-fragments of the ZeRO stage; what all ranks hold alike is written in shares. So any stage and number of ranks reads
-what any other wrote.
+fragments of the ZeRO stage, F from where it is placed; what all ranks hold alike is written in shares. So any stage,
+placement and number of ranks reads what any other wrote, bit for bit; of an F that was sharded and is replicated now
+the upper triangle, since shards are symmetric to rounding.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
                 reader.read(fragment.name, fragment.start, tensor.view(-1))
             else:
                 tensor.copy_(reader.tensor(fragment.name))
+    trainer.objective.average.accept()
     trainer.fragments.refresh()
     trainer.steps_done = reader.about["step"]
 
@@ -87,9 +89,16 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
             yield Fragment(f"{branch}.{f.name}", f.shape, f.start, f.tensor, f.replicated)
     for name, buffer in trainer.online.module.named_buffers():
         yield whole(f"online.{name}", buffer)
-    for branch, module in (("target", trainer.target), ("objective", trainer.objective)):
-        for name, tensor in module.state_dict().items():
-            yield whole(f"{branch}.{name}", tensor)
+    for name, tensor in trainer.target.state_dict().items():
+        yield whole(f"target.{name}", tensor)
+    average = trainer.objective.average
+    rows, width = average.whole(), average.correlation.shape[1]
+    if len(rows) == width:
+        yield whole("objective.average.correlation", rows)
+    else:
+        first = average.first_row * width
+        yield Fragment("objective.average.correlation", (width, width), first, rows.view(-1), replicated=False)
+    yield whole("objective.average.updates", average.updates)
     yield whole("gate.in_a_row", trainer.gate.in_a_row)
     yield whole("gate.total", trainer.gate.total)
 
@@ -98,8 +107,9 @@ def size(trainer: Trainer) -> int:
     """Bytes of a checkpoint, near enough: of its tensors, whatever each rank writes of them."""
     online, fp32 = trainer.online.module, 4
     weights_and_momentum = 2 * fp32 * sum(parameter.numel() for parameter in online.parameters())
-    others = [*online.buffers(), *trainer.target.state_dict().values(), *trainer.objective.state_dict().values()]
-    return weights_and_momentum + sum(tensor.numel() * tensor.element_size() for tensor in others)
+    others = [*online.buffers(), *trainer.target.state_dict().values()]
+    correlation = fp32 * trainer.objective.width**2
+    return weights_and_momentum + correlation + sum(tensor.numel() * tensor.element_size() for tensor in others)
 
 
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:

@@ -36,9 +36,13 @@ def optimizer(encoder: nn.Module) -> AbstractContextManager[None]:
     return room_for("gradients and the optimizer's state", 2 * bytes_of(encoder), remedy)
 
 
-def correlation(config: Config) -> AbstractContextManager[None]:
-    width = config.model.projector.width
-    return room_for(f"F, [{width}, {width}]", 4 * width**2, "a smaller model.projector.width needs less")
+def correlation(config: Config, shards: int) -> AbstractContextManager[None]:
+    width, remedy = config.model.projector.width, "a smaller model.projector.width needs less"
+    if shards > 1:
+        return room_for(f"1/{shards} of F, [{width}, {width}]", 4 * width**2 // shards, remedy)
+    return room_for(
+        f"F, [{width}, {width}]", 4 * width**2, f"on several ranks objective.placement sharded, or {remedy}"
+    )
 
 
 def step(config: Config, world: World, done: int) -> AbstractContextManager[None]:

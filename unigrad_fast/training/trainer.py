@@ -14,6 +14,7 @@ from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, build
+from unigrad_fast.objectives.placement import choose
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
@@ -81,14 +82,20 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
-        with needs.correlation(config):
+        placement, width = config.objective.placement, config.model.projector.width
+        if placement == "auto":
+            placement = choose(width, images, len(config.data.views()), world.size)
+        elif placement == "sharded" and width < world.size:
+            raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
+        with needs.correlation(config, world.size if placement == "sharded" else 1):
             self.objective = build(
                 config.objective.method,
-                width=config.model.projector.width,
+                width=width,
                 balance=config.objective.balance,
                 decay=config.objective.decay,
                 correlation_source=config.objective.correlation_source,
                 most_images=images,
+                placement=placement,
             ).to(world.device)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
@@ -122,6 +129,8 @@ class Trainer:
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
         with torch.no_grad(), self._autocast():
             target = self.target(views[:2])
+            if self.objective.placement == "sharded":  # its update is a step of its own, and here it has most time
+                self.objective.begin_update(target)
         self.phases.mark("target")
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]

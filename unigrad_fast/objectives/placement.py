@@ -1,0 +1,50 @@
+"""Where F is kept: whole on every rank, or in shards. The choice by counting, which all ranks make alike."""
+
+from __future__ import annotations
+
+from unigrad_fast.kernels.heuristics import TRIANGLE
+
+MOST_REPLICATED = 4 << 30  # bytes of F and its copy that a rank keeps whole; from C = 26,755 on it is more in bf16
+GAIN = 0.9  # share of the replicated time below which shards are worth their further collectives
+# Of an H100, as in `cards.json`: FLOP/s of a product, bytes/s of memory and of the bus, seconds of a collective.
+PRODUCT, MEMORY, BUS, COLLECTIVE = 798e12, 2.4e12, 360e9, 25e-6
+HALF, FULL = 2, 4  # bytes of a number
+
+
+def choose(width: int, images: int, views: int, ranks: int) -> str:
+    """ "replicated" or "sharded": what `auto` is.
+
+    F stays whole on one rank, and where it has fewer rows than there are ranks. Else it is sharded where F and its bf16
+    copy take more than `MOST_REPLICATED`, or where the counted time of a step's update, product and collectives is less
+    than `GAIN` of that of a replicated F. Counted is in bf16 on an H100, wherever it runs: all ranks choose alike.
+
+    Args:
+        images: of a rank; `views` of each pass the online branch.
+    """
+    if not 1 < ranks <= width:
+        return "replicated"
+    if (FULL + HALF) * width**2 > MOST_REPLICATED:
+        return "sharded"
+    sharded = sharded_seconds(width, images, views, ranks)
+    return "sharded" if sharded < GAIN * replicated_seconds(width, images, views, ranks) else "replicated"
+
+
+def replicated_seconds(width: int, images: int, views: int, ranks: int) -> float:
+    """Of the update with half of the products, for F is symmetric, the product, and one gather."""
+    targets, online = 2 * images, views * images
+    update = max(ranks * targets * width * (width + TRIANGLE) / PRODUCT, 5 * width**2 / MEMORY)
+    product = max(2 * online * width**2 / PRODUCT, HALF * width**2 / MEMORY)
+    return update + product + COLLECTIVE + _from_others(HALF * targets * width * ranks, ranks)
+
+
+def sharded_seconds(width: int, images: int, views: int, ranks: int) -> float:
+    """Of the update and the product of a share of the rows with the embeddings of all ranks, and three collectives."""
+    targets, online = 2 * images, views * images
+    update = max(2 * targets * width**2 / PRODUCT, (2 * FULL + HALF) * width**2 / ranks / MEMORY)
+    product = max(2 * online * width**2 / PRODUCT, HALF * width**2 / ranks / MEMORY)
+    sent = HALF * (targets + online) * width * ranks + FULL * online * width
+    return update + product + 3 * COLLECTIVE + _from_others(sent, ranks)
+
+
+def _from_others(size: float, ranks: int) -> float:
+    return size * (ranks - 1) / ranks / BUS
