@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +129,24 @@ def test_a_value_that_is_not_finite_is_known_on_all_ranks_and_kept_out_of_all_sh
     workers(3).run(gated)
 
 
+def evaluated() -> None:
+    modules = [objective(placement) for placement in ("replicated", "sharded")]
+    for module in modules:
+        take(module, batch("multi-crop", 0))
+        module.eval()
+    before = modules[1].correlation.clone()
+    given = batch("uneven rows", 1)
+    if size_and_rank()[1] == 0 and given["online"][0].numel():
+        given["online"][2][0, 0] = torch.inf
+    one, other = (take(module, given) for module in modules)
+    assert distance(other[0], one[0]) < 1e-6 and distance(other[1], one[1]) < 1e-6 and other[2] == one[2]
+    assert torch.equal(modules[1].correlation, before) and modules[1].updates == 1
+
+
+def test_shards_evaluate_together_and_each_rank_is_told_of_its_own_images(workers):
+    workers(3).run(evaluated)
+
+
 def misfit() -> str:
     _, rank = size_and_rank()
     message = ""
@@ -241,6 +261,17 @@ def test_auto_shards_where_it_saves_memory_or_counted_time_and_nowhere_else():
     assert sharded_seconds(16384, 512, 2, 8) < 0.9 * replicated_seconds(16384, 512, 2, 8)
     assert sharded_seconds(2048, 128, 2, 8) > replicated_seconds(2048, 128, 2, 8)
     assert choose(26754, 64, 8, 2) == "replicated" and choose(26755, 64, 8, 2) == "sharded"  # 4 GiB
+
+
+def test_the_page_of_counts_says_what_auto_takes_and_why():
+    page = (Path(__file__).parents[2] / "benchmarks/ROOFLINE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+) \|.*\| ([\d.]+)(?: / ([\d.]+))? \| (\w+) \|$", page, re.MULTILINE)
+    assert len(rows) == 12
+    for width, size, images, whole, shard, taken in rows:
+        case = (int(width), int(images), 2, int(size))
+        assert taken == choose(*case)
+        assert whole == f"{1e3 * replicated_seconds(*case):.2f}"
+        assert shard == (f"{1e3 * sharded_seconds(*case):.2f}" if int(size) > 1 else "")
 
 
 def test_placements_that_do_not_fit_are_refused(workers):

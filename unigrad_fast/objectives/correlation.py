@@ -13,16 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import effective_rank, mirror_, round_into_, unchecked
+from unigrad_fast.objectives.surroundings import require_no_capture
 
 STATE = ("correlation", "updates")
-
-
-def require_no_capture(what: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured: what is made then is the graph's, unset until a replay."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; make one such step first")
 
 
 class MovingCorrelation(nn.Module):

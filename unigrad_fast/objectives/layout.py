@@ -5,14 +5,15 @@ Shape suffixes: N images of this rank, M = V·N rows of V views, C embedding wid
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from unigrad_fast.kernels.dispatch import acts_as_cuda
+from unigrad_fast.kernels.dispatch import acts_as_cuda, use_triton
 
 
 class Mix(Protocol):
@@ -153,3 +154,19 @@ def common_dtype(views: Sequence[Tensor]) -> torch.dtype:
     for view in views:
         common = torch.promote_types(common, view.dtype)
     return common
+
+
+LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
+
+
+def key_of(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
+    """All that decides whether a batch can be taken, and how; None for what has to be looked at every time."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        looks = tuple(map(LOOK, views))
+        device = views[0].device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    except (AttributeError, IndexError):  # no tensors
+        return None
+    return targets, looks, autocast, use_triton(device), *settings

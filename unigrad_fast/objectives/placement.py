@@ -34,7 +34,8 @@ def replicated_seconds(width: int, images: int, views: int, ranks: int) -> float
     targets, online = 2 * images, views * images
     update = max(ranks * targets * width * (width + TRIANGLE) / PRODUCT, 5 * width**2 / MEMORY)
     product = max(2 * online * width**2 / PRODUCT, HALF * width**2 / MEMORY)
-    return update + product + COLLECTIVE + _from_others(HALF * targets * width * ranks, ranks)
+    gather = COLLECTIVE if ranks > 1 else 0.0
+    return update + product + gather + _from_others(HALF * targets * width * ranks, ranks)
 
 
 def sharded_seconds(width: int, images: int, views: int, ranks: int) -> float:

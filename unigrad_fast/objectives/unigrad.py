@@ -14,11 +14,8 @@ Shape suffixes: V views, N images per rank, C embedding width, M = V·N rows.
 from __future__ import annotations
 
 import copy
-import numbers
-import operator
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,10 +25,20 @@ from torch import Tensor, nn
 from unigrad_fast.kernels import attach_gradient, functional, unchecked
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import ranks
-from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
-from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_targets, require_views
+from unigrad_fast.objectives.correlation import MovingCorrelation
+from unigrad_fast.objectives.layout import (
+    Layout,
+    Mix,
+    common_dtype,
+    key_of,
+    require_mix,
+    require_targets,
+    require_views,
+)
 from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.settings import require_settings
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
+from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
 from unigrad_fast.objectives.update import BegunUpdate, Room, Update
 
 FLEETING = {"_begun": None, "_stream": None}  # what no copy has
@@ -80,26 +87,7 @@ class UniGrad(nn.Module):
         placement: str = "replicated",
     ):
         super().__init__()
-        for name, number in (("width", width), ("most_images", most_images)):
-            if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool)):
-                raise TypeError(f"{name} {number!r} is no whole number; use an int")
-        for name, factor in (("balance", balance), ("decay", decay)):
-            if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
-                raise TypeError(f"{name} {factor!r} is no number; use a float")
-        if width < 1:
-            raise ValueError(f"width {width} is not a positive number of channels")
-        if not balance >= 0:
-            raise ValueError(f"balance {balance} is negative; use 0 or more (100 in the paper)")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay {decay} is outside [0, 1); use 0.99 (the paper's)")
-        if correlation_source not in ("target", "online"):
-            raise ValueError(f"correlation_source {correlation_source!r} is unknown; use 'target' or 'online'")
-        if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
-        if most_images is not None and most_images < 1:
-            raise ValueError(f"most_images {most_images} is not a positive number of images")
-        if placement not in ("replicated", "sharded"):
-            raise ValueError(f"placement {placement!r} is unknown; use 'replicated' or 'sharded'")
+        require_settings(width, balance, decay, correlation_source, compute_dtype, most_images, placement)
         self.width, self.balance, self.decay = int(width), float(balance), float(decay)
         self.process_group = process_group
         self.correlation_source, self.compute_dtype = correlation_source, compute_dtype
@@ -110,7 +98,7 @@ class UniGrad(nn.Module):
         self._begun: BegunUpdate | None = None
         self._stream: torch.cuda.Stream | None = None
         self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
-        self._layouts: dict[tuple | None, Layout] = {}  # also by the `_key` of batches that were taken
+        self._layouts: dict[tuple | None, Layout] = {}  # also by the `key_of` batches that were taken
 
     def extra_repr(self) -> str:
         return f"width={self.width}, balance={self.balance}, decay={self.decay}, source={self.correlation_source}"
@@ -145,7 +133,7 @@ class UniGrad(nn.Module):
             RuntimeError: activation checkpointing calls it again.
         """
         views = [*online, *target]
-        key = _key(views, len(target), self.decay, self.compute_dtype)
+        key = key_of(views, len(target), self.decay, self.compute_dtype)
         known = self._layouts.get(key)
         layout = known or self._layout(online, target)
         # What is like an earlier batch needs no second look.
@@ -153,9 +141,9 @@ class UniGrad(nn.Module):
         if mix is not None:
             self._require_mix(mix, layout)
         if self.training:
-            _require_no_recomputation()
+            require_no_recomputation()
         rows, average, group = layout.rows, self.average, self.process_group
-        with torch.no_grad(), _without_autocast(layout.device):
+        with torch.no_grad(), without_autocast(layout.device):
             begun = self._begun_with(target, layout)
             room = self._room(layout, len(online)) if self._is_sharded else None
             if begun is None:
@@ -327,7 +315,7 @@ class UniGrad(nn.Module):
         device, stream = layout.device, None
         if early and device.type == "cuda":
             stream = self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.no_grad(), _without_autocast(device):
+        with torch.no_grad(), without_autocast(device):
             room = self._room(layout, 2) if self._over_ranks else None
             self.average.operand(layout.decay, layout.product_dtype)  # F and its copy, as the update will find them
             if stream is not None:
@@ -403,35 +391,6 @@ class UniGrad(nn.Module):
                 stacklevel=2,
             )
         return {**self.__dict__, **FLEETING, "process_group": None, "_layouts": {}}
-
-
-_LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
-
-
-def _key(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
-    """All that decides whether a batch can be taken, and how; None for what has to be looked at every time."""
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        looks = tuple(map(_LOOK, views))
-        device = views[0].device
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    except (AttributeError, IndexError):  # no tensors
-        return None
-    return targets, looks, autocast, use_triton(device), *settings
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager:
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
-
-
-def _require_no_recomputation() -> None:
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            "activation checkpointing calls UniGrad again in the backward pass, and F would take the batch twice; call "
-            "the objective outside of torch.utils.checkpoint (it keeps no more than one array of the embeddings' size)"
-        )
 
 
 def build(method: str, width: int, **settings) -> nn.Module:
