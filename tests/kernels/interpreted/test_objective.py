@@ -170,7 +170,7 @@ def test_a_rank_without_images_takes_those_of_the_others():
     with pytest.MonkeyPatch.context() as patch:  # the other rank, which has five images
         patch.setattr(ranks, "size", lambda group: 2)
         patch.setattr(ranks, "agree_on_most_images", lambda *_: 5)
-        patch.setattr(ranks, "gather", lambda own, group: torch.cat([own, theirs]))
+        patch.setattr(ranks, "begin_gather", lambda own, group, asynchronous: (torch.cat([own, theirs]), None))
         output = objective(online=views(2, 0, 40, 0), target=views(2, 0, 40, 1))
     assert objective.updates == 2 and output.loss == 0 and output.nonfinite == 0
     assert torch.isfinite(objective.correlation).all()
