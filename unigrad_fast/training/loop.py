@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from unigrad_fast.checkpoints.files import complete_checkpoints
+from unigrad_fast.checkpoints.files import Reader, complete_checkpoints
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
@@ -59,28 +60,40 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
             probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
-            begins_again = run_folder.begin(config, world, goes_on=saved is not None)
-            progress = None
-            if saved is not None:
-                checkpoint.restore(trainer, saved)
-                progress = saved.about["progress"]
-            size = checkpoint.size(trainer)
-            if world.rank == 0 and (space := run_folder.little_space(config.output, size, config.checkpoint.keep)):
-                warnings.append(space)
-            lengths = trainer.total_steps, trainer.steps_per_epoch
-            with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, queries.obstacle)
-                if begins_again:
-                    telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
-                crowded = [] if world.device.type == "cuda" else filter(None, [watch.crowded()])
-                for warning in (*warnings, *said, *queries.told, *crowded):
-                    telemetry.warn(warning)
-                try:
+            warnings += [*said, *queries.told]
+            if world.device.type != "cuda":
+                warnings += filter(None, [watch.crowded()])
+            try:
+                with begun(trainer, saved, train, queries.obstacle, warnings) as telemetry:
                     run(trainer, telemetry, probe, preemption)
-                except Preempted as error:
-                    if not numbered:
-                        raise
-                    raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
+            except Preempted as error:
+                if not numbered:
+                    raise
+                raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
+
+
+@contextmanager
+def begun(
+    trainer: Trainer, saved: Reader | None, train: Manifest, obstacle: str | None, warnings: list[str]
+) -> Iterator[Telemetry]:
+    """The run's folder made ready, its saved state restored, and its first lines said; inside it tells what happens."""
+    config, world = trainer.config, trainer.world
+    begins_again = run_folder.begin(config, world, goes_on=saved is not None)
+    progress = None
+    if saved is not None:
+        checkpoint.restore(trainer, saved)
+        progress = saved.about["progress"]
+    size = checkpoint.size(trainer)
+    if world.rank == 0 and (space := run_folder.little_space(config.output, size, config.checkpoint.keep)):
+        warnings = [*warnings, space]
+    lengths = trainer.total_steps, trainer.steps_per_epoch
+    with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
+        introduce(telemetry, trainer, train, obstacle)
+        if begins_again:
+            telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
+        for warning in warnings:
+            telemetry.warn(warning)
+        yield telemetry
 
 
 def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
