@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch import Tensor
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.kernels.ops import OPERATORS
 from unigrad_fast.optimization.gated import Gated, Stretch
+
+Rows: TypeAlias = "list[tuple[Tensor, Tensor, Tensor]]"  # weights, gradients, velocities
 
 
 class LARS(Gated):
@@ -105,26 +107,21 @@ class LARS(Gated):
                     settings = {name: group[name] for name in names}
                     OPERATORS.lars_(*zip(*fused, strict=True), **settings, skip=self.nonfinite, scale=scale)
             if rows:
-                self._move(*map(list, zip(*rows, strict=True)), group, scale)
+                self._move(rows, group, scale)
 
-    def _move(
-        self,
-        weights: list[Tensor],
-        updates: list[Tensor],
-        velocities: list[Tensor],
-        group: dict[str, Any],
-        scale: Tensor | None,
-    ) -> None:
-        """One step in plain torch; `updates` are the gradients."""
+    def _move(self, rows: Rows, group: dict[str, Any], scale: Tensor | None) -> None:
+        """One step in plain torch."""
+        weights, updates, velocities = (list(tensors) for tensors in zip(*rows, strict=True))
         dropped = self.nonfinite != 0
         if scale is not None:
-            updates = torch._foreach_mul(updates, scale)
+            updates = list(torch._foreach_mul(updates, scale))
         if group["weight_decay"]:
-            updates = torch._foreach_add(updates, weights, alpha=group["weight_decay"])
+            updates = list(torch._foreach_add(updates, weights, alpha=group["weight_decay"]))
         updates = [torch.where(dropped, 0.0, update) for update in updates]
         if group["adapt"] and self._stretches is None:
-            norms = (torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, updates))
-            torch._foreach_mul_(updates, trust_ratios(*norms, group["trust_coefficient"]).unbind())
+            weight_norms, update_norms = (torch.stack(torch._foreach_norm(each)) for each in (weights, updates))
+            ratios = trust_ratios(weight_norms, update_norms, group["trust_coefficient"])
+            torch._foreach_mul_(updates, list(ratios))
         elif group["adapt"]:
             self._adapt_stretches_(weights, updates, group, scale)
         kept = (~dropped).double()
@@ -143,9 +140,9 @@ class LARS(Gated):
         update_squares = (squares + 2 * decay * products + decay**2 * weight_squares).clamp(min=0)
         ratios = trust_ratios(weight_squares.sqrt(), update_squares.sqrt(), group["trust_coefficient"])
         for flat, update in zip(flats, updates, strict=True):
-            here = [stretch for stretch in self._stretches if stretch.flat is flat]
+            here = [stretch for stretch in self._stretches or () if stretch.flat is flat]
             if here:
-                every = ratios.to(update.dtype).unbind()
+                every = list(ratios.to(update.dtype))
                 torch._foreach_mul_([s.of(update) for s in here], [every[s.number] for s in here])
 
 
