@@ -178,7 +178,9 @@ def launch(case: Case) -> None:
         multi_tensor.lerp_([unit_MC], [unit_MC], weight=0.01, skip=empty())
     else:
         settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-6, "trust_coefficient": 1e-3}
-        multi_tensor.lars_([unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant))
+        multi_tensor.lars_(
+            [unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant), skip=empty(), scale=empty()
+        )
 
 
 @contextmanager

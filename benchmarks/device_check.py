@@ -278,13 +278,16 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
         update = g + 1e-4 * w
         v = 0.9 * v + 0.001 * w.norm() / update.norm() * update
         exact.append(w - 0.3 * v)
-    kernels.lars_(
-        weights, gradients, velocities, lr=0.3, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.001, adapt=True
-    )
+    settings = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 0.001, "adapt": True}
+    kernels.lars_(weights, gradients, velocities, **settings)
     error = max(map(distance, weights, exact))
-    yield Finding("error of LARS", f"{error:.1e}", error < 1e-6)
+    skip = torch.zeros((), device=scene.device)
+    before = [each.clone() for each in (*weights, *velocities)]
+    kernels.lars_(weights, [g * torch.nan for g in gradients], velocities, **settings, skip=skip + 1, scale=skip + 0.5)
+    kept = all(map(torch.equal, (*weights, *velocities), before))
+    yield Finding("error of LARS", f"{error:.1e}", error < 1e-6 and kept)
 
-    targets, onlines, skip = draw(), draw(), torch.zeros((), device=scene.device)
+    targets, onlines = draw(), draw()
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
     kernels.lerp_(targets, onlines, weight=0.004, skip=skip)
     error = max(map(distance, targets, exact))

@@ -2,10 +2,10 @@
 
     target  θ' ← θ' + weight · (θ − θ'), unchanged where `skip` is not 0
 
-    LARS    u  = grad + weight_decay · w
+    LARS    u  = scale · grad + weight_decay · w
             t  = trust_coefficient · ‖w‖ / ‖u‖, 1 where either norm is 0
             v ← momentum · v + t · u
-            w ← w − lr · v
+            w ← w − lr · v, both unchanged where `skip` is not 0
 
 Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ') in one launch; LARS 8
 for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches. `torch._foreach_lerp_`
@@ -84,24 +84,27 @@ def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], *, weight: float
 
 
 @triton.jit
-def load_update(p_weight, p_gradient, o, m, weight_decay):
+def load_update(p_weight, p_gradient, o, m, weight_decay, scale):
     b_weight = tl.load(p_weight + o, mask=m, other=0)  # [BLOCK] or [4]
     b_gradient = tl.load(p_gradient + o, mask=m, other=0)  # [BLOCK] or [4]
-    return b_weight, b_gradient + weight_decay * b_weight
+    return b_weight, scale * b_gradient + weight_decay * b_weight
 
 
 @triton.jit
-def square_sums_kernel(p_chunks, p_addresses, p_sums, weight_decay, BLOCK: tl.constexpr):
+def square_sums_kernel(p_chunks, p_addresses, p_sums, p_scale, weight_decay, BLOCK: tl.constexpr):
     tensor, first, last, rest = load_chunk(p_chunks)
     p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+    scale = 1.0
+    if p_scale is not None:
+        scale = tl.load(p_scale)
     b_weight_sum, b_update_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(first, rest, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        b_weight, b_update = load_update(p_weight, p_gradient, o, o < rest, weight_decay)
+        b_weight, b_update = load_update(p_weight, p_gradient, o, o < rest, weight_decay, scale)
         b_weight_sum += b_weight * b_weight
         b_update_sum += b_update * b_update
     o = rest + tl.arange(0, 4)
-    b_weight, b_update = load_update(p_weight, p_gradient, o, o < last, weight_decay)
+    b_weight, b_update = load_update(p_weight, p_gradient, o, o < last, weight_decay, scale)
     p_sum = p_sums + tl.program_id(0).to(tl.int64) * 2
     tl.store(p_sum, tl.sum(b_weight_sum) + tl.sum(b_weight * b_weight))
     tl.store(p_sum + 1, tl.sum(b_update_sum) + tl.sum(b_update * b_update))
@@ -118,8 +121,8 @@ def trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def lars_block(p_weight, p_gradient, p_velocity, o, m, ratio, lr, momentum, weight_decay):
-    b_weight, b_update = load_update(p_weight, p_gradient, o, m, weight_decay)
+def lars_block(p_weight, p_gradient, p_velocity, o, m, ratio, lr, momentum, weight_decay, scale):
+    b_weight, b_update = load_update(p_weight, p_gradient, o, m, weight_decay, scale)
     b_velocity = momentum * tl.load(p_velocity + o, mask=m, other=0) + ratio * b_update  # [BLOCK] or [4]
     tl.store(p_velocity + o, b_velocity, mask=m)
     tl.store(p_weight + o, b_weight - lr * b_velocity, mask=m)
@@ -130,6 +133,8 @@ def lars_kernel(
     p_chunks,
     p_addresses,
     p_sums,
+    p_skip,
+    p_scale,
     lr,
     momentum,
     weight_decay,
@@ -138,17 +143,24 @@ def lars_kernel(
     MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, first, last, rest = load_chunk(p_chunks)
-    p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
-    p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
-    ratio = 1.0
-    if ADAPT:
-        ratio = trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS)
-    for start in range(first, rest, BLOCK):
-        o = start + tl.arange(0, BLOCK)
-        lars_block(p_weight, p_gradient, p_velocity, o, o < rest, ratio, lr, momentum, weight_decay)
-    o = rest + tl.arange(0, 4)
-    lars_block(p_weight, p_gradient, p_velocity, o, o < last, ratio, lr, momentum, weight_decay)
+    skip = 0.0
+    if p_skip is not None:
+        skip = tl.load(p_skip)
+    if skip == 0:
+        scale = 1.0
+        if p_scale is not None:
+            scale = tl.load(p_scale)
+        tensor, first, last, rest = load_chunk(p_chunks)
+        p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+        p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
+        ratio = 1.0
+        if ADAPT:
+            ratio = trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS)
+        for start in range(first, rest, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            lars_block(p_weight, p_gradient, p_velocity, o, o < rest, ratio, lr, momentum, weight_decay, scale)
+        o = rest + tl.arange(0, 4)
+        lars_block(p_weight, p_gradient, p_velocity, o, o < last, ratio, lr, momentum, weight_decay, scale)
 
 
 def lars_(
@@ -161,11 +173,15 @@ def lars_(
     weight_decay: float,
     trust_coefficient: float,
     adapt: bool,
+    skip: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> None:
     """One step of LARS: weights and velocities change in place, in two launches, without `adapt` in one.
 
     Args:
         weights, gradients, velocities: triples that `split` takes.
+        skip: scalar on that device; where it is not 0, nothing changes bit for bit.
+        scale: fp32 scalar on that device by which gradients are multiplied.
     """
     chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
     grid = (len(chunks),)
@@ -173,11 +189,13 @@ def lars_(
     lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
     with torch.cuda.device_of(chunks):
         if adapt:
-            square_sums_kernel[grid](chunks, addresses, sums, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
+            square_sums_kernel[grid](chunks, addresses, sums, scale, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
         lars_kernel[grid](
             chunks,
             addresses,
             sums,
+            skip,
+            scale,
             lr,
             momentum,
             weight_decay,

@@ -184,3 +184,32 @@ def _lerp_(targets, onlines, weight, skip):
 @torch.library.register_fake("unigrad_fast::lerp_", lib=_LIBRARY)
 def _(targets, onlines, weight, skip):
     return None
+
+
+_LIBRARY.define(
+    "lars_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] velocities, float lr, float momentum, "
+    "float weight_decay, float trust_coefficient, bool adapt, Tensor? skip, Tensor? scale) -> ()"
+)
+
+
+@torch.library.impl(_LIBRARY, "lars_", "CompositeExplicitAutograd")
+def _lars_(weights, gradients, velocities, lr, momentum, weight_decay, trust_coefficient, adapt, skip, scale):
+    from . import multi_tensor
+
+    multi_tensor.lars_(
+        weights,
+        gradients,
+        velocities,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        trust_coefficient=trust_coefficient,
+        adapt=adapt,
+        skip=skip,
+        scale=scale,
+    )
+
+
+@torch.library.register_fake("unigrad_fast::lars_", lib=_LIBRARY)
+def _(weights, gradients, velocities, lr, momentum, weight_decay, trust_coefficient, adapt, skip, scale):
+    return None

@@ -35,6 +35,8 @@ CASES = {
     "multi-crop": {"data": {"recipe": "multicrop", "local_views": {"size": 16}}},
     "CutMix": {"data": {"cutmix": {"probability": 1.0, "group": 2}}},
     "accumulation": {"engine": {"accumulation_steps": 2}},
+    "LARS": {"optimizer": {"name": "lars", "clip_norm": 1.0, "exclude_bias_and_norm": True, "bias_base_lr": 0.01}},
+    "AdamW": {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
 }
 
 
@@ -115,6 +117,16 @@ def test_memory_is_what_the_tensors_take():
     weights = 4 * sum(p.numel() for p in encoder.parameters())
     assert found.peak["weights"] == found.peak["momentum"] == found.peak["target"] == weights
     assert found.peak["correlation"] >= 4 * 64 * 64 + 8
+
+
+def test_lars_takes_two_launches_and_one_more_for_biases_and_norms_by_themselves():
+    with thin():
+        alike, apart = (
+            walk(configured(1, optimizer={"name": "lars", "exclude_bias_and_norm": excluded}), 1, CARD)
+            for excluded in (False, True)
+        )
+    assert apart.parts["optimizer"].launches == alike.parts["optimizer"].launches + 1
+    assert apart.peak["momentum"] == apart.peak["weights"]
 
 
 def test_what_cannot_be_walked_is_refused():

@@ -314,6 +314,9 @@ class _Count(TorchDispatchMode):
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
         passes = 1
+        if name == "unigrad_fast::lars_" and args[7]:  # the norms are found first
+            passes = 2
+            read += sum(map(_bytes, (*args[0], *args[1])))
         if short == "convolution_backward":  # for the input and for the weight
             passes = sum(args[10][:2])
             read += _bytes(args[0])

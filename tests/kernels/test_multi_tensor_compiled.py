@@ -15,7 +15,8 @@ from unigrad_fast.kernels.multi_tensor import (
     square_sums_kernel,
 )
 
-TYPES = {"p_chunks": "*i64", "p_addresses": "*i64", "p_skip": "*fp32", "p_sums": "*fp32"}  # all others are fp32
+# All others are fp32.
+TYPES = {"p_chunks": "*i64", "p_addresses": "*i64", "p_skip": "*fp32", "p_scale": "*fp32", "p_sums": "*fp32"}
 LARS = {"BLOCK": BLOCK, "MAX_CHUNKS": MAX_CHUNKS}
 PER_STREAM = BLOCK // (32 * WARPS * 4)  # 128-bit accesses of one thread to one tensor's block
 

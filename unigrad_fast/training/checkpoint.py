@@ -1,12 +1,12 @@
 """All that a run needs to go on as if it had not been interrupted: what it is, saving it, and putting it back.
 
-    online.*     weights, and the running buffers of batch norm       momentum.*   of the optimizer, per weight
+    online.*     weights, and the running buffers of batch norm       momentum.*   of SGD and LARS, per weight
     target.*     the same of the target branch                        objective.*  F and the number of its updates
-    gate.*       counters of dropped steps
+    gate.*       counters of dropped steps                            exp_avg.*, exp_avg_sq.*, step.*  of AdamW
 
-with the step, from which the schedules and the data of every later step follow. Weights and momentum come from the
-fragments of the ZeRO stage; what all ranks hold alike is written in shares. So any stage and number of ranks reads
-what any other wrote.
+with the step, from which the schedules and the data of every later step follow. Weights and what the optimizer keeps
+come from the fragments of the ZeRO stage; what all ranks hold alike is written in shares. So any stage and number of
+ranks reads what any other wrote.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def restore(trainer: Trainer, reader: Reader) -> None:
 
 def state(trainer: Trainer) -> Iterator[Fragment]:
     """Everything that a step may change, as this rank holds it, under the names it has in a checkpoint."""
-    for branch, fragments in (("online", trainer.fragments.parameters()), ("momentum", trainer.fragments.momentum())):
+    kept = [(kind, trainer.fragments.kept(kind)) for kind in trainer.optimizer.kinds]
+    for branch, fragments in (("online", trainer.fragments.parameters()), *kept):
         for f in fragments:
             yield Fragment(f"{branch}.{f.name}", f.shape, f.start, f.tensor, f.replicated)
     for name, buffer in trainer.online.module.named_buffers():
@@ -97,9 +98,10 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
 def size(trainer: Trainer) -> int:
     """Bytes of a checkpoint, near enough: of its tensors, whatever each rank writes of them."""
     online, fp32 = trainer.online.module, 4
-    weights_and_momentum = 2 * fp32 * sum(parameter.numel() for parameter in online.parameters())
+    copies = 1 + trainer.optimizer.copies
+    weights_and_kept = copies * fp32 * sum(parameter.numel() for parameter in online.parameters())
     others = [*online.buffers(), *trainer.target.state_dict().values(), *trainer.objective.state_dict().values()]
-    return weights_and_momentum + sum(tensor.numel() * tensor.element_size() for tensor in others)
+    return weights_and_kept + sum(tensor.numel() * tensor.element_size() for tensor in others)
 
 
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:

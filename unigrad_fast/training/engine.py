@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from unigrad_fast import config
+from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
-from unigrad_fast.training.optimizers import SGD
 
 
 def build_engine(
     module: nn.Module,
-    optimizer: SGD,
+    optimizer: Gated,
     *,
     settings: config.Engine,
     micro_batch_size: int,

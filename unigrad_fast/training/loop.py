@@ -17,7 +17,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
@@ -26,6 +26,8 @@ from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.trainer import Trainer
+
+ENOUGH_IMAGES = 96  # on a GPU at once; ours, from the counts of the dry run
 
 
 def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, numbered: bool = False) -> None:
@@ -215,8 +217,22 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         telemetry.say(f"evaluation is off: {obstacle}")
     elif obstacle is not None:
         telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
+    if said := few_images(config, world):
+        telemetry.warn(said)
     if world.size > 1 and not config.model.sync_batch_norm:
         telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
+
+
+def few_images(config: Config, world: World) -> str | None:
+    """What is said where more GPUs than the batch is worth work on it."""
+    images = config.data.batch_size // (world.size * config.engine.accumulation_steps)
+    if world.device.type != "cuda" or world.size == 1 or images >= ENOUGH_IMAGES:
+        return None
+    return (
+        f"data.batch_size = {config.data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
+        f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
+        + (", or a smaller engine.accumulation_steps" if config.engine.accumulation_steps > 1 else "")
+    )
 
 
 def described(config: Config) -> str:

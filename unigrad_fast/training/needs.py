@@ -11,6 +11,7 @@ from unigrad_fast.checkpoints.files import latest
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.memory import room_for
 from unigrad_fast.runtime.process_group import World
@@ -31,9 +32,9 @@ def target(encoder: nn.Module) -> AbstractContextManager[None]:
     return room_for("the target branch, a copy of the network", bytes_of(encoder), SMALLER_NETWORK)
 
 
-def optimizer(encoder: nn.Module) -> AbstractContextManager[None]:
+def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[None]:
     remedy = f"engine.zero_stage 1 or 2 shares it among the ranks; {SMALLER_NETWORK}"
-    return room_for("gradients and the optimizer's state", 2 * bytes_of(encoder), remedy)
+    return room_for("gradients and the optimizer's state", (1 + optimizer.copies) * bytes_of(encoder), remedy)
 
 
 def correlation(config: Config) -> AbstractContextManager[None]:

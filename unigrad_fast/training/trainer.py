@@ -41,7 +41,7 @@ class Trainer:
 
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
-        fragments: where the online branch's weights, gradients and momentum lie.
+        fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
@@ -71,7 +71,7 @@ class Trainer:
         with needs.target(encoder):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
         self.optimizer = build_optimizer(encoder, config.optimizer)
-        with needs.optimizer(encoder):
+        with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
                 encoder,
                 self.optimizer,
@@ -97,7 +97,7 @@ class Trainer:
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = self.learning_rate(step) * group["lr_share"]
         self.gate.open()
         self.optimizer.open()
         self.phases.start(step)

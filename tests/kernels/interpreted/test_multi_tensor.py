@@ -123,6 +123,27 @@ def test_the_ratio_is_one_where_weights_or_update_are_zero():
             assert_close(tensors, references)
 
 
+@pytest.mark.parametrize("adapt", [True, False])
+def test_gradients_are_scaled_before_weight_decay(adapt):
+    weights, gradients, velocities = draw(0), draw(1), draw(2)
+    settings = {**SETTINGS, "adapt": adapt}
+    expected = lars_reference(weights, [g.double() / 4 for g in gradients], velocities, **settings)
+    lars_(weights, gradients, velocities, **settings, skip=torch.tensor(0.0), scale=torch.tensor(0.25))
+    for tensors, references in zip((weights, velocities), expected, strict=True):
+        assert_close(tensors, references)
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_a_dropped_step_of_lars_changes_no_bit(adapt):
+    weights, gradients, velocities = draw(0), [torch.full(shape, torch.nan) for shape in SHAPES], draw(2)
+    velocities[0][0] = -0.0
+    before = copies(weights, velocities)
+    skip, scale = torch.tensor(1.0), torch.tensor(torch.nan)
+    lars_(weights, gradients, velocities, **SETTINGS, adapt=adapt, skip=skip, scale=scale)
+    assert_equal(weights, before[0])
+    assert_equal(velocities, before[1])
+
+
 def test_the_sums_of_one_tensor_go_over_all_of_its_chunks(monkeypatch):
     monkeypatch.setattr(multi_tensor, "CHUNK", 16)
     monkeypatch.setattr(multi_tensor, "MAX_CHUNKS", 8)
