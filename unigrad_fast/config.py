@@ -197,6 +197,8 @@ class Engine(Node):
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
+    tf32: bool = False
+    """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)

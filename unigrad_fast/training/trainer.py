@@ -139,6 +139,27 @@ class Trainer:
         self.phases.mark("step")
         return output
 
+    def warm_up(self) -> None:
+        """One pass of both branches over views of zeros, forward and backward, which leaves no trace.
+
+        What a GPU's libraries do once per shape, cuDNN's trials above all, is done before the first step. All ranks
+        call this together.
+        """
+        images = self.config.data.batch_size // (self.accumulation * self.world.size)
+        sizes = [view.size for view in self.loader.views_in(self.steps_done // self.steps_per_epoch)]
+        views = [
+            torch.zeros(images, 3, size, size, device=self.world.device).contiguous(memory_format=torch.channels_last)
+            for size in sizes
+        ]
+        online = self.online.module  # past the engine, whose hooks would take this for a step
+        self.gate.open()
+        with self._autocast():
+            with torch.no_grad():
+                self.target(views[:2])
+            embeddings = online(views)
+        torch.autograd.grad(embeddings, list(online.parameters()), [torch.zeros_like(each) for each in embeddings])
+        self.gate.undo()
+
     def is_save_due(self) -> bool:
         """Whether the run saves after the steps done."""
         every = max(1, round(self.config.checkpoint.every * self.steps_per_epoch))
