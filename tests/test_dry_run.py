@@ -133,7 +133,7 @@ def allocations() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("case", "precision"),
-    [("two views", "fp32"), ("two views", "bf16"), ("multi-crop", "fp32"), ("accumulation", "fp32")],
+    [("two views", "fp32"), ("two views", "bf16"), ("multi-crop", "fp32")],
 )
 def test_memory_is_what_the_allocator_gives_the_same_step(case, precision):
     """On the branches of the CPU, which can be computed here."""
@@ -155,6 +155,8 @@ def test_memory_is_what_the_allocator_gives_the_same_step(case, precision):
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match="zero_stage = 1"):
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
+        walk(configured(1, engine={"compile": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):

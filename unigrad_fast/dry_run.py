@@ -144,11 +144,13 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
 
     Raises:
-        UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
+        UserError: the batch does not divide over the ranks, or a ZeRO stage or compiled networks, which are not walked.
         RuntimeError: the step reads a value; or there is a process group already.
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
+    if config.engine.compile:
+        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
     found = Walk()
     branches = as_on_cuda() if as_cuda else contextlib.nullcontext()

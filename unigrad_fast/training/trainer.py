@@ -19,7 +19,7 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import needs
+from unigrad_fast.training import compilation, needs
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
@@ -55,6 +55,8 @@ class Trainer:
             use_triton(world.device)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if config.engine.compile:
+            compilation.require(config, world.size)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
@@ -81,6 +83,10 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
+        if config.engine.compile:
+            # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
+            self.online.module.compile()
+            self.target.compile()
         with needs.correlation(config):
             self.objective = build(
                 config.objective.method,
