@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unigrad_fast.benchmarks.harness import distance
 from unigrad_fast.benchmarks.record import OUTPUT, make_folder
 
 BALANCE = 100.0
@@ -87,10 +88,6 @@ def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor
         norm = torch.linalg.vector_norm(z[number].to(dtype), dim=-1, keepdim=True)
         rows.append((g - unit * (unit * g).sum(-1, keepdim=True)) / (norm * len(unit) * len(online)))
     return torch.cat(rows)
-
-
-def distance(found: Tensor, exact: Tensor) -> float:
-    return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
 
 
 def fresh_objective(scene: Scene, width: int, arithmetic: str = "ieee"):

@@ -2,8 +2,8 @@
 
 A step is what `training.Trainer.step` does on the device, without loader, reports and DeepSpeed: target branch, online
 branch, objective with its update of F, backward, SGD, target update. It is timed whole and by part, beside the same
-step with its parts left out one by one (both views in one pass; norms with addition and ReLU in one kernel), beside
-torch's norms, and beside the networks alone. Without torchvision or pydantic nothing can be checked, and that is said.
+step with a pass for each view, with torchvision's networks and torch's norms, and beside the networks alone. Without
+torchvision or pydantic nothing can be checked, and that is said.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.benchmarks.harness import spread, synchronize, take_turns
+from unigrad_fast.benchmarks.harness import seconds, spread, synchronize, take_turns
 from unigrad_fast.benchmarks.record import append
 
 Said = tuple[str, str, bool]  # what was checked, what was found, and whether it is as it should be
@@ -75,6 +75,7 @@ class Step:
 
     def __init__(self, variant: str, size: Size, device: torch.device):
         from unigrad_fast.config import resolve
+        from unigrad_fast.networks.encoder import build_encoder
         from unigrad_fast.objectives import UniGrad
         from unigrad_fast.optimization.sgd import SGD
         from unigrad_fast.training.target import make_target
@@ -82,7 +83,10 @@ class Step:
         settings = {"backbone": size.backbone, "projector": {"width": size.width}}
         self.device, self.alone = device, variant == "networks alone"
         config = resolve("imagenet_100ep", {"model": settings})
-        online = torchs_encoder(config) if variant == "torch's norms" else our_encoder(config)
+        if variant == "torch's norms":
+            online = torchs_encoder(config, synchronised=device.type == "cuda")
+        else:
+            online = build_encoder(config.model, config.seed, device)
         if variant == "a pass for each view":
             online.one_pass = False
         self.online = online.to(device, memory_format=torch.channels_last).train()
@@ -153,20 +157,8 @@ class Step:
                 sums[part] += begin.elapsed_time(end)
         self.timed = False
         if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(steps):
-                self()
-            end.record()
-            torch.cuda.synchronize()
-            sums["step"] = begin.elapsed_time(end)
+            sums["step"] = 1e3 * steps * seconds(self, self.device, steps)
         return {part: total / steps for part, total in sums.items() if total}
-
-
-def our_encoder(config) -> nn.Module:
-    from unigrad_fast.networks.encoder import build_encoder
-
-    return build_encoder(config.model, config.seed, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 class TorchsEncoder(nn.Module):
@@ -180,14 +172,14 @@ class TorchsEncoder(nn.Module):
         return [self.layers(view) for view in views]
 
 
-def torchs_encoder(config) -> nn.Module:
-    """Over several ranks with torch's synchronised norms."""
+def torchs_encoder(config, synchronised: bool) -> nn.Module:
+    """With torch's norms, or those that it synchronises over ranks, which the CPU has not."""
     from unigrad_fast.networks.encoder import build_backbone, build_projector
 
     torch.manual_seed(config.seed)
     backbone = build_backbone(config.model.backbone, config.model.stem)
     encoder = TorchsEncoder(backbone, build_projector(backbone.feature_dim, config.model.projector))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(encoder) if torch.cuda.is_available() else encoder
+    return nn.SyncBatchNorm.convert_sync_batchnorm(encoder) if synchronised else encoder
 
 
 def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Iterator[Said]:

@@ -352,6 +352,10 @@ class Config(Node):
         reason = f"does not divide over {where}" if batch % parts else f"is too small for {where}"
         return [f"data.batch_size = {batch}: {reason}; use {nearest}"]
 
+    def images_at_once(self, world_size: int) -> int:
+        """Images of a rank and micro-batch."""
+        return self.data.batch_size // (world_size * self.engine.accumulation_steps)
+
     def check_world(self, world_size: int) -> None:
         """Raises UserError when the run cannot be spread over `world_size` ranks."""
         problems = self._batch_problems(world_size)

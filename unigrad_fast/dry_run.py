@@ -211,7 +211,7 @@ def _trainer(config: Config, world: World) -> training.Trainer:
 
 def _batch(config: Config, ranks: int) -> Batch:
     """A rank's micro-batch, as the loader hands it over on a GPU."""
-    images = config.data.batch_size // (ranks * config.engine.accumulation_steps)
+    images = config.images_at_once(ranks)
     views = [
         torch.empty(images, 3, view.size, view.size).contiguous(memory_format=torch.channels_last)
         for view in config.data.views()

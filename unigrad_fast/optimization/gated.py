@@ -29,7 +29,7 @@ class Gated(torch.optim.Optimizer):
     """An optimizer whose step clips and may be dropped, without the host's waiting to find out.
 
     When a gradient holds a NaN or an infinity, or `nonfinite` was set before, a step changes nothing. Subclasses say
-    in `state_of` what they keep for a parameter, and in `move` what a step does.
+    in `move` what a step does, and in `state_of` what they keep for a parameter, unless that is its momentum alone.
 
     Attributes:
         kinds: names of what is kept for every parameter, as a checkpoint has them.
@@ -40,7 +40,7 @@ class Gated(torch.optim.Optimizer):
         gradient_norm: ℓ2 norm of the whole gradient at the last step, before clipping; a scalar on the device.
     """
 
-    kinds: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]] = ("momentum",)
     copies: ClassVar[int] = 1
 
     def _begin(self, clip_norm: float) -> None:
@@ -55,9 +55,14 @@ class Gated(torch.optim.Optimizer):
         own = ("clip_norm", "nonfinite", "gradient_norm", "_measured", "_is_old")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    @torch.no_grad()
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is kept for a parameter, by kind; as it is before the first step if there was none."""
-        raise NotImplementedError
+        # SGD's fused kernel would leave the momentum unset when it skips the first step; from zero the first step is
+        # the same. It walks memory in order, so the momentum takes the layout that its parameter has by now.
+        if not self.state[parameter]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return {"momentum": self.state[parameter]["momentum_buffer"]}
 
     def divide(self, stretches: Sequence[Stretch], tensors: int) -> None:
         """Under ZeRO, before the first step: what this rank's flat parameters hold of the network's tensors.

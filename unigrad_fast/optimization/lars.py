@@ -35,8 +35,6 @@ class LARS(Gated):
         clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
     """
 
-    kinds = ("momentum",)
-
     def __init__(
         self,
         params: Iterable,
@@ -59,12 +57,6 @@ class LARS(Gated):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_stretches": None}  # the flat parameters would be copied
-
-    @torch.no_grad()
-    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        if not self.state[parameter]:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return {"momentum": self.state[parameter]["momentum_buffer"]}
 
     def divide(self, stretches: Sequence[Stretch], tensors: int) -> None:
         flats = [flat for group in self.param_groups if group["adapt"] for flat in group["params"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from unigrad_fast.optimization.gated import GatedFused
 
@@ -25,8 +24,6 @@ class SGD(GatedFused, torch.optim.SGD):
         clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
     """
 
-    kinds = ("momentum",)
-
     def __init__(
         self,
         params: Iterable,
@@ -37,11 +34,3 @@ class SGD(GatedFused, torch.optim.SGD):
     ):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
         self._begin(clip_norm)
-
-    @torch.no_grad()
-    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        # The fused kernel would leave the momentum unset when it skips the first step; from zero the first step is
-        # the same. It walks memory in order, so the momentum takes the layout that its parameter has by now.
-        if not self.state[parameter]:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return {"momentum": self.state[parameter]["momentum_buffer"]}

@@ -231,7 +231,7 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
 
 def few_images(config: Config, world: World) -> str | None:
     """What is said where more GPUs than the batch is worth work on it."""
-    images = config.data.batch_size // (world.size * config.engine.accumulation_steps)
+    images = config.images_at_once(world.size)
     if world.device.type != "cuda" or world.size == 1 or images >= ENOUGH_IMAGES:
         return None
     return (

@@ -44,7 +44,7 @@ def correlation(config: Config) -> AbstractContextManager[None]:
 
 def step(config: Config, world: World, done: int) -> AbstractContextManager[None]:
     """The activations, gradients and momentum of a step; `done` steps are behind it."""
-    share = config.data.batch_size // (config.engine.accumulation_steps * world.size)
+    share = config.images_at_once(world.size)
     what = f"step {done + 1}, with {share} images at once on each rank"
     remedy = (
         "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "

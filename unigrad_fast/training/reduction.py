@@ -90,8 +90,6 @@ class BucketedReduction:
 
     def finish(self) -> None:
         """After it: gradients are those of all ranks. On a GPU the stream waits for them, and the host for nothing."""
-        if not self._active:
-            return
         for bucket in self.buckets[self._next :]:
             self._reduce(bucket)
         share = 1.0 / dist.get_world_size()
@@ -113,8 +111,8 @@ class BucketedReduction:
     @torch.no_grad()
     def _reduce(self, bucket: _Bucket) -> None:
         first = next(iter(bucket.places))
-        # What lies between gradients, and for those that are not there, is added up too.
-        bucket.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        # What lies between gradients, and in the place of those that are not there, is added up too; nobody reads it.
+        bucket.flat = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
         there = [parameter for parameter in bucket.places if parameter.grad is not None]
         views = [bucket.view(parameter) for parameter in there]
         if there:
@@ -133,9 +131,9 @@ def build_reduction(engine) -> BucketedReduction | None:
 
 def backward(engine, loss: Tensor, reduction: BucketedReduction | None) -> None:
     """The engine's backward; after a step's last micro-batch gradients are those of all ranks."""
-    is_last = engine.is_gradient_accumulation_boundary()
-    if reduction is not None and is_last:
-        reduction.open()
+    if reduction is None or not engine.is_gradient_accumulation_boundary():
+        engine.backward(loss)
+        return
+    reduction.open()
     engine.backward(loss)
-    if reduction is not None and is_last:
-        reduction.finish()
+    reduction.finish()

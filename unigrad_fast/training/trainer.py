@@ -67,7 +67,7 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
-        images = config.data.batch_size // (self.accumulation * world.size)  # of a rank and micro-batch
+        images = config.images_at_once(world.size)
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
@@ -153,7 +153,7 @@ class Trainer:
         What a GPU's libraries do once per shape, cuDNN's trials above all, is done before the first step. All ranks
         call this together.
         """
-        images = self.config.data.batch_size // (self.accumulation * self.world.size)
+        images = self.config.images_at_once(self.world.size)
         sizes = [view.size for view in self.loader.views_in(self.steps_done // self.steps_per_epoch)]
         views = [
             torch.zeros(images, 3, size, size, device=self.world.device).contiguous(memory_format=torch.channels_last)
