@@ -129,6 +129,23 @@ def test_lars_takes_two_launches_and_one_more_for_biases_and_norms_by_themselves
     assert apart.peak["momentum"] == apart.peak["weights"]
 
 
+def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
+    config = configured(1, engine={"precision": "bf16"})
+    with thin():
+        encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
+        found = walk(config, 1, CARD)
+        with mock.patch.object(training, "make_copies", return_value={}):
+            casting = walk(config, 1, CARD)
+    layers = [module for module in encoder.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    weights = [parameter for layer in layers for parameter in layer.parameters()]
+    assert casting.parts["casts"].launches - found.parts["casts"].launches == len(weights)
+    low = 2 * sum(parameter.numel() for parameter in weights)
+    assert found.peak["the target's weights in bf16"] == low
+    assert found.parts["target"].launches == casting.parts["target"].launches
+    assert found.parts["target"].written - casting.parts["target"].written == low
+    assert found.parts["target"].read == casting.parts["target"].read
+
+
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match="zero_stage = 1"):
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)

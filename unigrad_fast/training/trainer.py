@@ -26,7 +26,7 @@ from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
-from unigrad_fast.training.target import make_target, update_target_
+from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
@@ -41,6 +41,7 @@ class Trainer:
 
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
+        target_copies: the target's weights in autocast's dtype, which its forward pass reads.
         fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
@@ -68,8 +69,9 @@ class Trainer:
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        with needs.target(encoder):
+        with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
+            self.target_copies = make_copies(self.target, self.dtype)
         self.optimizer = build_optimizer(encoder, config.optimizer)
         with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
@@ -109,7 +111,8 @@ class Trainer:
             self.bad_images.note(batch.failures)
             self.phases.mark("data")
             output = self.micro_step(batch)
-        update_target_(self.target, self.online.module, self.momentum(step + 1), skip=self.optimizer.nonfinite)
+        momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
+        update_target_(self.target, self.online.module, momentum, skip, self.target_copies)
         self.gate.close(step, skip=self.optimizer.nonfinite)
         self.phases.mark("target_update")
         self._send_numbers(step, output)
@@ -121,7 +124,7 @@ class Trainer:
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
         with torch.no_grad(), self._autocast():
-            target = self.target(views[:2])
+            target = embed(self.target, self.target_copies, views[:2])
         self.phases.mark("target")
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]
