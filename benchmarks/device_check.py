@@ -5,8 +5,8 @@
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
-torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the
-seconds allow, the most telling ones first.
+torch's, the target branch on a stream of its own, the time of each kernel beside its least time by count; then
+`bench_objective` for as many shapes as the seconds allow, the most telling ones first.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
 OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
@@ -377,6 +377,13 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / (5 * times)
 
 
+def target_stream(scene: Scene) -> Iterator[Finding]:
+    """The target branch beside the online one; see `device_check_overlap`."""
+    from unigrad_fast.benchmarks import device_check_overlap
+
+    yield Finding(*device_check_overlap.target_stream(scene.device))
+
+
 CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     correctness,
     determinism,
@@ -384,7 +391,13 @@ CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     batch_norm,
     recompilation,
 )
-GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (second_stream, cuda_graph, launches, times)
+GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
+    second_stream,
+    cuda_graph,
+    launches,
+    target_stream,
+    times,
+)
 
 
 def run_checks(scene: Scene) -> list[Finding]:

@@ -149,6 +149,8 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match="zero_stage = 1"):
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.target_stream = true: the dry run"):
+        walk(configured(1, engine={"target_stream": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):

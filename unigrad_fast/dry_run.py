@@ -145,6 +145,8 @@ def walk(config: Config, ranks: int, card: Card) -> Walk:
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
+    if config.engine.target_stream:
+        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
     config.check_world(ranks)
     found = Walk()
     with _process_group(ranks), as_on_cuda(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -27,6 +27,7 @@ from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
+from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
@@ -58,6 +59,7 @@ class Trainer:
             raise UserError(str(error)) from None
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
+        self.target_stream = TargetStream(config, world)
         self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
@@ -123,12 +125,13 @@ class Trainer:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
             target = embed(self.target, self.target_copies, views[:2])
         self.phases.mark("target")
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
+        self.target_stream.join()
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
             output = self.objective(online=online, target=target, mix=mix)
