@@ -153,7 +153,7 @@ def launch(case: Case) -> None:
             unit_MC,
             decay=empty(),
             count=empty(),
-            skip=flags,
+            skip=flags[0],
             updates=updates,
             input_precision=precision,
         )
@@ -173,7 +173,15 @@ def launch(case: Case) -> None:
     elif case.kernel == "unit_embeddings":
         views = [unit_MC] * int(case.variant.split()[0])
         nonfinite = empty(len(views) * case.rows, dtype=torch.int32)
-        normalize.unit_embeddings(views, dtype=case.dtype, nonfinite=nonfinite, smallest_norm=1e-12)
+        normalize.unit_embeddings(
+            views,
+            dtype=case.dtype,
+            nonfinite=nonfinite,
+            raised=empty(2, dtype=torch.int32),
+            ticket=empty(dtype=torch.int32),
+            spare=16,
+            smallest_norm=1e-12,
+        )
     elif case.kernel == "target":
         copies = [unit_MC.bfloat16()] if case.variant else []
         multi_tensor.lerp_([unit_MC], [unit_MC], copies, weight=0.01, skip=empty())

@@ -1,14 +1,15 @@
 """Proves and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
 
-    python -m unigrad_fast.benchmarks.device_check [--only kernels|data] [--seconds 170] [--images PHOTOGRAPHS]
+    python -m unigrad_fast.benchmarks.device_check [--only kernels|step|data] [--seconds 170] [--images PHOTOGRAPHS]
         [--output FOLDER] [--cpu]
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
 torch's, the target branch on a stream of its own, the time of each kernel beside its least time by count; then
 `bench_objective` for as many shapes as the seconds allow, the most telling ones first.
+The step: `device_check_step`, which needs torchvision and pydantic.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
-OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
+OUTPUT/objective.jsonl, OUTPUT/device_step.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
 With `--cpu` everything that the interpreter and DALI's CPU backend can do runs at small sizes, and nothing is recorded.
 """
@@ -413,12 +414,10 @@ def run_checks(scene: Scene) -> list[Finding]:
     return findings
 
 
-def run_data(scene: Scene, images: Path | None, output: Path | None) -> list[Finding]:
-    from unigrad_fast.benchmarks import device_check_data
-
+def shown(found: Iterator[tuple[str, str, bool]]) -> list[Finding]:
     findings = []
-    for found in device_check_data.check(scene.device, images, output):
-        findings.append(Finding(*found))
+    for each in found:
+        findings.append(Finding(*each))
         print(line(findings[-1]), flush=True)
     return findings
 
@@ -433,7 +432,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=170.0, help="after which no new shape is measured (one takes up to a minute)"
     )
-    parser.add_argument("--only", choices=("kernels", "data"), help="leave the other out")
+    parser.add_argument("--only", choices=("kernels", "step", "data"), help="leave the others out")
     parser.add_argument("--images", type=Path, help="photographs for the data path, as Manifest.open takes them")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder that the rows are appended to")
     options = parser.parse_args()
@@ -444,7 +443,7 @@ def main() -> int:
         parser.error("no GPU; with --cpu what the interpreter can do is tried")
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
-    from unigrad_fast.benchmarks import bench_objective
+    from unigrad_fast.benchmarks import bench_objective, device_check_data, device_check_step
     from unigrad_fast.runtime.errors import DataError, UserError
 
     output = None if options.cpu else options.output
@@ -454,7 +453,7 @@ def main() -> int:
     except UserError as error:
         parser.error(str(error))
     findings, rows = [], []
-    if options.only != "data":
+    if options.only in (None, "kernels"):
         findings += run_checks(scene)
         if options.cpu:
             os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
@@ -468,9 +467,13 @@ def main() -> int:
             output=output,
             end=end,
         )
-    if options.only != "kernels":
+    if options.only in (None, "step"):
+        if options.cpu:
+            os.environ["UNIGRAD_KERNELS"] = "torch"
+        findings += shown(device_check_step.check(scene.device, output))
+    if options.only in (None, "data"):
         try:
-            findings += run_data(scene, options.images, output)
+            findings += shown(device_check_data.check(scene.device, options.images, output))
         except DataError as error:
             parser.error(str(error))
     print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")

@@ -3,8 +3,8 @@
     unigrad-fast bench kernels --tune
 
 For each arithmetic and each of `bench_objective`'s shapes every candidate works on scratch data, never on a live F;
-one that does not fit the chip is passed over. The table is a file of the package: what is written there is
-used from then on, and belongs into a commit with the card's name.
+one that does not fit the chip is passed over, one whose result is not plain torch's is refused and named. The table is
+a file of the package: what is written there is used from then on, and belongs into a commit with the card's name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import triton
+from torch import Tensor
 
 from unigrad_fast.benchmarks.bench_objective import IMAGES, WIDTHS
 from unigrad_fast.benchmarks.harness import seconds, take_turns
@@ -28,6 +30,7 @@ from unigrad_fast.runtime.errors import UserError
 
 ROUNDS, STEPS = 5, 10
 ARITHMETICS = ("bf16", "tf32")  # fp16 takes bf16's tiles
+GATES = {"bf16": 5e-3, "tf32": 2e-3}  # of the worst row's error
 
 
 def candidates(kernel: str, precision: str) -> Iterator[Tile]:
@@ -39,34 +42,71 @@ def candidates(kernel: str, precision: str) -> Iterator[Tile]:
             yield Tile(row, column, depth, warps, stages)
 
 
-def runner(kernel: str, precision: str, rows: int, width: int) -> Callable[[Tile], None]:
-    """A launch of a kernel with a tile on scratch data."""
+@dataclass(frozen=True)
+class Problem:
+    """Scratch data of a kernel.
+
+    Attributes:
+        launch: runs the kernel with a tile, and returns its results.
+        expected: the same in plain torch.
+        upper: whether only the upper triangle counts.
+    """
+
+    launch: Callable[[Tile], list[Tensor]]
+    expected: Tensor
+    upper: bool
+
+    def error(self, tile: Tile) -> float:
+        """Of the worst row: a tile that is missing is much of a row, and little of the whole."""
+        for result in self.launch(tile):
+            result.fill_(torch.nan)  # of this memory what is not written shows
+        norm, errors = torch.linalg.vector_norm(self.expected, dim=-1), []
+        for result in self.launch(tile):
+            found = result.float().triu() if self.upper else result.float()
+            errors.append((torch.linalg.vector_norm(found - self.expected, dim=-1) / norm).max())
+        return torch.stack(errors).max().item()
+
+
+def problem(kernel: str, precision: str, rows: int, width: int, device: torch.device) -> Problem:
+    """A kernel on scratch data of a size."""
     from unigrad_fast.kernels import correlation, gradient
     from unigrad_fast.kernels.structures import Correlation
 
     dtype = DTYPES[precision]
-    unit = torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=-1).to(dtype)
-    scratch = torch.zeros(width, width, device="cuda")
-    working = None if dtype == torch.float32 else torch.zeros_like(scratch, dtype=dtype)
+    unit = torch.nn.functional.normalize(torch.randn(rows, width, device=device), dim=-1).to(dtype)
+    moment = unit.float().T @ unit.float() / rows
+    working = None if dtype == torch.float32 else torch.zeros_like(moment, dtype=dtype)
     if kernel == "update":
-        moved, one = Correlation(matrix=scratch, working=working), torch.ones((), device="cuda")
-        return lambda tile: correlation.update_correlation_(
-            moved, unit, decay=one, count=one, input_precision="tf32", tile=tile
-        )
-    operand = scratch if working is None else working
-    return lambda tile: gradient.correlation_product(unit, operand, input_precision="tf32", tile=tile)
+        scratch, zero, count = torch.zeros_like(moment), moment.new_zeros(()), moment.new_full((), rows)
+        moved = Correlation(matrix=scratch, working=working)
+
+        def update(tile: Tile) -> list[Tensor]:
+            correlation.update_correlation_(moved, unit, decay=zero, count=count, input_precision="tf32", tile=tile)
+            return [scratch] if working is None else [scratch, working]
+
+        return Problem(update, moment.triu_(), upper=True)
+    operand = moment if working is None else working.copy_(moment)
+
+    def product(tile: Tile) -> list[Tensor]:
+        return [gradient.correlation_product(unit, operand, input_precision="tf32", tile=tile)]
+
+    return Problem(product, unit.float() @ operand.float(), upper=False)
 
 
-def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
-    """The candidate of the least median; candidates take turns."""
-    run, device = runner(kernel, precision, rows, width), torch.device("cuda")
+def fastest(kernel: str, precision: str, rows: int, width: int, report: Callable[[str], None]) -> Tile:
+    """The candidate of the least median among those whose results are right; candidates take turns."""
+    device = torch.device("cuda")
+    scratch = problem(kernel, precision, rows, width, device)
     blocks: dict[Tile, Callable[[], float]] = {}
     for tile in candidates(kernel, precision):
         with contextlib.suppress(triton.TritonError, RuntimeError):
-            run(tile)
-            blocks[tile] = partial(seconds, partial(run, tile), device, STEPS)
+            error = scratch.error(tile)
+            if not error < GATES[precision]:
+                report(f"{kernel}, {precision}, C = {width}, M = {rows}: {tile} is refused, its error is {error:.1e}")
+                continue
+            blocks[tile] = partial(seconds, partial(scratch.launch, tile), device, STEPS)
     if not blocks:
-        raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card")
+        raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card and computes what torch does")
     times = take_turns(blocks, ROUNDS)
     return min(times, key=lambda tile: statistics.median(times[tile]))
 
@@ -76,7 +116,7 @@ def entries(kernel: str, precision: str, report: Callable[[str], None]) -> list[
     found: list[dict] = []
     for number, width in enumerate(WIDTHS):
         for place, images in enumerate(IMAGES):
-            tile = fastest(kernel, precision, 2 * images, width)
+            tile = fastest(kernel, precision, 2 * images, width, report)
             report(f"{kernel}, {precision}, C = {width}, M = {2 * images}: {tile}")
             shape = [tile.rows, tile.columns, tile.depth, tile.warps, tile.stages]
             # The smallest shapes stand for all below them.

@@ -4,11 +4,12 @@ from .attached_gradient import attach_gradient
 from .functional import (
     correlation_product,
     embedding_gradient,
+    mirror_,
     unigrad_gradient,
     unit_embeddings,
     update_correlation_,
 )
-from .reference import effective_rank, mirror_, round_into_
+from .reference import effective_rank, round_into_
 
 __all__ = [
     "attach_gradient",

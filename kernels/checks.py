@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .dispatch import exact_dtype
 from .heuristics import HALF
+from .structures import tail_rows
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDEX = (torch.int64, torch.int32)
@@ -66,6 +67,18 @@ def require_row_flags(nonfinite: Tensor, rows: int, device: torch.device) -> Non
     require("nonfinite", nonfinite, (rows,), (torch.int32,), device)
     if not nonfinite.is_contiguous():
         raise ValueError(f"nonfinite with strides {nonfinite.stride()} cannot be written; give a contiguous one")
+
+
+def require_sent(
+    rows: int, view: Tensor, *, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
+) -> None:
+    """What unit embeddings that are sent come with."""
+    require("raised", raised, (2,), (torch.int32,), view.device)
+    require("ticket", ticket, (), (torch.int32,), view.device)
+    if not 0 <= since <= rows:
+        raise ValueError(f"since {since} is not among {rows} rows")
+    if spare and (raised is None or spare < tail_rows(view.shape[1])):
+        raise ValueError(f"spare {spare} needs `raised`, and rows for the tail: {tail_rows(view.shape[1])} or more")
 
 
 def require_correlation(correlation_RC: Tensor, *, first_row: int, working: Tensor | None) -> None:

@@ -11,6 +11,9 @@ or above the diagonal, and how much of F is written depends on who reads it next
   - Without one (fp32) the product reads F itself, and both halves are written: 6·C² bytes.
 
 A block of rows of a sharded F has no mirror image here: all of its tiles are computed.
+
+`mirror_` fills the lower triangle from the upper in one launch, for whoever reads all of F: 2·C² bytes read, 2·C²
+written.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 from .heuristics import TRIANGLE, Tile, blocks, tile_for
 from .structures import Correlation
 
+MIRRORED = 64  # rows and columns of a tile that is mirrored
+
 
 @triton.jit
 def upper_tile(index):
@@ -32,16 +37,6 @@ def upper_tile(index):
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
     return index - column * (column + 1) // 2, column
-
-
-@triton.jit
-def any_raised(p_flags, count, BLOCK: tl.constexpr):
-    """Whether one of `count` int32 flags is not 0."""
-    raised = 0
-    for start in range(0, count, BLOCK):
-        o_flag = start + tl.arange(0, BLOCK)
-        raised = tl.maximum(raised, tl.max(tl.load(p_flags + o_flag, mask=o_flag < count, other=0)))  # [BLOCK]
-    return raised != 0
 
 
 @triton.jit
@@ -58,7 +53,6 @@ def update_correlation_kernel(
     C,
     stride_M,
     stride_C,
-    skips,
     first_row,
     working_scale,
     SYMMETRIC: tl.constexpr,
@@ -76,6 +70,8 @@ def update_correlation_kernel(
     o_row = i * BLOCK + tl.arange(0, BLOCK)
     o_column = j * BLOCK + tl.arange(0, BLOCK)
     m_row, m_column = o_row < R, o_column < C
+    if p_skip is not None:
+        m_row = m_row & (tl.load(p_skip) == 0)  # then nothing is read or written
 
     b_product = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, M, DEPTH):
@@ -93,15 +89,11 @@ def update_correlation_kernel(
     decay = tl.load(p_decay)
     if p_updates is not None:
         decay = tl.where(tl.load(p_updates) == 0, 0.0, decay)
-    skipped = False
-    if p_skip is not None:
-        skipped = any_raised(p_skip, skips, BLOCK=1024)
     o_tile = o_row[:, None].to(tl.int64) * C + o_column[None, :]
     m_tile = m_row[:, None] & m_column[None, :]
     b_old = tl.load(p_correlation + o_tile, mask=m_tile, other=0)  # [BLOCK, BLOCK]
     b_new = b_product * ((1.0 - decay) / tl.load(p_count))
     b_new = tl.where(decay == 0.0, b_new, decay * b_old + b_new)
-    b_new = tl.where(skipped, b_old, b_new)
     tl.store(p_correlation + o_tile, b_new, mask=m_tile)
     if WORKING:
         b_working = (b_new * working_scale).to(p_working.dtype.element_ty)
@@ -120,6 +112,27 @@ def update_correlation_kernel(
                 tl.store(p_working + o_mirror, tl.trans(b_working), mask=m_mirror)
 
 
+@triton.jit
+def mirror_kernel(p_correlation, C, BLOCK: tl.constexpr):
+    i, j = upper_tile(tl.program_id(0))
+    o_row = i * BLOCK + tl.arange(0, BLOCK)
+    o_column = j * BLOCK + tl.arange(0, BLOCK)
+    o_upper = o_row[:, None].to(tl.int64) * C + o_column[None, :]
+    m_upper = (o_row[:, None] < o_column[None, :]) & (o_column < C)[None, :]
+    b_upper = tl.load(p_correlation + o_upper, mask=m_upper, other=0)  # [BLOCK, BLOCK]
+    o_lower = o_column[:, None].to(tl.int64) * C + o_row[None, :]
+    m_lower = (o_row[None, :] < o_column[:, None]) & (o_column < C)[:, None]
+    tl.store(p_correlation + o_lower, tl.trans(b_upper), mask=m_lower)
+
+
+def mirror_(correlation_CC: Tensor) -> None:
+    """See `functional.mirror_`."""
+    width = correlation_CC.shape[0]
+    side = blocks(width, MIRRORED)
+    mirror_kernel[(side * (side + 1) // 2,)](correlation_CC, width, BLOCK=MIRRORED, num_warps=8)
+    torch.autograd.graph.increment_version([correlation_CC])
+
+
 def update_correlation_(
     correlation: Correlation,
     unit_MC: Tensor,
@@ -131,11 +144,13 @@ def update_correlation_(
     input_precision: str,
     tile: Tile | None = None,
 ) -> None:
-    """See `functional.update_correlation_`; `tile` is the table's unless given."""
+    """See `functional.update_correlation_`; `skip` is one flag, `tile` the table's unless given."""
     matrix, working = correlation.matrix, correlation.working
     rows, width = matrix.shape
     if unit_MC.dtype == torch.float32 and input_precision != "ieee":
-        unit_MC = unit_MC.T.contiguous().T  # TF32 units multiply rows of operands that are contiguous in memory
+        # TF32 units multiply rows of operands that are contiguous in memory; rows of zeros keep them aligned.
+        odd = -len(unit_MC) % 16
+        unit_MC = (torch.nn.functional.pad(unit_MC.T, (0, odd)) if odd else unit_MC.T).contiguous().T
     tile = tile or tile_for("update", unit_MC, input_precision)
     row_tiles, column_tiles = blocks(rows, tile.rows), blocks(width, tile.rows)
     symmetric = correlation.is_whole
@@ -152,7 +167,6 @@ def update_correlation_(
         rows,
         width,
         *unit_MC.stride(),
-        0 if skip is None else skip.numel(),
         correlation.first_row,
         correlation.scale,
         SYMMETRIC=symmetric,

@@ -16,7 +16,14 @@ from .ops import OPERATORS
 
 
 def unit_embeddings(
-    embeddings: Tensor | Sequence[Tensor], dtype: torch.dtype | None = None, nonfinite: Tensor | None = None
+    embeddings: Tensor | Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+    nonfinite: Tensor | None = None,
+    *,
+    raised: Tensor | None = None,
+    ticket: Tensor | None = None,
+    since: int = 0,
+    spare: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """ℓ2-normalise embeddings row by row: u = z / max(‖z‖, 1e-12).
 
@@ -24,10 +31,15 @@ def unit_embeddings(
         embeddings: one tensor or V views, each [N, C], any floating dtypes and strides.
         dtype: of the unit embeddings; None is fp32, float64 where an embedding is float64.
         nonfinite: int32 [V·N], written: 1 for a row that holds a NaN or an infinity, else 0.
+        raised: int32 [2], written: 1 where one of all rows is not finite, and where one from `since` on is not.
+        ticket: int32 scalar that is 0, and 0 again afterwards; None makes one. No two streams may share one.
+        since: the first row of those that are sent to other ranks.
+        spare: rows to add after the last: zeros, and a tail with the number of rows from `since` on and `raised` (see
+            `tails`), which takes `tail_rows(C)` of them; 0 adds neither.
 
     Returns:
-        The unit embeddings [V·N, C] and the inverse norms [V·N], fp32 (float64 for float64). A row of zeros and a
-        non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
+        The unit embeddings [V·N + spare, C] and the inverse norms [V·N], fp32 (float64 for float64). A row of zeros and
+        a non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
 
     Raises:
         ValueError: views of different shapes, not [N, C], not floating; `nonfinite` that does not fit; with its values.
@@ -40,7 +52,8 @@ def unit_embeddings(
     if nonfinite is None:
         nonfinite = views[0].new_empty(rows, dtype=torch.int32)
     checks.require_row_flags(nonfinite, rows, views[0].device)
-    return OPERATORS.unit_embeddings([view.detach() for view in views], dtype, nonfinite)
+    checks.require_sent(rows, views[0], raised=raised, ticket=ticket, since=since, spare=spare)
+    return OPERATORS.unit_embeddings([view.detach() for view in views], dtype, nonfinite, raised, ticket, since, spare)
 
 
 def update_correlation_(
@@ -88,6 +101,20 @@ def update_correlation_(
     OPERATORS.update_correlation_(
         correlation, unit_MC, decay, count, skip, updates, first_row, working, input_precision
     )
+    return correlation
+
+
+def mirror_(correlation: Tensor) -> Tensor:
+    """Fill the lower triangle of F [C, C], fp32 or float64, from the upper, in place; returns it.
+
+    Raises:
+        ValueError: a matrix that is not square, or not contiguous, with its shape or strides.
+    """
+    checks.require_correlation(correlation, first_row=0, working=None)
+    checks.require(
+        "the correlation", correlation, (correlation.shape[1],) * 2, (correlation.dtype,), correlation.device
+    )
+    OPERATORS.mirror_(correlation)
     return correlation
 
 

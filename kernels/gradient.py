@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .correlation import any_raised
 from .heuristics import Tile, blocks, row_tile, tile_for, working_scale
+from .normalize import any_raised
 from .structures import Rows, State
 
 
@@ -116,7 +116,7 @@ def sum_terms(p_cosine, p_negative, p_terms, p_nonfinite, flags, M, balance, sca
     tl.store(p_terms + 3, balance * negative - cosine)
     raised = 0.0
     if p_nonfinite is not None:
-        raised = any_raised(p_nonfinite, flags, BLOCK=BLOCK).to(tl.float32)
+        raised = any_raised(p_nonfinite, 0, flags, BLOCK=BLOCK).to(tl.float32)
     tl.store(p_terms + 4, raised)
 
 
@@ -198,7 +198,7 @@ def embedding_gradient_kernel(
         if p_updates is not None:  # not in the update's own launch, where every program reads it
             taken = 1
             if p_skip is not None:
-                taken = 1 - any_raised(p_skip, skips, BLOCK=1024).to(tl.int32)
+                taken = 1 - any_raised(p_skip, 0, skips, BLOCK=1024)
             tl.store(p_updates, tl.load(p_updates) + taken)
 
 

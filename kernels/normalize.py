@@ -3,7 +3,8 @@
     u = z / max(‖z‖, 1e-12)        1/‖z‖ is kept for the gradient
 
 One program has one row in registers: z is read once, u written once. Rows are divided by their largest entry
-first, so that squares neither overflow nor vanish.
+first, so that squares neither overflow nor vanish. The program that ends last finds the flags of all rows written:
+it leaves what they come to in two numbers, and those in the tail of the rows that are to be sent (see `tails`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,46 @@ import triton.language as tl
 from torch import Tensor
 
 from .heuristics import MAX_WIDTH, row_tile
+from .structures import DIGIT, tail_rows
+from .tails import tail_of
+
+
+@triton.jit
+def any_raised(p_flags, first, last, BLOCK: tl.constexpr):
+    """1 if one of the int32 flags from `first` to before `last` is not 0."""
+    raised = 0
+    for start in range(first, last, BLOCK):
+        o_flag = start + tl.arange(0, BLOCK)
+        # Other programs may have written them: past the first cache, which might not have seen it.
+        b_flag = tl.load(p_flags + o_flag, mask=o_flag < last, other=0, cache_modifier=".cg")  # [BLOCK]
+        raised = tl.maximum(raised, tl.max((b_flag != 0).to(tl.int32)))
+    return raised
 
 
 @triton.jit
 def unit_embeddings_kernel(
-    p_views, strides, p_unit, p_inverse_norm, p_nonfinite, N, C, SMALLEST_NORM: tl.constexpr, BLOCK: tl.constexpr
+    p_views,
+    strides,
+    p_unit,
+    p_inverse_norm,
+    p_nonfinite,
+    p_raised,
+    p_ticket,
+    p_tail,
+    N,
+    C,
+    M,
+    written,
+    since,
+    tail,
+    SMALLEST_NORM: tl.constexpr,
+    DIGIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     view, image = row // N, (row % N).to(tl.int64)
     o_C = tl.arange(0, BLOCK)
-    m_C = o_C < C
+    m_C = (o_C < C) & (row < M)
     b_z = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(len(p_views)):
         if view == number:
@@ -40,13 +71,36 @@ def unit_embeddings_kernel(
     norm = tl.maximum(tl.sqrt(tl.sum(b_z * b_z)), SMALLEST_NORM / peak)
     b_unit = b_z / norm
 
-    tl.store(p_unit + row.to(tl.int64) * C + o_C, b_unit.to(p_unit.dtype.element_ty), mask=m_C)
-    tl.store(p_inverse_norm + row, tl.where(usable, 1.0 / (norm * peak), 0.0))
-    tl.store(p_nonfinite + row, 1 - finite.to(tl.int32))
+    tl.store(p_unit + row.to(tl.int64) * C + o_C, b_unit.to(p_unit.dtype.element_ty), mask=(o_C < C) & (row < written))
+    if row < M:
+        tl.store(p_inverse_norm + row, tl.where(usable, 1.0 / (norm * peak), 0.0))
+        tl.store(p_nonfinite + row, 1 - finite.to(tl.int32))
+
+    if p_raised is not None:
+        ticket = tl.atomic_add(p_ticket, 1)
+        if ticket == tl.num_programs(0) - 1:
+            one = any_raised(p_nonfinite, 0, M, BLOCK=1024)
+            other = any_raised(p_nonfinite, since, M, BLOCK=1024)
+            tl.store(p_raised, one)
+            tl.store(p_raised + 1, other)
+            tl.store(p_ticket, 0)
+            if p_tail is not None:
+                for start in range(0, tail, BLOCK):
+                    o_tail = start + o_C
+                    b_tail = tail_of(o_tail, M - since, one, other, DIGIT).to(p_tail.dtype.element_ty)
+                    tl.store(p_tail + o_tail, b_tail, mask=o_tail < tail)
 
 
 def unit_embeddings(
-    views: Sequence[Tensor], *, dtype: torch.dtype, nonfinite: Tensor, smallest_norm: float
+    views: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    nonfinite: Tensor,
+    raised: Tensor | None = None,
+    ticket: Tensor | None = None,
+    since: int = 0,
+    spare: int = 0,
+    smallest_norm: float,
 ) -> tuple[Tensor, Tensor]:
     """See `functional.unit_embeddings`."""
     images, width = views[0].shape
@@ -54,21 +108,34 @@ def unit_embeddings(
         raise ValueError(f"width {width} exceeds the Triton kernels' {MAX_WIDTH} channels; set UNIGRAD_KERNELS=torch")
     views = [view if view.stride(1) == 1 else view.contiguous() for view in views]
     rows = len(views) * images
-    unit_MC = torch.empty(rows, width, dtype=dtype, device=views[0].device)
+    unit_MC = torch.empty(rows + spare, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(rows, dtype=torch.float32, device=views[0].device)
-    if unit_MC.numel():
+    padding = spare - tail_rows(width) if spare else 0
+    tail_TC = unit_MC[rows + padding :] if spare else None
+    if raised is not None and ticket is None:
+        ticket = torch.zeros((), dtype=torch.int32, device=views[0].device)
+    programs = rows + padding if raised is None else max(1, rows + padding)
+    if programs and width:
         tile = row_tile(width)
-        unit_embeddings_kernel[(rows,)](
+        unit_embeddings_kernel[(programs,)](
             tuple(views),
             tuple(view.stride(0) for view in views),
             unit_MC,
             inverse_norm_M,
             nonfinite,
-            images,
+            raised,
+            ticket,
+            tail_TC,
+            max(1, images),
             width,
+            rows,
+            rows + padding,
+            since,
+            0 if tail_TC is None else tail_TC.numel(),
             SMALLEST_NORM=smallest_norm,
+            DIGIT=DIGIT,
             BLOCK=tile.block,
             num_warps=tile.warps,
         )
-        torch.autograd.graph.increment_version([nonfinite])
+        torch.autograd.graph.increment_version([nonfinite] if raised is None else [nonfinite, raised])
     return unit_MC, inverse_norm_M

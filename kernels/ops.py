@@ -14,31 +14,51 @@ from torch import Tensor
 from . import reference
 from .dispatch import exact_dtype, on_device_of, precision_of, takes_triton
 from .heuristics import HALF
-from .structures import Correlation, Rows, State, contiguous
+from .structures import Correlation, Rows, State
 
 OPERATORS = torch.ops.unigrad_fast
 _LIBRARY = torch.library.Library("unigrad_fast", "DEF")
 
-_LIBRARY.define("unit_embeddings(Tensor[] views, ScalarType dtype, Tensor(a!) nonfinite) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "unit_embeddings(Tensor[] views, ScalarType dtype, Tensor(a!) nonfinite, Tensor(b!)? raised=None, "
+    "Tensor(c!)? ticket=None, int since=0, int spare=0) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.impl(_LIBRARY, "unit_embeddings", "CompositeExplicitAutograd")
-def unit_embeddings(views, dtype, nonfinite):
+def unit_embeddings(views, dtype, nonfinite, raised=None, ticket=None, since=0, spare=0):
+    settings = {"dtype": dtype, "nonfinite": nonfinite, "raised": raised, "since": since, "spare": spare}
     if takes_triton(views[0].device, dtype, exact_dtype(*views)):
         from . import normalize
 
         with on_device_of(views[0]):
-            return normalize.unit_embeddings(
-                views, dtype=dtype, nonfinite=nonfinite, smallest_norm=reference.SMALLEST_NORM
-            )
-    return reference.unit_embeddings(views, dtype=dtype, nonfinite=nonfinite)
+            return normalize.unit_embeddings(views, ticket=ticket, smallest_norm=reference.SMALLEST_NORM, **settings)
+    return reference.unit_embeddings(views, **settings)
 
 
 @torch.library.register_fake("unigrad_fast::unit_embeddings", lib=_LIBRARY)
-def _(views, dtype, nonfinite):
+def _(views, dtype, nonfinite, raised=None, ticket=None, since=0, spare=0):
     rows, width = len(views) * views[0].shape[0], views[0].shape[1]
     exact = torch.promote_types(dtype, exact_dtype(*views))
-    return views[0].new_empty(rows, width, dtype=dtype), views[0].new_empty(rows, dtype=exact)
+    return views[0].new_empty(rows + spare, width, dtype=dtype), views[0].new_empty(rows, dtype=exact)
+
+
+_LIBRARY.define("sum_tails_(Tensor(a!) gathered, int ranks) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_LIBRARY, "sum_tails_", "CompositeExplicitAutograd")
+def sum_tails_(gathered, ranks):
+    if takes_triton(gathered.device, gathered.dtype):
+        from . import tails
+
+        with on_device_of(gathered):
+            return tails.sum_tails_(gathered, ranks)
+    return reference.sum_tails_(gathered, ranks)
+
+
+@torch.library.register_fake("unigrad_fast::sum_tails_", lib=_LIBRARY)
+def _(gathered, ranks):
+    return gathered.new_empty((), dtype=exact_dtype(gathered)), gathered.new_empty(4, dtype=torch.int32)
 
 
 _LIBRARY.define(
@@ -59,7 +79,7 @@ def update_correlation_(correlation, unit, decay, count, skip, updates, first_ro
                 unit.contiguous(),
                 decay=decay,
                 count=count,
-                skip=contiguous(skip),
+                skip=skip if skip is None or skip.numel() == 1 else skip.ne(0).any().to(skip.dtype),
                 updates=updates,
                 input_precision=input_precision or precision_of(unit),
             )
@@ -69,6 +89,25 @@ def update_correlation_(correlation, unit, decay, count, skip, updates, first_ro
 
 @torch.library.register_fake("unigrad_fast::update_correlation_", lib=_LIBRARY)
 def _(correlation, unit, decay, count, skip, updates, first_row, working, input_precision):
+    return None
+
+
+_LIBRARY.define("mirror_(Tensor(a!) correlation) -> ()")
+
+
+@torch.library.impl(_LIBRARY, "mirror_", "CompositeExplicitAutograd")
+def mirror_(correlation):
+    if takes_triton(correlation.device, correlation.dtype):
+        from . import correlation as kernel
+
+        with on_device_of(correlation):
+            kernel.mirror_(correlation)
+    else:
+        reference.mirror_(correlation)
+
+
+@torch.library.register_fake("unigrad_fast::mirror_", lib=_LIBRARY)
+def _(correlation):
     return None
 
 

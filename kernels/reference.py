@@ -19,18 +19,26 @@ import torch
 from torch import Tensor
 
 from .heuristics import working_scale
-from .structures import Correlation, Rows, State
+from .structures import DIGIT, TAIL, Correlation, Rows, State, tail_rows
 
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
 PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
 CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
 
-def unit_embeddings(views: Sequence[Tensor], *, dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+def unit_embeddings(
+    views: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    nonfinite: Tensor,
+    raised: Tensor | None = None,
+    since: int = 0,
+    spare: int = 0,
+) -> tuple[Tensor, Tensor]:
     """See `functional.unit_embeddings`."""
     images, width = views[0].shape
     exact = torch.float64 if torch.float64 in (dtype, *(view.dtype for view in views)) else torch.float32
-    unit_MC = torch.empty(len(views) * images, width, dtype=dtype, device=views[0].device)
+    unit_MC = torch.empty(len(views) * images + spare, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
     for number, view_NC in enumerate(views):
         for rows in _cached_rows(images, width):
@@ -44,7 +52,41 @@ def unit_embeddings(views: Sequence[Tensor], *, dtype: torch.dtype, nonfinite: T
             torch.div(row_MC, norm_M1, out=unit_MC[out])
             inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)
             nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
+    rows = len(views) * images
+    unit_MC[rows:] = 0
+    if raised is not None:
+        raised.copy_(torch.stack([nonfinite.any(), nonfinite[since:].any()]))
+        if spare:
+            tail = _tails(unit_MC[rows:], 1)[0]
+            for place in range(TAIL - 2):
+                tail[place] = (rows - since) // DIGIT**place % DIGIT
+            tail[-2:] = raised
     return unit_MC, inverse_norm_M
+
+
+def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """See `unchecked.sum_tails_`."""
+    tails_WT = _tails(gathered_MC, ranks)
+    sums = tails_WT.to(torch.int64).sum(dim=0)
+    tails_WT.zero_()
+    count = sums[0] + DIGIT * sums[1] + DIGIT**2 * sums[2]
+    raised = sums[TAIL - 2 :] != 0
+    flags = torch.cat([raised, raised | (count == 0)]).to(torch.int32)
+    return count.to(torch.promote_types(gathered_MC.dtype, torch.float32)), flags
+
+
+def refusal(like: Tensor, rows: int) -> Tensor:
+    """As many rows of zeros, with a tail that raises both flags."""
+    refused_MC = like.new_zeros(rows, like.shape[1])
+    _tails(refused_MC, 1)[0, TAIL - 2 :] = 1
+    return refused_MC
+
+
+def _tails(gathered_MC: Tensor, ranks: int) -> Tensor:
+    """The numbers [W, TAIL] after the rows of each rank."""
+    width = gathered_MC.shape[1]
+    rows_WMC = gathered_MC.view(ranks, -1, width)
+    return rows_WMC[:, rows_WMC.shape[1] - tail_rows(width) :].flatten(1)[:, :TAIL]
 
 
 def _scaled(row_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

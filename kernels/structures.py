@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .heuristics import working_scale
+from .heuristics import blocks, working_scale
+
+TAIL = 5  # numbers with which a rank's rows end: three digits of how many rows it has, and two flags
+DIGIT = 256  # their base: bf16 holds all whole numbers up to it
+
+
+def tail_rows(width: int) -> int:
+    """Rows of so many channels that hold the numbers of a tail; all else in them is 0."""
+    return blocks(TAIL, width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,33 @@ from . import ops
 from .dispatch import exact_dtype, needs_dispatcher
 
 
-def unit_embeddings(embeddings: Sequence[Tensor], dtype: torch.dtype, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+def unit_embeddings(
+    embeddings: Sequence[Tensor],
+    dtype: torch.dtype,
+    nonfinite: Tensor,
+    *,
+    raised: Tensor | None = None,
+    ticket: Tensor | None = None,
+    since: int = 0,
+    spare: int = 0,
+) -> tuple[Tensor, Tensor]:
     """See `functional.unit_embeddings`."""
-    return (ops.OPERATORS if needs_dispatcher() else ops).unit_embeddings(embeddings, dtype, nonfinite)
+    units = (ops.OPERATORS if needs_dispatcher() else ops).unit_embeddings
+    return units(embeddings, dtype, nonfinite, raised, ticket, since, spare)
+
+
+def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """What the ranks say of rows that they gave, each with a tail (see `tails`); zeros are left in its place.
+
+    Args:
+        gathered_MC: the rows of all ranks, of each as many.
+        ranks: how many.
+
+    Returns:
+        The number of rows over all ranks, a scalar in fp32 (float64 for float64), and int32 flags [4]: the first and
+        the second flag of any rank, and the same, raised too where no rank has a row.
+    """
+    return (ops.OPERATORS if needs_dispatcher() else ops).sum_tails_(gathered_MC, ranks)
 
 
 def update_correlation_(

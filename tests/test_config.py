@@ -401,6 +401,13 @@ def test_one_image_per_rank_is_refused_without_synchronised_batch_norm():
         config.check_world(4)
 
 
+def test_compiled_networks_are_refused_where_batch_norm_meets_other_ranks():
+    for ranks, synchronised in ((1, True), (2, False)):
+        resolve(overrides={"engine": {"compile": True}, "model": {"sync_batch_norm": synchronised}}).check_world(ranks)
+    with pytest.raises(UserError, match=r"engine\.compile = true: with 2 ranks .*; leave it out, or set"):
+        resolve(overrides={"engine": {"compile": True}}).check_world(2)
+
+
 @given(batch=st.integers(2, 300), ranks=st.integers(1, 9), steps=st.integers(1, 9), synchronised=st.booleans())
 def test_every_batch_size_that_is_suggested_is_accepted(batch, ranks, steps, synchronised):
     def problems(size: int) -> list[str]:

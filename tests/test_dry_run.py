@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from unittest import mock
 
 import pytest
 import torch
 from thin import thin
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Card, walk
+from unigrad_fast.dry_run import Card, prepared, walk
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import trainer as training
@@ -53,11 +57,11 @@ def test_the_host_never_waits_inside_a_step(case, ranks):
 
 @pytest.mark.parametrize(("case", "passes"), [("two views", 1), ("multi-crop", 2)])
 def test_a_norm_gathers_once_for_all_groups_of_a_pass(case, passes):
-    """Besides, F's rows are gathered; gradients and flags are reduced."""
+    """Besides, F's rows are gathered, with their flags; gradients are reduced."""
     with thin():
         found = walk(configured(8, **CASES[case]), 8, CARD)
     assert found.collectives["gather"].count == NORMS * (passes + 1) + 1
-    assert found.collectives["reduce"].count == NORMS * passes + 2
+    assert found.collectives["reduce"].count == NORMS * passes + 1
 
 
 @pytest.mark.long
@@ -146,11 +150,44 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     assert found.parts["target"].read == casting.parts["target"].read
 
 
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Bytes that torch's allocator has given out, after each time it gave some or took some back."""
+    sizes: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        yield sizes
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    sizes += accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [("two views", "fp32"), ("two views", "bf16"), ("multi-crop", "fp32")],
+)
+def test_memory_is_what_the_allocator_gives_the_same_step(case, precision):
+    """On the branches of the CPU, which can be computed here."""
+    changes = CASES[case] | {"engine": {**CASES[case].get("engine", {}), "precision": precision}}
+    config = configured(1, images=8, **changes)
+    with thin(), ExitStack() as stack:
+        counted = walk(config, 1, CARD, as_cuda=False).peak
+        with allocations() as lasting:
+            trainer, batches = stack.enter_context(prepared(config, 1))
+            trainer.step(0, iter(batches))
+        with allocations() as passing:
+            trainer.step(1, iter(batches))
+    views = sum(view.nbytes for batch in batches for view in batch.views)
+    most = counted.pop("activations, gradients and what passes")
+    assert max(passing) == pytest.approx(most, rel=0.1)
+    assert lasting[-1] - views == pytest.approx(sum(counted.values()), rel=0.1)
+
+
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match="zero_stage = 1"):
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
     with pytest.raises(UserError, match=r"engine\.target_stream = true: the dry run"):
         walk(configured(1, engine={"target_stream": True}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
+        walk(configured(1, engine={"compile": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):

@@ -203,6 +203,10 @@ class Engine(Node):
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
+    tf32: bool = False
+    """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
+    compile: bool = False
+    """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)
@@ -352,7 +356,13 @@ class Config(Node):
 
     def check_world(self, world_size: int) -> None:
         """Raises UserError when the run cannot be spread over `world_size` ranks."""
-        if problems := self._batch_problems(world_size):
+        problems = self._batch_problems(world_size)
+        if self.engine.compile and world_size > 1 and self.model.sync_batch_norm:
+            problems.append(
+                f"engine.compile = true: with {world_size} ranks batch norm exchanges statistics, which is not "
+                "compiled; leave it out, or set model.sync_batch_norm false"
+            )
+        if problems:
             raise UserError("\n".join(problems))
 
 

@@ -8,7 +8,8 @@ Not walked, because it is no part of a step or cannot be done on such tensors: t
 the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. ZeRO stage 0 only.
 
 Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but no less than
-a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once.
+a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once. Memory is what
+operators return and what lasts; what a kernel takes for itself while it runs is not seen.
 """
 
 from __future__ import annotations
@@ -136,22 +137,26 @@ class Card:
         )
 
 
-def walk(config: Config, ranks: int, card: Card) -> Walk:
+def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """The second step of a run on so many cards, as rank 0 sees it; in the first, memory is made that stays.
 
+    Args:
+        as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
+
     Raises:
-        UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
+        UserError: the batch does not divide over the ranks, or a ZeRO stage or compiled networks, which are not walked.
         RuntimeError: the step reads a value; or there is a process group already.
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.compile:
+        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
     found = Walk()
-    with _process_group(ranks), as_on_cuda(), FakeTensorMode(allow_non_fake_inputs=True):
-        trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
-        batches = [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
+    branches = as_on_cuda() if as_cuda else contextlib.nullcontext()
+    with branches, FakeTensorMode(allow_non_fake_inputs=True), prepared(config, ranks) as (trainer, batches):
         try:
             with _spies(found):
                 trainer.step(0, iter(batches))
@@ -161,6 +166,14 @@ def walk(config: Config, ranks: int, card: Card) -> Walk:
         except DataDependentOutputException as error:
             raise RuntimeError(f"the step reads a value ({error.func}), for which the host waits") from error
     return found
+
+
+@contextlib.contextmanager
+def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, list[Batch]]]:
+    """Rank 0's trainer in a process group without peers, and the batches of a step."""
+    with _process_group(ranks):
+        trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
+        yield trainer, [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import torch
 
 from unigrad_fast import cli
 from unigrad_fast.benchmarks import tune_kernels
@@ -65,7 +66,7 @@ def test_the_tuner_tries_only_tiles_that_fit_the_triangle():
 def test_the_tuner_writes_the_table_that_is_read_one_line_per_entry(monkeypatch):
     tried = []
 
-    def fastest(kernel: str, precision: str, rows: int, width: int) -> Tile:
+    def fastest(kernel: str, precision: str, rows: int, width: int, report) -> Tile:
         tried.append((rows, width))
         return Tile(64, 64, 32, 4, rows % 7)
 
@@ -76,6 +77,26 @@ def test_the_tuner_writes_the_table_that_is_read_one_line_per_entry(monkeypatch)
     assert (found[0]["width"], found[0]["rows"]) == (0, 0) and len(found) == len(tried) == 10
     table["update"]["90"]["half"] = found
     assert json.loads(tune_kernels.rendered(table)) == table
+
+
+def test_the_tuner_refuses_a_tile_that_computes_something_else_and_says_so(monkeypatch):
+    right, wrong, halting = (Tile(64, 64, depth, 4, 3) for depth in (16, 32, 64))
+    expected, said = torch.eye(8) + 1, []
+
+    def launch(tile: Tile) -> list[torch.Tensor]:
+        if tile == halting:
+            raise RuntimeError("out of resources")
+        result = expected.clone()
+        if tile == wrong:
+            result[3, 5:] = 0
+        return [result]
+
+    problem = tune_kernels.Problem(launch, expected, upper=False)
+    monkeypatch.setattr(tune_kernels, "problem", lambda *_: problem)
+    monkeypatch.setattr(tune_kernels, "candidates", lambda *_: iter([wrong, halting, right]))
+    monkeypatch.setattr(tune_kernels, "seconds", lambda run, device, steps: 1.0 if run.args == (right,) else 0.1)
+    assert tune_kernels.fastest("update", "bf16", 8, 8, said.append) == right
+    assert len(said) == 1 and f"{wrong} is refused, its error is" in said[0]
 
 
 def test_tuning_without_a_gpu_is_refused(capsys, monkeypatch):

@@ -16,18 +16,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from unigrad_fast.kernels.correlation import update_correlation_kernel
+from unigrad_fast.kernels.correlation import mirror_kernel, update_correlation_kernel
 from unigrad_fast.kernels.gradient import correlation_product_kernel, embedding_gradient_kernel
 from unigrad_fast.kernels.heuristics import MAX_WIDTH
 from unigrad_fast.kernels.normalize import unit_embeddings_kernel
+from unigrad_fast.kernels.tails import sum_tails_kernel
 
 ROWS = 2**20  # of all ranks: 8,192 images of 2 views on each of 64
 TILE = 64
 LARGEST = {"C": MAX_WIDTH, "R": MAX_WIDTH, "first_row": MAX_WIDTH, "stride_M": MAX_WIDTH, "stride_C": ROWS}
 LARGEST |= {"M": ROWS, "N": ROWS, "flags": ROWS, "skips": ROWS, "strides": 2**30}
-POINTERS = {f"p_{name}": "*bf16" for name in ("unit", "target", "working", "gradient")}
+LARGEST |= {"written": ROWS, "since": ROWS, "tail": MAX_WIDTH, "W": 1024, "stride_rank": 2**30, "offset": 2**30}
+POINTERS = {f"p_{name}": "*bf16" for name in ("unit", "target", "working", "gradient", "tail", "gathered")}
 POINTERS |= {f"p_{name}": "*i64" for name in ("first", "second", "updates")}
-POINTERS |= {f"p_{name}": "*i32" for name in ("nonfinite", "skip", "ticket")}
+POINTERS |= {f"p_{name}": "*i32" for name in ("nonfinite", "skip", "ticket", "raised", "flags")}
 NAMES = ("inverse_norm", "correlation", "product", "decay", "count", "ratio", "cosine", "negative", "terms")
 POINTERS |= {f"p_{name}": "*fp32" for name in NAMES}
 VIEWS = {"p_views": ("*fp32", "*bf16"), "strides": ("i32", "i32")}
@@ -96,7 +98,11 @@ def magnitude(operation: str, operands: list[int], rest: str, programs: int) -> 
 @pytest.mark.parametrize(
     ("kernel", "constants", "programs"),
     [
-        pytest.param(unit_embeddings_kernel, {"SMALLEST_NORM": 1e-12, "BLOCK": 1024}, 8 * ROWS, id="units"),
+        pytest.param(
+            unit_embeddings_kernel, {"SMALLEST_NORM": 1e-12, "DIGIT": 256, "BLOCK": 1024}, 8 * ROWS, id="units"
+        ),
+        pytest.param(sum_tails_kernel, {"DIGIT": 256, "BLOCK": 128}, 1, id="tails"),
+        pytest.param(mirror_kernel, {"BLOCK": TILE}, COLUMNS**2, id="mirror"),
         pytest.param(update_correlation_kernel, {**UPDATE, "SYMMETRIC": True}, COLUMNS**2, id="update"),
         pytest.param(update_correlation_kernel, {**UPDATE, "SYMMETRIC": False}, COLUMNS**2, id="update_of_rows"),
         pytest.param(correlation_product_kernel, {**PRODUCT, "TRIANGLE": False}, ROWS // TILE * COLUMNS, id="product"),

@@ -12,6 +12,7 @@ from unigrad_fast.kernels import (
     attach_gradient,
     correlation_product,
     embedding_gradient,
+    mirror_,
     unigrad_gradient,
     unit_embeddings,
     update_correlation_,
@@ -52,6 +53,19 @@ def gradient_arguments(pair: bool, dtype: torch.dtype) -> tuple:
 def test_unit_embeddings_is_a_lawful_operator(dtype):
     views = [random(IMAGES, WIDTH, dtype=dtype), random(WIDTH, IMAGES, seed=1, dtype=torch.float32).T]
     torch.library.opcheck(OPERATORS.unit_embeddings.default, (views, dtype, flags(*[7] * 2 * IMAGES)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_that_are_sent_come_from_lawful_operators(dtype):
+    views, rows = [random(IMAGES, WIDTH, dtype=torch.float32)] * 2, flags(*[7] * 2 * IMAGES)
+    more = (flags(7, 7), flags(0)[0], IMAGES, 3)
+    torch.library.opcheck(OPERATORS.unit_embeddings.default, (views, dtype, rows, *more))
+    sent = unit_embeddings(views, dtype, raised=flags(7, 7), since=IMAGES, spare=3)[0][IMAGES:]
+    torch.library.opcheck(OPERATORS.sum_tails_.default, (sent.repeat(2, 1), 2))
+
+
+def test_mirror_is_a_lawful_operator():
+    torch.library.opcheck(OPERATORS.mirror_.default, (random(WIDTH, WIDTH),))
 
 
 @pytest.mark.parametrize("is_working", [False, True])
@@ -295,6 +309,15 @@ REFUSED = {
         lambda: unit_embeddings(torch.ones(2, 3), nonfinite=flags(0, 0, 0, 0)[::2]),
         r"nonfinite with strides \(2,\)",
     ),
+    "a tail without flags": (
+        lambda: unit_embeddings(torch.ones(2, 3), spare=2),
+        "spare 2 needs `raised`, and rows for the tail: 2 or more",
+    ),
+    "rows to send beyond the last": (
+        lambda: unit_embeddings(torch.ones(2, 3), since=3),
+        "since 3 is not among 2 rows",
+    ),
+    "some rows to mirror": (lambda: mirror_(torch.ones(2, 3)), r"\[3, 3\] on cpu, not float32 \[2, 3\]"),
     "whole numbers as embeddings": (
         lambda: unit_embeddings(torch.ones(2, 3).int()),
         r"embeddings\[0\] is .*, not int32",

@@ -5,6 +5,7 @@ import torch
 from formulas import error, gradient, one_step, positives, random, unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sent_rows import SENT, check_sent_rows
 
 from unigrad_fast.kernels import (
     correlation_product,
@@ -121,6 +122,12 @@ def test_an_empty_batch_has_empty_units_and_no_gradient():
     assert units.shape == (0, 5) and inverse.shape == (0,)
     dz, terms = unigrad_gradient(units, inverse, units, torch.eye(5), balance=1.0, scale=1.0)
     assert dz.shape == (0, 5) and terms.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("images", "width"), SENT)
+def test_rows_are_sent_with_their_number_and_flags_in_a_tail_that_is_summed_and_cleared(images, width, dtype):
+    check_sent_rows(images, width, dtype)
 
 
 # Correlation

@@ -487,7 +487,7 @@ def test_a_batch_like_an_earlier_one_is_looked_at_once_and_any_other_again(monke
     """What is wrong after a good batch is refused as if it came first; what is right is computed alike."""
     looked = []
     unseen, checked = UniGrad(width=16), functional.unit_embeddings
-    monkeypatch.setattr(functional, "unit_embeddings", lambda *call: looked.append(1) or checked(*call))
+    monkeypatch.setattr(functional, "unit_embeddings", lambda *call, **more: looked.append(1) or checked(*call, **more))
     objective = UniGrad(width=16)
     for seed in range(3):
         unseen._layouts.clear()

@@ -37,8 +37,9 @@ class Layout:
         device, unit_dtype, product_dtype: of the unit embeddings, and of the operands of the product u·F.
         first, second, ratio: the positive of each row, without CutMix.
         decay: ρ.
-        count: rows that F takes from this rank, 2·N; `own_rows` is the same as an integer.
-        ticket: see `embedding_gradient`.
+        count: rows that F takes from this rank, 2·N.
+        nonfinite: a flag for each row of both branches, `raised` for all rows and for those of the target branch;
+            written in every step, as is `ticket` (see `embedding_gradient`).
     """
 
     images: int
@@ -51,7 +52,8 @@ class Layout:
     ratio: Tensor | None
     decay: Tensor
     count: Tensor
-    own_rows: Tensor
+    nonfinite: Tensor
+    raised: Tensor
     ticket: Tensor
 
     @classmethod
@@ -81,7 +83,8 @@ class Layout:
                 ratio=share_M if views > 2 else None,
                 decay=torch.full((), decay, dtype=exact, device=device),
                 count=torch.full((), 2.0 * images, dtype=exact, device=device),
-                own_rows=torch.full((), 2 * images, dtype=torch.int64, device=device),
+                nonfinite=torch.zeros((views + 2) * images, dtype=torch.int32, device=device),
+                raised=torch.zeros(2, dtype=torch.int32, device=device),
                 ticket=torch.zeros((), dtype=torch.int32, device=device),
             )
 

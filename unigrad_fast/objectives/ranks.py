@@ -1,7 +1,7 @@
 """What the ranks that share F tell each other: rows, how many they are, whether all are finite.
 
-A training step takes two collectives, whatever ranks have: a gather of rows, filled up with zeros to a number that all
-ranks agreed on, and a sum of counts. The host waits for neither.
+A training step takes one collective, whatever ranks have: a gather of rows, filled up with zeros to a number that all
+ranks agreed on, with a tail that says how many they are and whether all are finite. The host does not wait for it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,8 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
     return max(images_R)
 
 
-def gather(unit_MC: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of all ranks, in the order of ranks, each filled up to `rows` with zeros."""
-    own = unit_MC.contiguous()
-    if len(own) != rows:
-        own = torch.nn.functional.pad(own, (0, 0, 0, rows - len(own)))
-    gathered = own.new_empty(dist.get_world_size(group) * rows, own.shape[1])
-    _gather_into(gathered, own, group=group)
+def gather(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of all ranks, in the order of ranks; each gives as many."""
+    gathered = own_MC.new_empty(dist.get_world_size(group) * len(own_MC), own_MC.shape[1])
+    _gather_into(gathered, own_MC, group=group)
     return gathered
-
-
-def total(*numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sums over ranks of int64 scalars, one for each."""
-    sums = torch.stack(numbers)
-    dist.all_reduce(sums, group=group)
-    return sums

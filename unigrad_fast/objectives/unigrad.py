@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, effective_rank, functional, unchecked
 from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.kernels.reference import refusal
+from unigrad_fast.kernels.structures import tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation, require_no_capture
 from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_views
@@ -141,17 +143,29 @@ class UniGrad(nn.Module):
         images, rows, device, average = layout.images, layout.rows, layout.device, self.average
         autocast = torch.is_autocast_enabled(device.type)
         with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-            nonfinite = torch.empty(rows + 2 * images, dtype=torch.int32, device=device)
-            all_MC, inverse_norm_M = kernels.unit_embeddings(views, layout.unit_dtype, nonfinite)
-            unit_MC, target_MC, target_flags = all_MC[:rows], all_MC[rows:], nonfinite[rows:]
+            over_ranks = self.training and self._ranks() > 1
+            spare = self._spare_rows(layout) if over_ranks else 0
+            all_MC, inverse_norm_M = kernels.unit_embeddings(
+                views,
+                layout.unit_dtype,
+                layout.nonfinite,
+                raised=layout.raised,
+                ticket=layout.ticket,
+                since=rows,
+                spare=max(0, spare),
+            )
+            unit_MC, sent_MC = all_MC[:rows], all_MC[rows:]
+            target_MC = sent_MC if not spare else sent_MC[: 2 * images]
             global_MC = unit_MC if rows == 2 * images else unit_MC[: 2 * images]
             operand = average.operand(unit_MC, layout.product_dtype)
             from_target = self.correlation_source == "target"
+            flags, skip = layout.raised[0], layout.raised[1 if from_target else 0]
             source_MC, count = target_MC if from_target else global_MC, layout.count
-            flags, skip = nonfinite, target_flags if from_target else nonfinite
-            over_ranks = self.training and self._ranks() > 1
             if over_ranks:
-                source_MC, count, flags, skip = self._over_ranks(source_MC, nonfinite, layout)
+                if not from_target:
+                    sent_MC = torch.cat([global_MC, sent_MC[2 * images :]])
+                source_MC, count, (flags, _, *skips) = self._over_ranks(sent_MC, spare, layout)
+                skip = skips[1 if from_target else 0]
             # F never takes a part of a batch: it keeps its value when a row of its source is not finite.
             counts = self.training and (over_ranks or images > 0)
             if counts:
@@ -217,28 +231,30 @@ class UniGrad(nn.Module):
     def _ranks(self) -> int:
         return ranks.size(self.process_group)
 
-    def _over_ranks(
-        self, source_MC: Tensor, nonfinite: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of all ranks: what F takes, how many rows, which branches are not finite, and whether F must not take it."""
-        most, group = self._most_images(layout.images), self.process_group
-        fits = layout.images <= most
-        flags = [nonfinite[: layout.rows].sum(), nonfinite[layout.rows :].sum()]
-        own = [*flags, layout.own_rows]
-        if not fits:  # the others wait for this rank; they drop the step
-            source_MC, own = source_MC[:0], [torch.ones_like(layout.own_rows)] * 2 + [layout.own_rows]
-        gathered_MC = ranks.gather(source_MC, 2 * most, group)
-        sums = ranks.total(*own, group=group)
-        if not fits:
+    def _spare_rows(self, layout: Layout) -> int:
+        """Rows that are sent besides this rank's: what others may have more, and a tail; below 0 they do not fit."""
+        most = 2 * self._most_images(layout.images)
+        missing = most - 2 * layout.images
+        return missing + tail_rows(self.width) if missing >= 0 else missing
+
+    def _over_ranks(self, sent_MC: Tensor, spare: int, layout: Layout) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Of all ranks: what F takes, how many rows, and the flags of `sum_tails_`.
+
+        Args:
+            sent_MC: this rank's rows and `spare` more.
+        """
+        group = self.process_group
+        if spare < 0:  # the others wait for this rank; they drop the step
+            most = self._most_images(layout.images)
+            ranks.gather(refusal(sent_MC, 2 * most + tail_rows(self.width)), group)
             how = "most_images" if self.most_images else "the most that a rank had in the first training step"
             raise ValueError(
                 f"this rank has {layout.images} images, more than {most}, {how}; "
                 f"give UniGrad(most_images={layout.images}) or more"
             )
-        # Without a row there is nothing that F could take.
-        raised = torch.cat([sums[:2] != 0, sums[2:] == 0]).int()
-        skip = raised[1:] if self.correlation_source == "target" else raised
-        return gathered_MC, sums[2].to(layout.count.dtype), raised[:2], skip
+        gathered_MC = ranks.gather(sent_MC, group)
+        count, flags = unchecked.sum_tails_(gathered_MC, ranks.size(group))
+        return gathered_MC, count, flags.unbind()
 
     def _most_images(self, images: int) -> int:
         """The number of images that every rank's rows are filled up to."""

@@ -16,6 +16,7 @@ from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
@@ -58,6 +59,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
+        stack.enter_context(tensor_float32(config.engine.tf32))
+        stack.enter_context(fastest_convolutions(world.device))
         with run_folder.occupied(config, world, numbered) as config:
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
@@ -108,6 +111,9 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         stop_step=trainer.total_steps * trainer.accumulation,
     )
     evaluate(trainer, telemetry, probe, preemption)
+    if trainer.world.device.type == "cuda" and trainer.steps_done < trainer.total_steps:
+        with needs.step(trainer.config, trainer.world, trainer.steps_done):
+            trainer.warm_up()
     while trainer.steps_done < trainer.total_steps:
         try:
             with needs.step(trainer.config, trainer.world, trainer.steps_done):

@@ -19,13 +19,14 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import needs
+from unigrad_fast.training import compilation, needs
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
+from unigrad_fast.training.reduction import BucketedReduction
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -57,6 +58,8 @@ class Trainer:
             use_triton(world.device)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if config.engine.compile:
+            compilation.require(config, world.size)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config, world)
@@ -85,6 +88,13 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
+        self.reduction = None
+        if config.engine.zero_stage == 0 and world.size > 1:
+            self.reduction = BucketedReduction(encoder.parameters())
+        if config.engine.compile:
+            # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
+            self.online.module.compile()
+            self.target.compile()
         with needs.correlation(config):
             self.objective = build(
                 config.objective.method,
@@ -137,13 +147,39 @@ class Trainer:
             output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
-        self.online.backward(output.loss)  # reduces gradients after the last micro-batch
+        is_last = self.online.is_gradient_accumulation_boundary()
+        if self.reduction is not None and is_last:
+            self.reduction.open()
+        self.online.backward(output.loss)  # gradients are reduced after the last micro-batch
+        if self.reduction is not None and is_last:
+            self.reduction.finish()
         self.phases.mark("backward")
-        if self.online.is_gradient_accumulation_boundary():
+        if is_last:
             self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
         self.online.step()  # moves the weights after the last micro-batch
         self.phases.mark("step")
         return output
+
+    def warm_up(self) -> None:
+        """One pass of both branches over views of zeros, forward and backward, which leaves no trace.
+
+        What a GPU's libraries do once per shape, cuDNN's trials above all, is done before the first step. All ranks
+        call this together.
+        """
+        images = self.config.data.batch_size // (self.accumulation * self.world.size)
+        sizes = [view.size for view in self.loader.views_in(self.steps_done // self.steps_per_epoch)]
+        views = [
+            torch.zeros(images, 3, size, size, device=self.world.device).contiguous(memory_format=torch.channels_last)
+            for size in sizes
+        ]
+        online = self.online.module  # past the engine, whose hooks would take this for a step
+        self.gate.open()
+        with self._autocast():
+            with torch.no_grad():
+                embed(self.target, self.target_copies, views[:2])
+            embeddings = online(views)
+        torch.autograd.grad(embeddings, list(online.parameters()), [torch.zeros_like(each) for each in embeddings])
+        self.gate.undo()
 
     def is_save_due(self) -> bool:
         """Whether the run saves after the steps done."""

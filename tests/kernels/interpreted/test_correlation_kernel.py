@@ -178,6 +178,19 @@ def test_a_block_of_rows_keeps_all_of_its_working_copy():
     assert error(correlation, moment(batch)[100:130]) < 1e-6
 
 
+@pytest.mark.parametrize("width", [1, 40, 64, 131])
+def test_mirroring_fills_the_lower_triangle_from_the_upper_and_nothing_else(width):
+    memory = torch.full((width * width + 128,), 5.0)
+    matrix = memory[64:-64].view(width, width)
+    matrix.copy_(random(width, width))
+    expected = matrix.triu() + matrix.triu(1).T
+    matrix[torch.ones(width, width, dtype=torch.bool).tril(-1)] = torch.nan
+    version = matrix._version
+    assert mirror_(matrix) is matrix and matrix._version > version
+    assert torch.equal(matrix, expected)
+    assert (memory[:64] == 5).all() and (memory[-64:] == 5).all()
+
+
 def test_no_byte_outside_the_correlation_is_written(tile):
     memory = torch.full((70 * 70 + 128,), 5.0)
     correlation = memory[64:-64].view(70, 70)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from formulas import error, random, unit
+from sent_rows import SENT, check_sent_rows
 
 from unigrad_fast.kernels import unit_embeddings
 from unigrad_fast.kernels.heuristics import MAX_WIDTH
@@ -103,6 +104,12 @@ def test_a_row_that_is_not_finite_is_flagged_and_zeroed_alone(value, column):
     assert not units[6].any() and inverse[6] == 0
     others = [0, 1, 2, 3, 4, 5, 7]
     assert torch.equal(units[others], clean[0][others]) and torch.equal(inverse[others], clean[1][others])
+
+
+@pytest.mark.parametrize("dtype", GATES)
+@pytest.mark.parametrize(("images", "width"), SENT)
+def test_rows_are_sent_with_their_number_and_flags_in_a_tail_that_is_summed_and_cleared(images, width, dtype):
+    check_sent_rows(images, width, dtype)
 
 
 def test_embeddings_are_left_as_they_are():

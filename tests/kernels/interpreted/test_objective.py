@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from unigrad_fast.kernels import heuristics, update_correlation_
+from unigrad_fast.kernels import heuristics, unit_embeddings, update_correlation_
+from unigrad_fast.kernels.structures import tail_rows
 from unigrad_fast.objectives import UniGrad, ranks
 
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error
@@ -163,12 +164,13 @@ def test_the_online_branch_decides_the_dtype_of_the_product():
 def test_a_rank_without_images_takes_those_of_the_others():
     objective = UniGrad(40, compute_dtype=torch.float16)
     objective(online=views(2, 5, 40, 0), target=views(2, 5, 40, 1))
-    objective._ranks = lambda: 2
-    rows = torch.nn.functional.normalize(torch.randn(10, 40), dim=-1).half()
+    theirs, _ = unit_embeddings(
+        views(2, 5, 40, 2), torch.float16, raised=torch.zeros(2, dtype=torch.int32), spare=tail_rows(40)
+    )
     with pytest.MonkeyPatch.context() as patch:  # the other rank, which has five images
+        patch.setattr(ranks, "size", lambda group: 2)
         patch.setattr(ranks, "agree_on_most_images", lambda *_: 5)
-        patch.setattr(ranks, "gather", lambda own, most, group: torch.cat([own, own.new_zeros(most, 40), rows]))
-        patch.setattr(ranks, "total", lambda *own, group: torch.stack(own) + torch.tensor([0, 0, 10]))
+        patch.setattr(ranks, "gather", lambda own, group: torch.cat([own, theirs]))
         output = objective(online=views(2, 0, 40, 0), target=views(2, 0, 40, 1))
     assert objective.updates == 2 and output.loss == 0 and output.nonfinite == 0
     assert torch.isfinite(objective.correlation).all()
