@@ -16,9 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.dry_run import Card, prepared, walk
+from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import trainer as training
+from unigrad_fast.training.reduction import BucketedReduction
 
 CARD = Card.of("h100")
 NORMS = 15  # of the thin network, two of them in the projector
@@ -70,6 +72,17 @@ def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_70_ms_by_
     found = walk(config, 8, CARD)
     assert found.meetings <= 180
     assert found.seconds <= 0.070 and found.waits == []
+
+
+@pytest.mark.long
+def test_a_step_with_multi_crop_has_at_most_290_collectives_with_those_of_its_gradients():
+    tree = {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}}
+    found = walk(resolve("imagenet_100ep_multicrop", tree), 8, CARD)
+    encoder = training.build_encoder(resolve("imagenet_100ep_multicrop", tree).model, 0, torch.device("meta"))
+    norms = sum(isinstance(module, GroupedBatchNorm) for module in encoder.modules())
+    buckets = len(BucketedReduction(encoder.parameters()).buckets)
+    assert buckets > 1 and found.collectives["reduce"].count == 2 * norms + buckets
+    assert found.meetings <= 290 and found.waits == []
 
 
 def reading(self, online, target, mix=None):
