@@ -24,6 +24,7 @@ from unigrad_fast.training import checkpoint
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.optimizers import build_optimizer
+from unigrad_fast.training.reduction import backward, build_reduction
 
 STEPS, SAVED = 20, 10
 SPOILED, FLAGGED = 4, 13  # steps in which a gradient has a NaN on one rank, and in which the flag is up before
@@ -115,7 +116,7 @@ class Run:
         self.optimizer = build_optimizer(module, settings)
         engine = config.Engine(zero_stage=stage, accumulation_steps=accumulation)
         self.online = build_engine(module, self.optimizer, settings=engine, micro_batch_size=1, dtype=None)
-        self.fragments = build_fragments(self.online, self.optimizer)
+        self.fragments, self.reduction = build_fragments(self.online, self.optimizer), build_reduction(self.online)
         self.accumulation, self.steps_done = accumulation, 0
         self.target = self.objective = nn.Module()
         self.gate = SimpleNamespace(in_a_row=torch.tensor(0), total=torch.tensor(0))
@@ -132,7 +133,7 @@ class Run:
                 gradients[0].view(-1)[1] = torch.nan
             if step == FLAGGED:
                 self.optimizer.nonfinite.fill_(1)
-            self.online.backward(self.online(gradients))
+            backward(self.online, self.online(gradients), self.reduction)
             if self.online.is_gradient_accumulation_boundary():
                 self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
             self.online.step()

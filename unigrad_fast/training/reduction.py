@@ -122,3 +122,20 @@ class BucketedReduction:
         for parameter, view in zip(there, views, strict=True):
             parameter.grad = view
         bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+
+def build_reduction(engine) -> BucketedReduction | None:
+    """What averages the gradients of a DeepSpeed engine: None where it does so itself, or there is one rank."""
+    if engine.zero_optimization_stage() or dist.get_world_size() == 1:
+        return None
+    return BucketedReduction(engine.module.parameters())
+
+
+def backward(engine, loss: Tensor, reduction: BucketedReduction | None) -> None:
+    """The engine's backward; after a step's last micro-batch gradients are those of all ranks."""
+    is_last = engine.is_gradient_accumulation_boundary()
+    if reduction is not None and is_last:
+        reduction.open()
+    engine.backward(loss)
+    if reduction is not None and is_last:
+        reduction.finish()

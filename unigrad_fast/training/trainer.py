@@ -26,7 +26,7 @@ from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
-from unigrad_fast.training.reduction import BucketedReduction
+from unigrad_fast.training.reduction import backward, build_reduction
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -88,9 +88,7 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
-        self.reduction = None
-        if config.engine.zero_stage == 0 and world.size > 1:
-            self.reduction = BucketedReduction(encoder.parameters())
+        self.reduction = build_reduction(self.online)
         if config.engine.compile:
             # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
             self.online.module.compile()
@@ -147,14 +145,9 @@ class Trainer:
             output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
-        is_last = self.online.is_gradient_accumulation_boundary()
-        if self.reduction is not None and is_last:
-            self.reduction.open()
-        self.online.backward(output.loss)  # gradients are reduced after the last micro-batch
-        if self.reduction is not None and is_last:
-            self.reduction.finish()
+        backward(self.online, output.loss, self.reduction)
         self.phases.mark("backward")
-        if is_last:
+        if self.online.is_gradient_accumulation_boundary():
             self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
         self.online.step()  # moves the weights after the last micro-batch
         self.phases.mark("step")
