@@ -5,8 +5,8 @@
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
-torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the
-seconds allow, the most telling ones first.
+torch's, the target branch on a stream of its own, the time of each kernel beside its least time by count; then
+`bench_objective` for as many shapes as the seconds allow, the most telling ones first.
 The step: `device_check_step`, which needs torchvision and pydantic.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
 OUTPUT/objective.jsonl, OUTPUT/device_step.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
@@ -287,8 +287,12 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
 
     targets, onlines = draw(), draw()
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
-    kernels.lerp_(targets, onlines, weight=0.004, skip=skip)
+    dtype = torch.bfloat16 if scene.on_gpu else torch.float16  # the interpreter truncates to bf16
+    low = [t.to(dtype) for t in targets]
+    kernels.lerp_(targets, onlines, low, weight=0.004, skip=skip)
     error = max(map(distance, targets, exact))
+    copied = all(torch.equal(each, t.to(each.dtype)) for each, t in zip(low, targets, strict=True))
+    yield Finding("the target's copies are its weights, rounded", str(copied), copied)
     before = [each.clone() for each in targets]
     kernels.lerp_(targets, onlines, weight=0.004, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
@@ -371,6 +375,13 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / (5 * times)
 
 
+def target_stream(scene: Scene) -> Iterator[Finding]:
+    """The target branch beside the online one; see `device_check_overlap`."""
+    from unigrad_fast.benchmarks import device_check_overlap
+
+    yield Finding(*device_check_overlap.target_stream(scene.device))
+
+
 CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     correctness,
     determinism,
@@ -378,7 +389,13 @@ CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     batch_norm,
     recompilation,
 )
-GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (second_stream, cuda_graph, launches, times)
+GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
+    second_stream,
+    cuda_graph,
+    launches,
+    target_stream,
+    times,
+)
 
 
 def run_checks(scene: Scene) -> list[Finding]:

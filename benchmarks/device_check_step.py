@@ -78,7 +78,7 @@ class Step:
         from unigrad_fast.networks.encoder import build_encoder
         from unigrad_fast.objectives import UniGrad
         from unigrad_fast.optimization.sgd import SGD
-        from unigrad_fast.training.target import make_target
+        from unigrad_fast.training.target import make_copies, make_target
 
         settings = {"backbone": size.backbone, "projector": {"width": size.width}}
         self.device, self.alone = device, variant == "networks alone"
@@ -97,6 +97,7 @@ class Step:
         views = (torch.randn(size.images, 3, size.side, size.side, generator=generator) for _ in range(2))
         self.views = [view.to(device, memory_format=torch.channels_last) for view in views]
         self.dtype = torch.bfloat16 if device.type == "cuda" else None
+        self.copies = make_copies(self.target, self.dtype)
         self.timed = False
         self.moments: list[torch.cuda.Event] = []
 
@@ -104,9 +105,11 @@ class Step:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        from unigrad_fast.training.target import embed
+
         with self.autocast():
             with torch.no_grad():
-                target = self.target(self.views)
+                target = embed(self.target, self.copies, self.views)
             self.mark()
             online = self.online(self.views)
         self.mark()
@@ -137,7 +140,7 @@ class Step:
         self.mark()
         self.optimizer.step()
         self.mark()
-        update_target_(self.target, self.online, 0.996, skip=self.optimizer.nonfinite)
+        update_target_(self.target, self.online, 0.996, skip=self.optimizer.nonfinite, copies=self.copies)
         self.mark()
         return output.loss.detach()
 
@@ -214,9 +217,12 @@ def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Itera
 
 def graph(device: torch.device, size: Size) -> Said:
     """The networks of a captured step, replayed, give what launched ones give."""
+    from unigrad_fast.training.target import refresh_
+
     launched, captured = Step("networks alone", size, device), Step("networks alone", size, device)
     captured.online.load_state_dict(launched.online.state_dict())
     captured.target.load_state_dict(launched.target.state_dict())
+    refresh_(captured.copies, captured.target)
 
     def run(step: Step) -> Tensor:
         online, target = step.forward()

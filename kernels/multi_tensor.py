@@ -1,16 +1,16 @@
 """Passes over many tensors at once: the momentum target's update and LARS.
 
-    target  θ' ← θ' + weight · (θ − θ'), unchanged where `skip` is not 0
+    target  θ' ← θ' + weight · (θ − θ'), and a copy of it in fp16 or bf16; unchanged where `skip` is not 0
 
     LARS    u  = scale · grad + weight_decay · w
             t  = trust_coefficient · ‖w‖ / ‖u‖, 1 where either norm is 0
             v ← momentum · v + t · u
             w ← w − lr · v, both unchanged where `skip` is not 0
 
-Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ') in one launch; LARS 8
-for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches. `torch._foreach_lerp_`
-reaches 12 with a weight that the host knows; with one on the device it launches a kernel per tensor. LARS made of
-`torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
+Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ'), 14 with its copy, in one
+launch; LARS 8 for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches.
+`torch._foreach_lerp_` reaches 12 with a weight that the host knows; with one on the device it launches a kernel per
+tensor. LARS made of `torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
 
 Tensors are cut into chunks, one program each; a table on the device says where each chunk lies. Elements go by fours,
 in 128-bit accesses, but for up to three at a tensor's end. Sums of squares are taken chunk by chunk and then added in
@@ -32,6 +32,7 @@ CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2
 MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger
 BLOCK = 2048  # elements at a time
 WARPS = 8
+LOW_PRECISION = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -48,39 +49,63 @@ def load_pointer(p_addresses, position):
 
 
 @triton.jit
-def lerp_block(p_target, p_online, o, m, weight):
+def lerp_block(p_target, p_online, p_copy, o, m, weight, has_copy, DTYPE: tl.constexpr):
     b_target = tl.load(p_target + o, mask=m, other=0)  # [BLOCK] or [4]
     b_online = tl.load(p_online + o, mask=m, other=0)  # [BLOCK] or [4]
     b_difference = b_online - b_target
     # From the nearer end, as torch has it: a weight of 1 gives the online parameter exactly.
     b_lerp = tl.where(weight < 0.5, b_target + weight * b_difference, b_online - b_difference * (1 - weight))
     tl.store(p_target + o, b_lerp, mask=m)
+    if DTYPE is not None:
+        tl.store(p_copy + o, b_lerp.to(DTYPE), mask=m & has_copy)
 
 
 @triton.jit
-def lerp_kernel(p_chunks, p_addresses, p_skip, weight, BLOCK: tl.constexpr):
+def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, copies, weight, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(p_skip) == 0:  # scalar
         tensor, first, last, rest = load_chunk(p_chunks)
         p_target, p_online = load_pointer(p_addresses, tensor * 2), load_pointer(p_addresses, tensor * 2 + 1)
+        has_copy, p_copy = tensor < copies, p_target
+        if DTYPE is not None:
+            address = tl.load(p_copies + tensor, mask=has_copy, other=0)  # scalar
+            p_copy = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
         for start in range(first, rest, BLOCK):
             o = start + tl.arange(0, BLOCK)
-            lerp_block(p_target, p_online, o, o < rest, weight)
+            lerp_block(p_target, p_online, p_copy, o, o < rest, weight, has_copy, DTYPE)
         o = rest + tl.arange(0, 4)
-        lerp_block(p_target, p_online, o, o < last, weight)
+        lerp_block(p_target, p_online, p_copy, o, o < last, weight, has_copy, DTYPE)
 
 
-def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], *, weight: float, skip: Tensor) -> None:
+def lerp_(
+    targets: Sequence[Tensor],
+    onlines: Sequence[Tensor],
+    copies: Sequence[Tensor] = (),
+    *,
+    weight: float,
+    skip: Tensor,
+) -> None:
     """target ← target + weight · (online − target), in place in one launch; bitwise unchanged where `skip` is not 0.
 
     Args:
         targets, onlines: pairs that `split` takes.
+        copies: of the first targets, in their layout and all in fp16 or all in bf16: written as well.
         weight: share of the online parameters, 0 to 1.
         skip: scalar on that device.
     """
     chunks, addresses = chunk_table(targets), address_table(targets, onlines)
     with torch.cuda.device_of(skip):
-        lerp_kernel[(len(chunks),)](chunks, addresses, skip, float(weight), BLOCK=BLOCK, num_warps=WARPS)
-    torch.autograd.graph.increment_version(targets)
+        lerp_kernel[(len(chunks),)](
+            chunks,
+            addresses,
+            address_table(copies) if copies else None,
+            skip,
+            len(copies),
+            float(weight),
+            DTYPE=LOW_PRECISION[copies[0].dtype] if copies else None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    torch.autograd.graph.increment_version([*targets, *copies])
 
 
 @triton.jit

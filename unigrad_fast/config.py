@@ -211,6 +211,8 @@ class Engine(Node):
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
+    target_stream: bool = False
+    """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
 
 
 class Checkpoint(Node):

@@ -149,6 +149,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
+    if config.engine.target_stream:
+        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
@@ -317,6 +319,8 @@ class _Count(TorchDispatchMode):
         written += sum(_bytes(t) for t in operands if id(t) in changed)
         if short in ("copy_", "fill_", "zero_", "new_zeros", "zeros", "ones", "full"):
             read = _bytes(args[1]) if short == "copy_" and isinstance(args[1], Tensor) else 0
+        elif name == "unigrad_fast::lerp_":  # the copies are only written
+            read -= sum(map(_bytes, args[2]))
         packet = operator.overloadpacket
         flops = 0
         if packet in flop_registry:
@@ -366,6 +370,7 @@ def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
         "weights": online,
         "momentum": [t for p in online for t in state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
+        "the target's weights in bf16": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [t for t in vars(trainer.objective.average).values() if isinstance(t, Tensor)]
         + list(trainer.objective.average.buffers()),

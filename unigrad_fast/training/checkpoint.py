@@ -27,6 +27,7 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.training.fragments import Fragment, whole
 from unigrad_fast.training.same_run import contradictions
+from unigrad_fast.training.target import refresh_
 from unigrad_fast.training.trainer import Trainer
 
 LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares
@@ -77,6 +78,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
             else:
                 tensor.copy_(reader.tensor(fragment.name))
     trainer.fragments.refresh()
+    refresh_(trainer.target_copies, trainer.target)
     trainer.steps_done = reader.about["step"]
 
 

@@ -28,8 +28,11 @@ def network(config: Config) -> AbstractContextManager[None]:
     return room_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
 
 
-def target(encoder: nn.Module) -> AbstractContextManager[None]:
-    return room_for("the target branch, a copy of the network", bytes_of(encoder), SMALLER_NETWORK)
+def target(encoder: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    expected = bytes_of(encoder)
+    if dtype is not None:
+        expected += dtype.itemsize * sum(parameter.numel() for parameter in encoder.parameters())
+    return room_for("the target branch, a copy of the network", expected, SMALLER_NETWORK)
 
 
 def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[None]:

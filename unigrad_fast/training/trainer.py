@@ -27,7 +27,8 @@ from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.reduction import backward, build_reduction
-from unigrad_fast.training.target import make_target, update_target_
+from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
+from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
@@ -42,6 +43,7 @@ class Trainer:
 
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
+        target_copies: the target's weights in autocast's dtype, which its forward pass reads.
         fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
@@ -60,6 +62,7 @@ class Trainer:
             compilation.require(config, world.size)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
+        self.target_stream = TargetStream(config, world)
         self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
@@ -71,8 +74,9 @@ class Trainer:
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        with needs.target(encoder):
+        with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
+            self.target_copies = make_copies(self.target, self.dtype)
         self.optimizer = build_optimizer(encoder, config.optimizer)
         with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
@@ -117,7 +121,8 @@ class Trainer:
             self.bad_images.note(batch.failures)
             self.phases.mark("data")
             output = self.micro_step(batch)
-        update_target_(self.target, self.online.module, self.momentum(step + 1), skip=self.optimizer.nonfinite)
+        momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
+        update_target_(self.target, self.online.module, momentum, skip, self.target_copies)
         self.gate.close(step, skip=self.optimizer.nonfinite)
         self.phases.mark("target_update")
         self._send_numbers(step, output)
@@ -128,12 +133,13 @@ class Trainer:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
-        with torch.no_grad(), self._autocast():
-            target = self.target(views[:2])
+        with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
+            target = embed(self.target, self.target_copies, views[:2])
         self.phases.mark("target")
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
+        self.target_stream.join()
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
             output = self.objective(online=online, target=target, mix=mix)
@@ -163,7 +169,7 @@ class Trainer:
         self.gate.open()
         with self._autocast():
             with torch.no_grad():
-                self.target(views[:2])
+                embed(self.target, self.target_copies, views[:2])
             embeddings = online(views)
         torch.autograd.grad(embeddings, list(online.parameters()), [torch.zeros_like(each) for each in embeddings])
         self.gate.undo()
