@@ -128,7 +128,7 @@ def row_cases(architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Case]:
                     yield Case("embedding_gradient", variant, architecture, arithmetic, 512, width)
                 for variant in ("4 views", "10 views"):
                     yield Case("unit_embeddings", variant, architecture, arithmetic, 512, width)
-        for kernel, variant in (("target", ""), ("lars", "trust ratio"), ("lars", "")):
+        for kernel, variant in (("target", ""), ("target", "bf16 copy"), ("lars", "trust ratio"), ("lars", "")):
             yield Case(kernel, variant, architecture, "fp32", 1, 4096)
 
 
@@ -183,10 +183,13 @@ def launch(case: Case) -> None:
             smallest_norm=1e-12,
         )
     elif case.kernel == "target":
-        multi_tensor.lerp_([unit_MC], [unit_MC], weight=0.01, skip=empty())
+        copies = [unit_MC.bfloat16()] if case.variant else []
+        multi_tensor.lerp_([unit_MC], [unit_MC], copies, weight=0.01, skip=empty())
     else:
         settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-6, "trust_coefficient": 1e-3}
-        multi_tensor.lars_([unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant))
+        multi_tensor.lars_(
+            [unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant), skip=empty(), scale=empty()
+        )
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Proves and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
 
-    python -m unigrad_fast.benchmarks.device_check [--only kernels|data] [--seconds 170] [--images PHOTOGRAPHS]
+    python -m unigrad_fast.benchmarks.device_check [--only kernels|step|data] [--seconds 170] [--images PHOTOGRAPHS]
         [--output FOLDER] [--cpu]
 
 The kernels: correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph,
 the number of launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside
-torch's, the time of each kernel beside its least time by count; then `bench_objective` for as many shapes as the
-seconds allow, the most telling ones first.
+torch's, the target branch on a stream of its own, the time of each kernel beside its least time by count; then
+`bench_objective` for as many shapes as the seconds allow, the most telling ones first.
+The step: `device_check_step`, which needs torchvision and pydantic.
 The data path: `device_check_data`, which takes about two minutes, and DALI. A short table comes last; rows go to
-OUTPUT/objective.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
+OUTPUT/objective.jsonl, OUTPUT/device_step.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
 With `--cpu` everything that the interpreter and DALI's CPU backend can do runs at small sizes, and nothing is recorded.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unigrad_fast.benchmarks.harness import distance
 from unigrad_fast.benchmarks.record import OUTPUT, make_folder
 
 BALANCE = 100.0
@@ -86,10 +88,6 @@ def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor
         norm = torch.linalg.vector_norm(z[number].to(dtype), dim=-1, keepdim=True)
         rows.append((g - unit * (unit * g).sum(-1, keepdim=True)) / (norm * len(unit) * len(online)))
     return torch.cat(rows)
-
-
-def distance(found: Tensor, exact: Tensor) -> float:
-    return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
 
 
 def fresh_objective(scene: Scene, width: int, arithmetic: str = "ieee"):
@@ -278,16 +276,23 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
         update = g + 1e-4 * w
         v = 0.9 * v + 0.001 * w.norm() / update.norm() * update
         exact.append(w - 0.3 * v)
-    kernels.lars_(
-        weights, gradients, velocities, lr=0.3, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.001, adapt=True
-    )
+    settings = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 0.001, "adapt": True}
+    kernels.lars_(weights, gradients, velocities, **settings)
     error = max(map(distance, weights, exact))
-    yield Finding("error of LARS", f"{error:.1e}", error < 1e-6)
+    skip = torch.zeros((), device=scene.device)
+    before = [each.clone() for each in (*weights, *velocities)]
+    kernels.lars_(weights, [g * torch.nan for g in gradients], velocities, **settings, skip=skip + 1, scale=skip + 0.5)
+    kept = all(map(torch.equal, (*weights, *velocities), before))
+    yield Finding("error of LARS", f"{error:.1e}", error < 1e-6 and kept)
 
-    targets, onlines, skip = draw(), draw(), torch.zeros((), device=scene.device)
+    targets, onlines = draw(), draw()
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
-    kernels.lerp_(targets, onlines, weight=0.004, skip=skip)
+    dtype = torch.bfloat16 if scene.on_gpu else torch.float16  # the interpreter truncates to bf16
+    low = [t.to(dtype) for t in targets]
+    kernels.lerp_(targets, onlines, low, weight=0.004, skip=skip)
     error = max(map(distance, targets, exact))
+    copied = all(torch.equal(each, t.to(each.dtype)) for each, t in zip(low, targets, strict=True))
+    yield Finding("the target's copies are its weights, rounded", str(copied), copied)
     before = [each.clone() for each in targets]
     kernels.lerp_(targets, onlines, weight=0.004, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
@@ -370,6 +375,13 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / (5 * times)
 
 
+def target_stream(scene: Scene) -> Iterator[Finding]:
+    """The target branch beside the online one; see `device_check_overlap`."""
+    from unigrad_fast.benchmarks import device_check_overlap
+
+    yield Finding(*device_check_overlap.target_stream(scene.device))
+
+
 CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     correctness,
     determinism,
@@ -377,7 +389,13 @@ CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     batch_norm,
     recompilation,
 )
-GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (second_stream, cuda_graph, launches, times)
+GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
+    second_stream,
+    cuda_graph,
+    launches,
+    target_stream,
+    times,
+)
 
 
 def run_checks(scene: Scene) -> list[Finding]:
@@ -393,12 +411,10 @@ def run_checks(scene: Scene) -> list[Finding]:
     return findings
 
 
-def run_data(scene: Scene, images: Path | None, output: Path | None) -> list[Finding]:
-    from unigrad_fast.benchmarks import device_check_data
-
+def shown(found: Iterator[tuple[str, str, bool]]) -> list[Finding]:
     findings = []
-    for found in device_check_data.check(scene.device, images, output):
-        findings.append(Finding(*found))
+    for each in found:
+        findings.append(Finding(*each))
         print(line(findings[-1]), flush=True)
     return findings
 
@@ -413,7 +429,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=170.0, help="after which no new shape is measured (one takes up to a minute)"
     )
-    parser.add_argument("--only", choices=("kernels", "data"), help="leave the other out")
+    parser.add_argument("--only", choices=("kernels", "step", "data"), help="leave the others out")
     parser.add_argument("--images", type=Path, help="photographs for the data path, as Manifest.open takes them")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder that the rows are appended to")
     options = parser.parse_args()
@@ -424,7 +440,7 @@ def main() -> int:
         parser.error("no GPU; with --cpu what the interpreter can do is tried")
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
-    from unigrad_fast.benchmarks import bench_objective
+    from unigrad_fast.benchmarks import bench_objective, device_check_data, device_check_step
     from unigrad_fast.runtime.errors import DataError, UserError
 
     output = None if options.cpu else options.output
@@ -434,7 +450,7 @@ def main() -> int:
     except UserError as error:
         parser.error(str(error))
     findings, rows = [], []
-    if options.only != "data":
+    if options.only in (None, "kernels"):
         findings += run_checks(scene)
         if options.cpu:
             os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
@@ -448,9 +464,13 @@ def main() -> int:
             output=output,
             end=end,
         )
-    if options.only != "kernels":
+    if options.only in (None, "step"):
+        if options.cpu:
+            os.environ["UNIGRAD_KERNELS"] = "torch"
+        findings += shown(device_check_step.check(scene.device, output))
+    if options.only in (None, "data"):
         try:
-            findings += run_data(scene, options.images, output)
+            findings += shown(device_check_data.check(scene.device, options.images, output))
         except DataError as error:
             parser.error(str(error))
     print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")

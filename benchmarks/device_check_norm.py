@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from unigrad_fast.benchmarks.harness import distance, seconds
+
 GATE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative norm of an error
 GROUPS = 2
 # Images per group, channels, side: a layer of each stage of ResNet-50 at 64 images, where a GPU is there.
@@ -70,10 +72,6 @@ def separately(norm: nn.Module, x: Tensor, shortcut: Tensor, dy: Tensor) -> list
     return [y.detach(), x.grad, shortcut.grad, norm.weight.grad, norm.bias.grad]
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 def times(images: int, channels: int, side: int, device: torch.device) -> Iterator[tuple[str, str, bool]]:
     """Forward and backward with addition and ReLU, ours and torch's, in milliseconds, and ours as a share of a copy's
     bandwidth by the bytes that it has to move."""
@@ -81,9 +79,9 @@ def times(images: int, channels: int, side: int, device: torch.device) -> Iterat
     norm, _ = norms(channels, device)
     torchs = nn.BatchNorm2d(channels, device=device)
     target = torch.empty_like(x)
-    copy = milliseconds(lambda: target.copy_(x))
-    ours = milliseconds(lambda: step(norm, x, shortcut, dy))
-    theirs = milliseconds(lambda: separately(torchs, x, shortcut, dy))
+    copy = milliseconds(lambda: target.copy_(x), device)
+    ours = milliseconds(lambda: step(norm, x, shortcut, dy), device)
+    theirs = milliseconds(lambda: separately(torchs, x, shortcut, dy), device)
     # Forward: x twice, the shortcut, y; backward: dy and x twice, dx and the shortcut's gradient. A copy is two.
     least = copy * 10 / 2
     said = (
@@ -92,13 +90,7 @@ def times(images: int, channels: int, side: int, device: torch.device) -> Iterat
     yield f"batch norm + add + ReLU, {GROUPS * images} x {channels} x {side}²", said, True
 
 
-def milliseconds(run: Callable[[], object]) -> float:
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(3):
         run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(ROUNDS):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / ROUNDS
+    return 1e3 * seconds(run, device, ROUNDS)

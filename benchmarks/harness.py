@@ -59,6 +59,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of an error, relative to what is exact."""
+    return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 

@@ -20,6 +20,7 @@ from unigrad_fast.benchmarks.processes import in_processes, rest
 from unigrad_fast.benchmarks.step_variants import VARIANTS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
 
 
 class Subject(NamedTuple):
@@ -61,6 +62,8 @@ class StepWorker:
         self.session = ExitStack()
         world = self.session.enter_context(process_group.session())
         self.device = world.device
+        self.session.enter_context(tensor_float32(config.engine.tf32))
+        self.session.enter_context(fastest_convolutions(world.device))
         self.variant = VARIANTS[who](config, world)
 
     def block(self, warmup: int, steps: int) -> Block:

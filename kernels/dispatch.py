@@ -30,8 +30,8 @@ def acts_as_cuda(device: torch.device) -> bool:
 
 
 def host_may_read(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values makes nobody wait."""
-    return not acts_as_cuda(tensor.device)
+    """Whether reading a tensor's values makes nobody wait, and breaks no graph that is being traced."""
+    return not acts_as_cuda(tensor.device) and not torch.compiler.is_compiling()
 
 
 def use_triton(device: torch.device) -> bool:

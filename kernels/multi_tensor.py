@@ -1,16 +1,16 @@
 """Passes over many tensors at once: the momentum target's update and LARS.
 
-    target  θ' ← θ' + weight · (θ − θ'), unchanged where `skip` is not 0
+    target  θ' ← θ' + weight · (θ − θ'), and a copy of it in fp16 or bf16; unchanged where `skip` is not 0
 
-    LARS    u  = grad + weight_decay · w
+    LARS    u  = scale · grad + weight_decay · w
             t  = trust_coefficient · ‖w‖ / ‖u‖, 1 where either norm is 0
             v ← momentum · v + t · u
-            w ← w − lr · v
+            w ← w − lr · v, both unchanged where `skip` is not 0
 
-Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ') in one launch; LARS 8
-for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches. `torch._foreach_lerp_`
-reaches 12 with a weight that the host knows; with one on the device it launches a kernel per tensor. LARS made of
-`torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
+Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ'), 14 with its copy, in one
+launch; LARS 8 for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches.
+`torch._foreach_lerp_` reaches 12 with a weight that the host knows; with one on the device it launches a kernel per
+tensor. LARS made of `torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
 
 Tensors are cut into chunks, one program each; a table on the device says where each chunk lies. Elements go by fours,
 in 128-bit accesses, but for up to three at a tensor's end. Sums of squares are taken chunk by chunk and then added in
@@ -32,6 +32,7 @@ CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2
 MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger
 BLOCK = 2048  # elements at a time
 WARPS = 8
+LOW_PRECISION = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -48,60 +49,87 @@ def load_pointer(p_addresses, position):
 
 
 @triton.jit
-def lerp_block(p_target, p_online, o, m, weight):
+def lerp_block(p_target, p_online, p_copy, o, m, weight, has_copy, DTYPE: tl.constexpr):
     b_target = tl.load(p_target + o, mask=m, other=0)  # [BLOCK] or [4]
     b_online = tl.load(p_online + o, mask=m, other=0)  # [BLOCK] or [4]
     b_difference = b_online - b_target
     # From the nearer end, as torch has it: a weight of 1 gives the online parameter exactly.
     b_lerp = tl.where(weight < 0.5, b_target + weight * b_difference, b_online - b_difference * (1 - weight))
     tl.store(p_target + o, b_lerp, mask=m)
+    if DTYPE is not None:
+        tl.store(p_copy + o, b_lerp.to(DTYPE), mask=m & has_copy)
 
 
 @triton.jit
-def lerp_kernel(p_chunks, p_addresses, p_skip, weight, BLOCK: tl.constexpr):
+def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, copies, weight, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(p_skip) == 0:  # scalar
         tensor, first, last, rest = load_chunk(p_chunks)
         p_target, p_online = load_pointer(p_addresses, tensor * 2), load_pointer(p_addresses, tensor * 2 + 1)
+        has_copy, p_copy = tensor < copies, p_target
+        if DTYPE is not None:
+            address = tl.load(p_copies + tensor, mask=has_copy, other=0)  # scalar
+            p_copy = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
         for start in range(first, rest, BLOCK):
             o = start + tl.arange(0, BLOCK)
-            lerp_block(p_target, p_online, o, o < rest, weight)
+            lerp_block(p_target, p_online, p_copy, o, o < rest, weight, has_copy, DTYPE)
         o = rest + tl.arange(0, 4)
-        lerp_block(p_target, p_online, o, o < last, weight)
+        lerp_block(p_target, p_online, p_copy, o, o < last, weight, has_copy, DTYPE)
 
 
-def lerp_(targets: Sequence[Tensor], onlines: Sequence[Tensor], *, weight: float, skip: Tensor) -> None:
+def lerp_(
+    targets: Sequence[Tensor],
+    onlines: Sequence[Tensor],
+    copies: Sequence[Tensor] = (),
+    *,
+    weight: float,
+    skip: Tensor,
+) -> None:
     """target ← target + weight · (online − target), in place in one launch; bitwise unchanged where `skip` is not 0.
 
     Args:
         targets, onlines: pairs that `split` takes.
+        copies: of the first targets, in their layout and all in fp16 or all in bf16: written as well.
         weight: share of the online parameters, 0 to 1.
         skip: scalar on that device.
     """
     chunks, addresses = chunk_table(targets), address_table(targets, onlines)
     with torch.cuda.device_of(skip):
-        lerp_kernel[(len(chunks),)](chunks, addresses, skip, float(weight), BLOCK=BLOCK, num_warps=WARPS)
-    torch.autograd.graph.increment_version(targets)
+        lerp_kernel[(len(chunks),)](
+            chunks,
+            addresses,
+            address_table(copies) if copies else None,
+            skip,
+            len(copies),
+            float(weight),
+            DTYPE=LOW_PRECISION[copies[0].dtype] if copies else None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    torch.autograd.graph.increment_version([*targets, *copies])
 
 
 @triton.jit
-def load_update(p_weight, p_gradient, o, m, weight_decay):
+def load_update(p_weight, p_gradient, o, m, weight_decay, scale):
     b_weight = tl.load(p_weight + o, mask=m, other=0)  # [BLOCK] or [4]
     b_gradient = tl.load(p_gradient + o, mask=m, other=0)  # [BLOCK] or [4]
-    return b_weight, b_gradient + weight_decay * b_weight
+    return b_weight, scale * b_gradient + weight_decay * b_weight
 
 
 @triton.jit
-def square_sums_kernel(p_chunks, p_addresses, p_sums, weight_decay, BLOCK: tl.constexpr):
+def square_sums_kernel(p_chunks, p_addresses, p_sums, p_scale, weight_decay, BLOCK: tl.constexpr):
     tensor, first, last, rest = load_chunk(p_chunks)
     p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+    scale = 1.0
+    if p_scale is not None:
+        scale = tl.load(p_scale)
     b_weight_sum, b_update_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(first, rest, BLOCK):
         o = start + tl.arange(0, BLOCK)
-        b_weight, b_update = load_update(p_weight, p_gradient, o, o < rest, weight_decay)
+        b_weight, b_update = load_update(p_weight, p_gradient, o, o < rest, weight_decay, scale)
         b_weight_sum += b_weight * b_weight
         b_update_sum += b_update * b_update
     o = rest + tl.arange(0, 4)
-    b_weight, b_update = load_update(p_weight, p_gradient, o, o < last, weight_decay)
+    b_weight, b_update = load_update(p_weight, p_gradient, o, o < last, weight_decay, scale)
     p_sum = p_sums + tl.program_id(0).to(tl.int64) * 2
     tl.store(p_sum, tl.sum(b_weight_sum) + tl.sum(b_weight * b_weight))
     tl.store(p_sum + 1, tl.sum(b_update_sum) + tl.sum(b_update * b_update))
@@ -118,8 +146,8 @@ def trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def lars_block(p_weight, p_gradient, p_velocity, o, m, ratio, lr, momentum, weight_decay):
-    b_weight, b_update = load_update(p_weight, p_gradient, o, m, weight_decay)
+def lars_block(p_weight, p_gradient, p_velocity, o, m, ratio, lr, momentum, weight_decay, scale):
+    b_weight, b_update = load_update(p_weight, p_gradient, o, m, weight_decay, scale)
     b_velocity = momentum * tl.load(p_velocity + o, mask=m, other=0) + ratio * b_update  # [BLOCK] or [4]
     tl.store(p_velocity + o, b_velocity, mask=m)
     tl.store(p_weight + o, b_weight - lr * b_velocity, mask=m)
@@ -130,6 +158,8 @@ def lars_kernel(
     p_chunks,
     p_addresses,
     p_sums,
+    p_skip,
+    p_scale,
     lr,
     momentum,
     weight_decay,
@@ -138,17 +168,24 @@ def lars_kernel(
     MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, first, last, rest = load_chunk(p_chunks)
-    p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
-    p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
-    ratio = 1.0
-    if ADAPT:
-        ratio = trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS)
-    for start in range(first, rest, BLOCK):
-        o = start + tl.arange(0, BLOCK)
-        lars_block(p_weight, p_gradient, p_velocity, o, o < rest, ratio, lr, momentum, weight_decay)
-    o = rest + tl.arange(0, 4)
-    lars_block(p_weight, p_gradient, p_velocity, o, o < last, ratio, lr, momentum, weight_decay)
+    skip = 0.0
+    if p_skip is not None:
+        skip = tl.load(p_skip)
+    if skip == 0:
+        scale = 1.0
+        if p_scale is not None:
+            scale = tl.load(p_scale)
+        tensor, first, last, rest = load_chunk(p_chunks)
+        p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
+        p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
+        ratio = 1.0
+        if ADAPT:
+            ratio = trust_ratio(p_chunks, p_sums, trust_coefficient, MAX_CHUNKS)
+        for start in range(first, rest, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            lars_block(p_weight, p_gradient, p_velocity, o, o < rest, ratio, lr, momentum, weight_decay, scale)
+        o = rest + tl.arange(0, 4)
+        lars_block(p_weight, p_gradient, p_velocity, o, o < last, ratio, lr, momentum, weight_decay, scale)
 
 
 def lars_(
@@ -161,11 +198,15 @@ def lars_(
     weight_decay: float,
     trust_coefficient: float,
     adapt: bool,
+    skip: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> None:
     """One step of LARS: weights and velocities change in place, in two launches, without `adapt` in one.
 
     Args:
         weights, gradients, velocities: triples that `split` takes.
+        skip: scalar on that device; where it is not 0, nothing changes bit for bit.
+        scale: fp32 scalar on that device by which gradients are multiplied.
     """
     chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
     grid = (len(chunks),)
@@ -173,11 +214,13 @@ def lars_(
     lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
     with torch.cuda.device_of(chunks):
         if adapt:
-            square_sums_kernel[grid](chunks, addresses, sums, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
+            square_sums_kernel[grid](chunks, addresses, sums, scale, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
         lars_kernel[grid](
             chunks,
             addresses,
             sums,
+            skip,
+            scale,
             lr,
             momentum,
             weight_decay,

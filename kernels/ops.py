@@ -228,16 +228,45 @@ def _fake_gradient(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return unit.new_empty(unit.shape, dtype=dtype), unit.new_empty(5, dtype=exact_dtype(unit))
 
 
-_LIBRARY.define("lerp_(Tensor(a!)[] targets, Tensor[] onlines, float weight, Tensor skip) -> ()")
+_LIBRARY.define("lerp_(Tensor(a!)[] targets, Tensor[] onlines, Tensor(b!)[] copies, float weight, Tensor skip) -> ()")
 
 
 @torch.library.impl(_LIBRARY, "lerp_", "CompositeExplicitAutograd")
-def _lerp_(targets, onlines, weight, skip):
+def _lerp_(targets, onlines, copies, weight, skip):
     from . import multi_tensor
 
-    multi_tensor.lerp_(targets, onlines, weight=weight, skip=skip)
+    multi_tensor.lerp_(targets, onlines, copies, weight=weight, skip=skip)
 
 
 @torch.library.register_fake("unigrad_fast::lerp_", lib=_LIBRARY)
-def _(targets, onlines, weight, skip):
+def _(targets, onlines, copies, weight, skip):
+    return None
+
+
+_LIBRARY.define(
+    "lars_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] velocities, float lr, float momentum, "
+    "float weight_decay, float trust_coefficient, bool adapt, Tensor? skip, Tensor? scale) -> ()"
+)
+
+
+@torch.library.impl(_LIBRARY, "lars_", "CompositeExplicitAutograd")
+def _lars_(weights, gradients, velocities, lr, momentum, weight_decay, trust_coefficient, adapt, skip, scale):
+    from . import multi_tensor
+
+    multi_tensor.lars_(
+        weights,
+        gradients,
+        velocities,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        trust_coefficient=trust_coefficient,
+        adapt=adapt,
+        skip=skip,
+        scale=scale,
+    )
+
+
+@torch.library.register_fake("unigrad_fast::lars_", lib=_LIBRARY)
+def _(weights, gradients, velocities, lr, momentum, weight_decay, trust_coefficient, adapt, skip, scale):
     return None

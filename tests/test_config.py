@@ -75,6 +75,31 @@ def test_imagenet_recipes_with_augmentations_differ_in_nothing_else(name, mixed,
     assert config.model_copy(update={"recipe": plain.recipe, "data": plain.data}) == plain
 
 
+@pytest.mark.parametrize(
+    "name, mixed, views",
+    [("", 0.0, 2), ("_cutmix", 1.0, 2), ("_multicrop", 0.0, 8), ("_cutmix_multicrop", 1.0, 8)],
+)
+def test_the_800_epoch_recipes_are_the_papers_second_setting(name, mixed, views):
+    """The rest is as for 100 epochs."""
+    config, short = resolve(f"imagenet_800ep{name}"), resolve(f"imagenet_100ep{name}")
+    descent = config.optimizer
+    assert (descent.name, descent.momentum, descent.weight_decay, descent.clip_norm) == ("lars", 0.9, 1e-6, 0)
+    assert (descent.base_lr, descent.bias_base_lr, descent.exclude_bias_and_norm) == (0.3, 0.05, True)
+    assert (config.schedule.epochs, config.schedule.warmup_epochs, config.schedule.kind) == (800, 10, "cosine")
+    assert (config.data.batch_size, config.model.projector.width, config.model.projector.depth) == (4096, 8192, 3)
+    assert (config.data.cutmix.probability, len(config.data.views())) == (mixed, views)
+    assert (config.target, config.objective, config.engine) == (short.target, short.objective, short.engine)
+    assert config.data.model_copy(update={"batch_size": 1024}) == short.data
+    config.check_world(32)
+
+
+def test_the_wide_recipe_differs_in_width_and_in_how_its_memory_is_shared():
+    config, plain = resolve("width_16384"), resolve("imagenet_100ep")
+    assert (config.model.projector.width, config.engine.zero_stage) == (16384, 2)
+    alike = {name: getattr(plain, name) for name in ("recipe", "model", "engine")}
+    assert config.model_copy(update=alike) == plain
+
+
 def test_views_can_be_changed_one_by_one_from_the_command_line():
     views = resolve(
         overrides=(
@@ -374,6 +399,13 @@ def test_one_image_per_rank_is_refused_without_synchronised_batch_norm():
     config.check_world(2)
     with pytest.raises(UserError, match="is too small for 4 ranks x 1 accumulation step; use 8"):
         config.check_world(4)
+
+
+def test_compiled_networks_are_refused_where_batch_norm_meets_other_ranks():
+    for ranks, synchronised in ((1, True), (2, False)):
+        resolve(overrides={"engine": {"compile": True}, "model": {"sync_batch_norm": synchronised}}).check_world(ranks)
+    with pytest.raises(UserError, match=r"engine\.compile = true: with 2 ranks .*; leave it out, or set"):
+        resolve(overrides={"engine": {"compile": True}}).check_world(2)
 
 
 @given(batch=st.integers(2, 300), ranks=st.integers(1, 9), steps=st.integers(1, 9), synchronised=st.booleans())

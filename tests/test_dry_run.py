@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from unittest import mock
 
 import pytest
 import torch
 from thin import thin
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Card, walk
+from unigrad_fast.dry_run import Card, prepared, walk
+from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import trainer as training
+from unigrad_fast.training.reduction import BucketedReduction
 
 CARD = Card.of("h100")
 NORMS = 15  # of the thin network, two of them in the projector
@@ -35,6 +41,8 @@ CASES = {
     "multi-crop": {"data": {"recipe": "multicrop", "local_views": {"size": 16}}},
     "CutMix": {"data": {"cutmix": {"probability": 1.0, "group": 2}}},
     "accumulation": {"engine": {"accumulation_steps": 2}},
+    "LARS": {"optimizer": {"name": "lars", "clip_norm": 1.0, "exclude_bias_and_norm": True, "bias_base_lr": 0.01}},
+    "AdamW": {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
 }
 
 
@@ -76,6 +84,17 @@ def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_70_ms_by_
     found = walk(config, 8, CARD)
     assert found.meetings <= 180
     assert found.seconds <= 0.070 and found.waits == []
+
+
+@pytest.mark.long
+def test_a_step_with_multi_crop_has_at_most_290_collectives_with_those_of_its_gradients():
+    tree = {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}}
+    found = walk(resolve("imagenet_100ep_multicrop", tree), 8, CARD)
+    encoder = training.build_encoder(resolve("imagenet_100ep_multicrop", tree).model, 0, torch.device("meta"))
+    norms = sum(isinstance(module, GroupedBatchNorm) for module in encoder.modules())
+    buckets = len(BucketedReduction(encoder.parameters()).buckets)
+    assert buckets > 1 and found.collectives["reduce"].count == 2 * norms + buckets
+    assert found.meetings <= 290 and found.waits == []
 
 
 def reading(self, online, target, mix=None):
@@ -129,9 +148,71 @@ def test_memory_is_what_the_tensors_take():
     assert found.peak["correlation"] >= 4 * 64 * 64 + 8
 
 
+def test_lars_takes_two_launches_and_one_more_for_biases_and_norms_by_themselves():
+    with thin():
+        alike, apart = (
+            walk(configured(1, optimizer={"name": "lars", "exclude_bias_and_norm": excluded}), 1, CARD)
+            for excluded in (False, True)
+        )
+    assert apart.parts["optimizer"].launches == alike.parts["optimizer"].launches + 1
+    assert apart.peak["momentum"] == apart.peak["weights"]
+
+
+def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
+    config = configured(1, engine={"precision": "bf16"})
+    with thin():
+        encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
+        found = walk(config, 1, CARD)
+        with mock.patch.object(training, "make_copies", return_value={}):
+            casting = walk(config, 1, CARD)
+    layers = [module for module in encoder.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    weights = [parameter for layer in layers for parameter in layer.parameters()]
+    assert casting.parts["casts"].launches - found.parts["casts"].launches == len(weights)
+    low = 2 * sum(parameter.numel() for parameter in weights)
+    assert found.peak["the target's weights in bf16"] == low
+    assert found.parts["target"].launches == casting.parts["target"].launches
+    assert found.parts["target"].written - casting.parts["target"].written == low
+    assert found.parts["target"].read == casting.parts["target"].read
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Bytes that torch's allocator has given out, after each time it gave some or took some back."""
+    sizes: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        yield sizes
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    sizes += accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [("two views", "fp32"), ("two views", "bf16"), ("multi-crop", "fp32")],
+)
+def test_memory_is_what_the_allocator_gives_the_same_step(case, precision):
+    """On the branches of the CPU, which can be computed here."""
+    changes = CASES[case] | {"engine": {**CASES[case].get("engine", {}), "precision": precision}}
+    config = configured(1, images=8, **changes)
+    with thin(), ExitStack() as stack:
+        counted = walk(config, 1, CARD, as_cuda=False).peak
+        with allocations() as lasting:
+            trainer, batches = stack.enter_context(prepared(config, 1))
+            trainer.step(0, iter(batches))
+        with allocations() as passing:
+            trainer.step(1, iter(batches))
+    views = sum(view.nbytes for batch in batches for view in batch.views)
+    most = counted.pop("activations, gradients and what passes")
+    assert max(passing) == pytest.approx(most, rel=0.1)
+    assert lasting[-1] - views == pytest.approx(sum(counted.values()), rel=0.1)
+
+
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match="zero_stage = 1"):
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.target_stream = true: the dry run"):
+        walk(configured(1, engine={"target_stream": True}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
+        walk(configured(1, engine={"compile": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):

@@ -73,7 +73,12 @@ def test_installed_package_finds_kernels_pipelines_benchmarks_and_recipes(site, 
         "imagenet_100ep_cutmix",
         "imagenet_100ep_cutmix_multicrop",
         "imagenet_100ep_multicrop",
+        "imagenet_800ep",
+        "imagenet_800ep_cutmix",
+        "imagenet_800ep_cutmix_multicrop",
+        "imagenet_800ep_multicrop",
         "quickstart",
+        "width_16384",
     ]
 
 

@@ -21,6 +21,7 @@ from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
+from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ended is None:
             raise
         status, said = ended
-        print(said, file=sys.stderr)
+        print(harmless(said), file=sys.stderr)
     finally:
         lost = console.end()
     if lost and status == 0:
@@ -123,7 +124,7 @@ def explained(error: BaseException) -> tuple[int, str] | None:
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     prefix = "error" if rank == "0" else f"error on rank {rank}"
     if isinstance(error, UserError | DataError):
-        return 2, "\n".join(f"{prefix}: {line}" for line in str(error).splitlines())
+        return 2, "\n".join(f"{prefix}: {line}" for line in str(error).split("\n"))
     if isinstance(error, Preempted):
         return error.status, f"{'interrupted' if error.status == INTERRUPTED else 'preempted'}: {error}"
     if isinstance(error, RunStopped):

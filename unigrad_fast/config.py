@@ -169,16 +169,22 @@ class Target(Node):
 
 
 class Optimizer(Node):
-    name: Literal["sgd"] = "sgd"
-    """Optimizer (paper: SGD for 100 epochs)."""
+    name: Literal["sgd", "lars", "adamw"] = "sgd"
+    """Optimizer (paper: sgd for 100 epochs, lars for 800; adamw: ours, untried on ImageNet)."""
     base_lr: float = Field(default=0.05, gt=0)
     """Peak learning rate per 256 images: the rate is base_lr * data.batch_size / 256 (paper: 0.05)."""
+    bias_base_lr: float | None = Field(default=None, gt=0)
+    """The same for biases and batch norm; null is base_lr (paper: sgd the same, lars 0.05 beside 0.3)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """SGD momentum (paper: 0.9)."""
+    """Momentum, of adamw the first moment's (paper: 0.9)."""
+    second_momentum: float = Field(default=0.999, ge=0, lt=1)
+    """Of adamw, the second moment's (Adam paper: 0.999); sgd and lars have none."""
     weight_decay: float = Field(default=1e-4, ge=0)
-    """L2 penalty on the weights (paper: 1e-4)."""
+    """L2 penalty on the weights, of adamw decoupled (paper: sgd 1e-4, lars 1e-6)."""
     exclude_bias_and_norm: bool = False
-    """Leave biases and batch norm out of weight decay (authors' code, SGD: no)."""
+    """No decay of biases and batch norm, and no adaptation by lars (authors' code: sgd false; paper: lars true)."""
+    trust_coefficient: float = Field(default=0.001, gt=0)
+    """Of lars, the ratio of an update's norm to its weight's at learning rate 1 (LARS paper: 0.001)."""
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of the whole gradient; 0 is no clipping (authors' code)."""
 
@@ -199,10 +205,16 @@ class Engine(Node):
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
+    tf32: bool = False
+    """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
+    compile: bool = False
+    """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
+    target_stream: bool = False
+    """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
 
 
 class Checkpoint(Node):
@@ -344,9 +356,19 @@ class Config(Node):
         reason = f"does not divide over {where}" if batch % parts else f"is too small for {where}"
         return [f"data.batch_size = {batch}: {reason}; use {nearest}"]
 
+    def images_at_once(self, world_size: int) -> int:
+        """Images of a rank and micro-batch."""
+        return self.data.batch_size // (world_size * self.engine.accumulation_steps)
+
     def check_world(self, world_size: int) -> None:
         """Raises UserError when the run cannot be spread over `world_size` ranks."""
-        if problems := self._batch_problems(world_size):
+        problems = self._batch_problems(world_size)
+        if self.engine.compile and world_size > 1 and self.model.sync_batch_norm:
+            problems.append(
+                f"engine.compile = true: with {world_size} ranks batch norm exchanges statistics, which is not "
+                "compiled; leave it out, or set model.sync_batch_norm false"
+            )
+        if problems:
             raise UserError("\n".join(problems))
 
 

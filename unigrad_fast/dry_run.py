@@ -8,7 +8,8 @@ Not walked, because it is no part of a step or cannot be done on such tensors: t
 the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. ZeRO stage 0 only.
 
 Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but no less than
-a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once.
+a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once. Memory is what
+operators return and what lasts; what a kernel takes for itself while it runs is not seen.
 """
 
 from __future__ import annotations
@@ -136,20 +137,26 @@ class Card:
         )
 
 
-def walk(config: Config, ranks: int, card: Card) -> Walk:
+def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """The second step of a run on so many cards, as rank 0 sees it; in the first, memory is made that stays.
 
+    Args:
+        as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
+
     Raises:
-        UserError: the batch does not divide over the ranks, or a ZeRO stage that is not walked.
+        UserError: the batch does not divide over the ranks, or a ZeRO stage or compiled networks, which are not walked.
         RuntimeError: the step reads a value; or there is a process group already.
     """
     if config.engine.zero_stage:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
+    if config.engine.target_stream:
+        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.compile:
+        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
     found = Walk()
-    with _process_group(ranks), as_on_cuda(), FakeTensorMode(allow_non_fake_inputs=True):
-        trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
-        batches = [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
+    branches = as_on_cuda() if as_cuda else contextlib.nullcontext()
+    with branches, FakeTensorMode(allow_non_fake_inputs=True), prepared(config, ranks) as (trainer, batches):
         try:
             with _spies(found):
                 trainer.step(0, iter(batches))
@@ -159,6 +166,14 @@ def walk(config: Config, ranks: int, card: Card) -> Walk:
         except DataDependentOutputException as error:
             raise RuntimeError(f"the step reads a value ({error.func}), for which the host waits") from error
     return found
+
+
+@contextlib.contextmanager
+def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, list[Batch]]]:
+    """Rank 0's trainer in a process group without peers, and the batches of a step."""
+    with _process_group(ranks):
+        trainer = _trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
+        yield trainer, [_batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
 
 
 @contextlib.contextmanager
@@ -198,7 +213,7 @@ def _trainer(config: Config, world: World) -> training.Trainer:
 
 def _batch(config: Config, ranks: int) -> Batch:
     """A rank's micro-batch, as the loader hands it over on a GPU."""
-    images = config.data.batch_size // (ranks * config.engine.accumulation_steps)
+    images = config.images_at_once(ranks)
     views = [
         torch.empty(images, 3, view.size, view.size).contiguous(memory_format=torch.channels_last)
         for view in config.data.views()
@@ -307,6 +322,8 @@ class _Count(TorchDispatchMode):
         written += sum(_bytes(t) for t in operands if id(t) in changed)
         if short in ("copy_", "fill_", "zero_", "new_zeros", "zeros", "ones", "full"):
             read = _bytes(args[1]) if short == "copy_" and isinstance(args[1], Tensor) else 0
+        elif name == "unigrad_fast::lerp_":  # the copies are only written
+            read -= sum(map(_bytes, args[2]))
         packet = operator.overloadpacket
         flops = 0
         if packet in flop_registry:
@@ -323,6 +340,9 @@ class _Count(TorchDispatchMode):
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
         passes = 1
+        if name == "unigrad_fast::lars_" and args[7]:  # the norms are found first
+            passes = 2
+            read += sum(map(_bytes, (*args[0], *args[1])))
         if short == "convolution_backward":  # for the input and for the weight
             passes = sum(args[10][:2])
             read += _bytes(args[0])
@@ -359,6 +379,7 @@ def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
         "weights": online,
         "momentum": [t for p in online for t in state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
+        "the target's weights in bf16": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [t for t in vars(trainer.objective.average).values() if isinstance(t, Tensor)]
         + list(trainer.objective.average.buffers()),

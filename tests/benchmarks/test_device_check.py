@@ -19,10 +19,12 @@ sys.exit(device_check.main())
 """
 
 
-def dry_run(change: str = "", only: str = "kernels", *options: str) -> subprocess.CompletedProcess:
+def dry_run(
+    change: str = "", only: str = "kernels", *options: str, absent: tuple[str, ...] = ABSENT
+) -> subprocess.CompletedProcess:
     """The check in the interpreter, where only torch, Triton, NumPy, Pillow and DALI are installed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "UNIGRAD_K"))}
-    code = CODE.format(absent=ABSENT, change=change, only=only, options=options)
+    code = CODE.format(absent=absent, change=change, only=only, options=options)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -38,6 +40,19 @@ def test_all_that_the_interpreter_can_do_is_good_without_any_further_package():
     done = dry_run()
     check_good(done, ("dz, ieee", "dz, fp16", "bitwise equal", "LARS", "target update", "batch norm, float16"))
     assert "ours, fp32" in done.stdout  # the benchmark ran too
+
+
+def test_a_step_on_two_ranks_and_its_variants_run_on_the_cpu(tmp_path):
+    results = tmp_path / "results"
+    done = dry_run("", "step", "--output", str(results), absent=("deepspeed", "nvidia.dali"))
+    variants = ("ours, resnet18", "a pass for each view", "torch's norms", "networks alone")
+    check_good(done, ("waits of the host, ours", *variants))
+    assert "0 and 0 a step on 2 ranks" in done.stdout
+    assert not results.exists()
+
+
+def test_without_torchvision_the_step_is_not_checked_and_that_is_said():
+    assert "not checked: pydantic is not installed" in dry_run("", "step").stdout
 
 
 PARTS = (

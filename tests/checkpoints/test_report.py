@@ -26,8 +26,8 @@ def test_show_says_what_the_newest_checkpoint_holds(run, capsys, monkeypatch):
     assert rows["folder"] == str(run / "checkpoints/step-00000020")
     assert rows["step, epoch"] == "20, 2"
     assert rows["written by"] == "1 rank"
-    assert rows["online"] == "2 tensors, 16 elements, 0.0 MiB"
-    assert rows["target"] == "1 tensors, 12 elements, 0.0 MiB"
+    assert rows["online"] == "2 tensors, 16 elements, 64 bytes"
+    assert rows["target"] == "1 tensors, 12 elements, 48 bytes"
     assert rows["checkpoints of the run"] == "step-00000010, step-00000020"
     assert main(["checkpoint", "show", str(run / "checkpoints/step-00000010")]) == 0
     assert "step-00000010" in capsys.readouterr().out

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import triton.language as tl
 from ahead_of_time import compiled, wide_accesses
 
 from unigrad_fast.benchmarks.compile_report import resources
@@ -15,7 +18,11 @@ from unigrad_fast.kernels.multi_tensor import (
     square_sums_kernel,
 )
 
-TYPES = {"p_chunks": "*i64", "p_addresses": "*i64", "p_skip": "*fp32", "p_sums": "*fp32"}  # all others are fp32
+# All others are fp32.
+TYPES = {
+    "p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_skip": "*fp32", "p_scale": "*fp32",
+    "p_sums": "*fp32", "copies": "i32",
+}  # fmt: skip
 LARS = {"BLOCK": BLOCK, "MAX_CHUNKS": MAX_CHUNKS}
 PER_STREAM = BLOCK // (32 * WARPS * 4)  # 128-bit accesses of one thread to one tensor's block
 
@@ -24,7 +31,8 @@ PER_STREAM = BLOCK // (32 * WARPS * 4)  # 128-bit accesses of one thread to one 
 @pytest.mark.parametrize(
     ("kernel", "constants", "read", "written"),
     [
-        pytest.param(lerp_kernel, {"BLOCK": BLOCK}, 2, 1, id="lerp"),
+        pytest.param(lerp_kernel, {"BLOCK": BLOCK, "DTYPE": None, "p_copies": None}, 2, 1, id="lerp"),
+        pytest.param(lerp_kernel, {"BLOCK": BLOCK, "DTYPE": tl.bfloat16}, 2, 1, id="lerp_and_copy"),
         pytest.param(square_sums_kernel, {"BLOCK": BLOCK}, 2, 0, id="square_sums"),
         pytest.param(lars_kernel, {**LARS, "ADAPT": True}, 3, 2, id="lars"),
         pytest.param(lars_kernel, {**LARS, "ADAPT": False}, 3, 2, id="lars_without_ratio"),
@@ -34,10 +42,12 @@ def test_blocks_move_128_bits_at_a_time_and_registers_suffice(
     kernel, constants, read, written, architecture, tmp_path, monkeypatch, record_property
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    names = [name for name in kernel.arg_names if name in TYPES]
+    names = [name for name in kernel.arg_names if TYPES.get(name, "").startswith("*")]
     result = compiled(kernel, architecture, constants, lambda name: TYPES.get(name, "fp32"), names, WARPS)
     assert wide_accesses(result, "ld") == read * PER_STREAM
     assert wide_accesses(result, "st") == written * PER_STREAM
+    if constants.get("DTYPE"):  # four elements of bf16 are 64 bits
+        assert len(re.findall(r"st\.global[\w.:]*\.v2\.b32", result.asm["ptx"])) == PER_STREAM
     registers, stack = resources(result.asm["cubin"])
     record_property("registers", registers)
     assert stack == 0

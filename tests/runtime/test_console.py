@@ -165,6 +165,16 @@ def test_names_that_are_no_text_can_be_printed_everywhere():
     assert fallback.fitted("文", "ascii") == "\\u6587"
 
 
+def test_what_steers_a_terminal_is_shown_as_codes(capfd):
+    from unigrad_fast.cli import main
+
+    assert main(["data", "scan", "no/\x1b[31mfolder\r\x9b"]) == 2
+    out, err = capfd.readouterr()
+    assert "no/\\x1b[31mfolder\\x0d\\x9b" in out and "no/\\x1b[31mfolder\\x0d\\x9b does not exist" in err
+    assert not {"\x1b", "\r", "\x9b"} & {*out, *err}
+    assert fallback.harmless("a line\n\tand another") == "a line\n\tand another"
+
+
 def test_a_descriptor_that_is_full_for_now_is_waited_for():
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

@@ -94,7 +94,7 @@ def momentum(trainer: Trainer) -> dict[str, Tensor]:
     shapes = [p.numel() for _, p in trainer.fragments.named]
     flat = torch.zeros(sum(shapes))  # each element is held by one rank, so that adding in fp32 is exact
     whole = {name: values for (name, _), values in zip(trainer.fragments.named, flat.split(shapes), strict=True)}
-    for f in trainer.fragments.momentum():
+    for f in trainer.fragments.kept("momentum"):
         whole[f.name][f.start : f.start + f.tensor.numel()] = f.tensor.reshape(-1)
     if trainer.fragments.sharded:
         dist.all_reduce(flat)

@@ -81,5 +81,5 @@ def test_a_disk_with_room_for_less_than_two_checkpoints_is_warned_of(tmp_path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9 << 30, 0, 3 << 30))
     assert little_space(tmp_path, checkpoint=3 << 29, keep=2) is None
     said = little_space(tmp_path, checkpoint=2 << 30, keep=2)
-    assert f"3.00 GiB are free on the disk of {tmp_path}, a checkpoint takes 2.00 GiB" in said
+    assert f"3 GiB are free on the disk of {tmp_path}, a checkpoint takes 2 GiB" in said
     assert "checkpoint.keep = 2 has up to 3 of them there; make room" in said and "\n" not in said

@@ -16,8 +16,8 @@ from unigrad_fast.runtime.validation import leaves, shown, validate
 
 # What decides the network, the images and the accuracy.
 DECIDING = (
-    *("seed", "data.train", "data.val", "data.image_size", "model", "engine.precision"),
-    *("evaluation.crop_fraction", "evaluation.knn"),
+    *("seed", "data.train", "data.val", "data.image_size", "model"),
+    *("engine.precision", "engine.tf32", "evaluation.crop_fraction", "evaluation.knn"),
 )
 # What another machine may need otherwise: RUN/config.yaml may change it.
 OF_THE_MACHINE = (

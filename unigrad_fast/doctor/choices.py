@@ -30,7 +30,7 @@ def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
         Finding("device", f"{world.device}, {detail}"),
         _ranks(world, "no launcher" if launcher == "single" else f"launched by {launcher}"),
         Finding("process group", "nccl, gloo for CPU tensors" if world.backend == "nccl" else world.backend),
-        Finding("precision", f"{dtype} (engine.precision auto)"),
+        Finding("precision", f"{dtype} (engine.precision auto)" + (", TF32 off (engine.tf32)" if on_gpu else "")),
         _decoder(scene, unusable),
         _kernels(world.device),
         Finding("batch norm", _batch_norm(world.device)),

@@ -190,7 +190,6 @@ class _Training:
         with torch.no_grad():
             for name, weight in self.classifier.named_parameters():
                 weight.copy_(state[name])
-                self.optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             for name, buffer in self._momentum():
                 buffer.copy_(state[f"{name}.momentum"])
         if self.probe.world.rank == 0:
@@ -201,7 +200,7 @@ class _Training:
 
     def _momentum(self) -> list[tuple[str, Tensor]]:
         named = self.classifier.named_parameters()
-        return [(name, self.optimizer.state[weight]["momentum_buffer"]) for name, weight in named]
+        return [(name, self.optimizer.state_of(weight)["momentum"]) for name, weight in named]
 
 
 def micro_batches(batch_size: int, ranks: int, most: int) -> int:

@@ -31,7 +31,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.precision import autocast_dtype
+from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
 
@@ -220,6 +220,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             for line in told:
                 console.print(f"warning: {line}", soft_wrap=True)
             config = asked.of(config)
+            stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
             train, val, said = read_manifests(config, world)

@@ -13,6 +13,7 @@ from unigrad_fast.pipelines import RECIPES, CutMix, View
 from unigrad_fast.pipelines.recipes import recipe as make_recipe
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.outputs import holds_run
 
 ENDINGS = (".yaml", ".yml")
 
@@ -93,7 +94,7 @@ def _own_recipe(path: Path) -> str | Path | None:
     if _is_file(path):
         return path
     config = path / "config.yaml"
-    if os.path.isfile(config) and any(os.path.exists(path / name) for name in ("checkpoints", "metrics.jsonl")):
+    if os.path.isfile(config) and holds_run(path):
         return config
     is_name = path.name in recipe_names() and path.parent == Path.cwd()
     return path.name if is_name and not os.path.lexists(path) else None

@@ -1,1 +1,1 @@
-"""What training and evaluation share: LARS, SGD that drops bad steps, schedules."""
+"""What training and evaluation share: SGD, LARS and AdamW that drop bad steps, schedules."""

@@ -80,9 +80,14 @@ def end() -> str | None:
     return raw.failure.strerror if isinstance(raw, Outlet) and raw.failure else None
 
 
+class _Console(Console):
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(fallback.harmless(each) if isinstance(each, str) else each for each in objects), **settings)
+
+
 def new_console(**settings: Any) -> Console:
-    """A console that shows text as it is, for the name of a folder may look like markup."""
-    return Console(**{"markup": False, "highlight": False, **settings})
+    """A console that shows text as it is, for the name of a folder may look like markup, or steer a terminal."""
+    return _Console(**{"markup": False, "highlight": False, **settings})
 
 
 def fitted(text: str) -> str:

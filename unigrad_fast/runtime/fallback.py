@@ -11,7 +11,7 @@ TWINS = {
     **{"–": "-", "−": "-", "·": "*", "×": "x", "±": "+-", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">="},
     **{"‖": "||", "√": "sqrt ", "Σ": "sum ", "µ": "u", "μ": "mu", "\N{COMBINING CIRCUMFLEX ACCENT}": "^"},
     **{"α": "alpha", "β": "beta", "γ": "gamma", "ε": "epsilon", "θ": "theta", "λ": "lambda", "π": "pi", "ρ": "rho"},
-    **{"σ": "sigma", "•": "*", "²": "^2", "³": "^3"},
+    **{"σ": "sigma", "•": "*", "⟨": "<", "⟩": ">", "²": "^2", "³": "^3"},
     **dict.fromkeys("─━═╌╍┄┅┈┉╴╶╸╺╼╾", "-"),
     **dict.fromkeys("│┃║╎╏┆┇┊┋╵╷╹╻╽╿", "|"),
     **{chr(code): "#" for code in range(0x2580, 0x25A0)},  # blocks
@@ -24,7 +24,7 @@ def twin(character: str) -> str:
     """What stands for a character in ASCII; for a byte of a file's name that is no text, its code."""
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # as os.fsdecode gives it
-        return f"\\x{code - 0xDC00:02x}"
+        return _code(chr(code - 0xDC00))
     if character in TWINS:
         return TWINS[character]
     if code in CORNERS:
@@ -45,6 +45,15 @@ codecs.register_error(NAME, _stand_in)
 def printable(text: str) -> str:
     """Text that may hold a file's name that is none, as text."""
     return text.encode("utf-8", NAME).decode()
+
+
+def harmless(text: str) -> str:
+    """Text with codes for what steers a terminal, which a file's name may hold."""
+    return "".join(_code(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def _code(character: str) -> str:
+    return f"\\x{ord(character):02x}"
 
 
 def fitted(text: str, encoding: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.validation import byte_size
 
 # As torch's allocators, CUDA and its libraries, NCCL, DALI and the C++ library say it.
 SIGNS = re.compile(
@@ -33,15 +34,7 @@ def asked_for(error: BaseException) -> str:
     if match is None:
         return ""
     number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
-    return f"; {size(float(number) * UNITS[unit])} more could not be had"
-
-
-def size(number: float) -> str:
-    """Bytes for the eye."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if number >= UNITS[unit]:
-            return f"{number / UNITS[unit]:.3g} {unit}"
-    return f"{number:.0f} bytes"
+    return f"; {byte_size(float(number) * UNITS[unit])} more could not be had"
 
 
 @contextmanager
@@ -67,6 +60,6 @@ def room_for(
         if not is_out_of_memory(error):
             raise
         expected = expected() if callable(expected) else expected
-        needs = "" if expected is None else f", which takes about {size(expected)}"
+        needs = "" if expected is None else f", which takes about {byte_size(expected)}"
         ending = f"; {state}" if state else ""
         raise kind(f"out of memory while making {what}{needs}{asked_for(error)}; {remedy}{ending}") from None

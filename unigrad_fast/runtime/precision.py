@@ -1,7 +1,9 @@
-"""The arithmetic that the networks compute in."""
+"""The arithmetic that the networks compute in, and what of it torch keeps for the whole process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,3 +29,50 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "bf16" or (precision == "auto" and has_fast_bf16(device)):
         return torch.bfloat16
     return None
+
+
+@contextmanager
+def tensor_float32(allowed: bool) -> Iterator[None]:
+    """While inside, CUDA's fp32 matrix products and convolutions are computed in TF32, or not, whatever was set.
+
+    torch's default is TF32 in convolutions and not in products.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    settings = (matmul, cudnn.conv, cudnn.rnn)
+    before = [each.fp32_precision for each in settings]
+    try:
+        # The older of torch's two interfaces keeps words of its own, and whoever reads them meets an error where the
+        # other contradicts. Where it does already, they stay as they are.
+        older = (torch.get_float32_matmul_precision(), cudnn.allow_tf32)
+    except RuntimeError:
+        older = None
+    try:
+        if older is not None:
+            matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+        for each in settings:
+            each.fp32_precision = "tf32" if allowed else "ieee"
+        yield
+    finally:
+        if older is not None:
+            products, cudnn.allow_tf32 = older
+            matmul.allow_tf32 = products != "highest"
+            if products == "medium":
+                torch.set_float32_matmul_precision(products)
+        for each, value in zip(settings, before, strict=True):
+            each.fp32_precision = value
+
+
+@contextmanager
+def fastest_convolutions(device: torch.device) -> Iterator[None]:
+    """While inside, cuDNN tries its algorithms on each new shape and keeps the fastest; on a GPU only.
+
+    Not where torch was told to be deterministic: which one is the fastest may differ from start to start.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    if device.type == "cuda" and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled()):
+        cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before

@@ -208,8 +208,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def byte_size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+def byte_size(size: float) -> str:
+    """Bytes for the eye, in three digits."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.3g} {unit}"
+    return f"{size:.0f} bytes"
 
 
 def count(number: int, noun: str) -> str:

@@ -1,13 +1,13 @@
 """All that a run needs to go on as if it had not been interrupted: what it is, saving it, and putting it back.
 
-    online.*     weights, and the running buffers of batch norm       momentum.*   of the optimizer, per weight
+    online.*     weights, and the running buffers of batch norm       momentum.*   of SGD and LARS, per weight
     target.*     the same of the target branch                        objective.*  F and the number of its updates
-    gate.*       counters of dropped steps
+    gate.*       counters of dropped steps                            exp_avg.*, exp_avg_sq.*, step.*  of AdamW
 
-with the step, from which the schedules and the data of every later step follow. Weights and momentum come from the
-fragments of the ZeRO stage, F from where it is placed; what all ranks hold alike is written in shares. So any stage,
-placement and number of ranks reads what any other wrote, bit for bit; of an F that was sharded and is replicated now
-the upper triangle, since shards are symmetric to rounding.
+with the step, from which the schedules and the data of every later step follow. Weights and what the optimizer keeps
+come from the fragments of the ZeRO stage, F from where it is placed; what all ranks hold alike is written in shares. So
+any stage, placement and number of ranks reads what any other wrote, bit for bit; of an F that was sharded and is
+replicated now the upper triangle, since shards are symmetric to rounding.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.training.fragments import Fragment, whole
 from unigrad_fast.training.same_run import contradictions
+from unigrad_fast.training.target import refresh_
 from unigrad_fast.training.trainer import Trainer
 
 LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares
@@ -79,12 +80,14 @@ def restore(trainer: Trainer, reader: Reader) -> None:
                 tensor.copy_(reader.tensor(fragment.name))
     trainer.objective.average.accept()
     trainer.fragments.refresh()
+    refresh_(trainer.target_copies, trainer.target)
     trainer.steps_done = reader.about["step"]
 
 
 def state(trainer: Trainer) -> Iterator[Fragment]:
     """Everything that a step may change, as this rank holds it, under the names it has in a checkpoint."""
-    for branch, fragments in (("online", trainer.fragments.parameters()), ("momentum", trainer.fragments.momentum())):
+    kept = [(kind, trainer.fragments.kept(kind)) for kind in trainer.optimizer.kinds]
+    for branch, fragments in (("online", trainer.fragments.parameters()), *kept):
         for f in fragments:
             yield Fragment(f"{branch}.{f.name}", f.shape, f.start, f.tensor, f.replicated)
     for name, buffer in trainer.online.module.named_buffers():
@@ -106,10 +109,11 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
 def size(trainer: Trainer) -> int:
     """Bytes of a checkpoint, near enough: of its tensors, whatever each rank writes of them."""
     online, fp32 = trainer.online.module, 4
-    weights_and_momentum = 2 * fp32 * sum(parameter.numel() for parameter in online.parameters())
+    copies = 1 + trainer.optimizer.copies
+    weights_and_kept = copies * fp32 * sum(parameter.numel() for parameter in online.parameters())
     others = [*online.buffers(), *trainer.target.state_dict().values()]
     correlation = fp32 * trainer.objective.width**2
-    return weights_and_momentum + correlation + sum(tensor.numel() * tensor.element_size() for tensor in others)
+    return weights_and_kept + correlation + sum(tensor.numel() * tensor.element_size() for tensor in others)
 
 
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:

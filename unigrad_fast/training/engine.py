@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from unigrad_fast import config
+from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
-from unigrad_fast.training.optimizers import SGD
 
 
 def build_engine(
     module: nn.Module,
-    optimizer: SGD,
+    optimizer: Gated,
     *,
     settings: config.Engine,
     micro_batch_size: int,
@@ -22,7 +21,8 @@ def build_engine(
 ):
     """A DeepSpeed engine for the online encoder; the process group must exist.
 
-    Parameters are the same on all ranks afterwards; at ZeRO stage 0 they lie channels-last.
+    Parameters are the same on all ranks afterwards; at ZeRO stage 0 they lie channels-last, and the engine does not
+    reduce gradients (see `reduction`).
 
     Args:
         module: the online encoder, contiguous, on its device.
@@ -55,6 +55,6 @@ def build_engine(
         # Only now: DeepSpeed's broadcast of the parameters takes contiguous tensors alone. At the other stages they
         # are slices of one flat tensor, and the channels-last input alone decides the layout of what follows.
         engine.module.to(memory_format=torch.channels_last)
-        # One rank has nothing to reduce; DeepSpeed would copy all gradients into a buffer and back.
-        engine.enable_backward_allreduce = dist.get_world_size() > 1
+        # `reduction` does it while backward runs; DeepSpeed would copy all gradients into a buffer and back.
+        engine.enable_backward_allreduce = False
     return engine

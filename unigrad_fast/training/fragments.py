@@ -1,4 +1,4 @@
-"""Where every parameter's elements, momentum and gradient live, at each ZeRO stage.
+"""Where every parameter's elements, gradient and what the optimizer keeps for it live, at each ZeRO stage.
 
 At stage 0 every rank holds all of them. At stages 1 and 2 DeepSpeed hands the optimizer one flat fp32 partition per
 parameter group and rank, in which a parameter has a range of its elements, or none: the one place that knows which
@@ -7,16 +7,18 @@ is here. Whatever needs norms of layers, or state by name, is built on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from unigrad_fast.optimization.gated import Gated, Stretch
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import gather
-from unigrad_fast.training.optimizers import SGD
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ def whole(name: str, tensor: Tensor) -> Fragment:
 
 
 class WholeFragments:
-    """Stage 0: parameters, gradients and momentum are whole on every rank."""
+    """Stage 0: parameters, gradients and what the optimizer keeps are whole on every rank."""
 
     sharded = False
 
-    def __init__(self, engine, optimizer: SGD):
+    def __init__(self, engine, optimizer: Gated):
         self.named = list(engine.module.named_parameters())
         self.optimizer = optimizer
 
@@ -52,9 +54,10 @@ class WholeFragments:
         for name, parameter in self.named:
             yield whole(name, parameter)
 
-    def momentum(self) -> Iterator[Fragment]:
+    def kept(self, kind: str) -> Iterator[Fragment]:
+        """What the optimizer keeps of a kind, one of its `kinds`, by parameter."""
         for name, parameter in self.named:
-            yield whole(name, self.optimizer.momentum_of(parameter))
+            yield whole(name, self.optimizer.state_of(parameter)[kind])
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradient, between the last micro-batch's backward and the step."""
@@ -65,34 +68,58 @@ class WholeFragments:
 
 
 class PartitionedFragments:
-    """Stages 1 and 2: momentum and master weights are split over the ranks, in one flat tensor per group."""
+    """Stages 1 and 2: what the optimizer keeps and master weights are split over the ranks, in a flat tensor per group.
+
+    Attributes:
+        stretches: this rank's pieces of parameters in the flat tensors, which they fill in this order but for padding.
+    """
 
     sharded = True
 
-    def __init__(self, engine, optimizer: SGD):
+    def __init__(self, engine, optimizer: Gated):
         self.named = list(engine.module.named_parameters())
         self.zero, self.optimizer = engine.optimizer, optimizer
-        group_of = {id(p): number for number, group in enumerate(self.zero.bit16_groups) for p in group}
-        # (name, shape, first element in the parameter, flat tensor, first element in it, elements)
-        self.places = []
-        for name, parameter in self.named:
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                flat = self.zero.single_partition_of_fp32_groups[group_of[id(parameter)]]
-                at, within = mapping.hp_fragment_address, mapping.lp_fragment_address
-                self.places.append((name, tuple(parameter.shape), within.start, flat, at.start, at.numel))
+        number_of = {id(parameter): number for number, (_, parameter) in enumerate(self.named)}
+        self.flats = list(self.zero.single_partition_of_fp32_groups)
+        self.stretches, self.starts = [], []  # and the first element of each in its parameter
+        for flat, group in zip(self.flats, self.zero.bit16_groups, strict=True):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    at, number = mapping.hp_fragment_address, number_of[id(parameter)]
+                    self.stretches.append(Stretch(flat, at.start, at.numel, number))
+                    self.starts.append(mapping.lp_fragment_address.start)
+        optimizer.divide(self.stretches, len(self.named))
 
     def parameters(self) -> Iterator[Fragment]:
-        for name, shape, start, flat, place, numel in self.places:
-            yield Fragment(name, shape, start, flat.detach()[place : place + numel], replicated=False)
+        return self._fragments(lambda flat: flat.detach())
 
-    def momentum(self) -> Iterator[Fragment]:
-        for name, shape, start, flat, place, numel in self.places:
-            values = self.optimizer.momentum_of(flat)[place : place + numel]
-            yield Fragment(name, shape, start, values, replicated=False)
+    def kept(self, kind: str) -> Iterator[Fragment]:
+        kept = [self.optimizer.state_of(flat)[kind] for flat in self.flats]
+        if kept[0].ndim:
+            yield from self._fragments(lambda flat: self.optimizer.state_of(flat)[kind])
+            return
+        for value, group in zip(kept, self.zero.bit16_groups, strict=True):  # one for all parameters of a flat tensor
+            members = {id(parameter) for parameter in group}
+            yield from (whole(name, value) for name, parameter in self.named if id(parameter) in members)
 
     def gradients(self) -> list[Tensor]:
-        return [part for parts in self.zero.averaged_gradients.values() for part in parts]
+        """Of each stretch; what DeepSpeed has besides is padding."""
+        found = []
+        for number, flat in enumerate(self.flats):
+            parts = self.zero.averaged_gradients[number]  # one after the other they are laid out like the flat tensor
+            starts = list(accumulate((part.numel() for part in parts), initial=0))
+            for stretch in self.stretches:
+                if stretch.flat is flat:
+                    part = bisect_right(starts, stretch.place) - 1
+                    offset = stretch.place - starts[part]
+                    found.append(parts[part].reshape(-1)[offset : offset + stretch.numel])
+        return found
+
+    def _fragments(self, of_flat: Callable[[Tensor], Tensor]) -> Iterator[Fragment]:
+        for stretch, start in zip(self.stretches, self.starts, strict=True):
+            name, parameter = self.named[stretch.number]
+            yield Fragment(name, tuple(parameter.shape), start, stretch.of(of_flat(stretch.flat)), replicated=False)
 
     def refresh(self) -> None:
         self.zero.update_lp_params()
@@ -101,7 +128,7 @@ class PartitionedFragments:
 Fragments = WholeFragments | PartitionedFragments
 
 
-def build_fragments(engine, optimizer: SGD) -> Fragments:
+def build_fragments(engine, optimizer: Gated) -> Fragments:
     """The adapter of the engine's stage, checked against the engine's own weights; all ranks call this together.
 
     Raises:

@@ -64,6 +64,11 @@ class StepGate:
         for buffers in self.buffers:
             buffers.keep()
 
+    def undo(self) -> None:
+        """Undo what forward passes have changed since `open`."""
+        for buffers in self.buffers:
+            buffers.restore_where(torch.ones((), device=self.total.device))
+
     def close(self, step: int, skip: Tensor) -> None:
         """After a step: undo what its forward passes changed, where `skip` is not 0, and count."""
         for buffers in self.buffers:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from unigrad_fast.checkpoints.files import complete_checkpoints
+from unigrad_fast.checkpoints.files import Reader, complete_checkpoints
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn_probe import KNNProbe
@@ -15,8 +16,9 @@ from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
@@ -25,6 +27,8 @@ from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.trainer import Trainer
+
+ENOUGH_IMAGES = 96  # on a GPU at once; ours, from the counts of the dry run
 
 
 def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, numbered: bool = False) -> None:
@@ -55,32 +59,46 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
+        stack.enter_context(tensor_float32(config.engine.tf32))
+        stack.enter_context(fastest_convolutions(world.device))
         with run_folder.occupied(config, world, numbered) as config:
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
             probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
-            begins_again = run_folder.begin(config, world, goes_on=saved is not None)
-            progress = None
-            if saved is not None:
-                checkpoint.restore(trainer, saved)
-                progress = saved.about["progress"]
-            size = checkpoint.size(trainer)
-            if world.rank == 0 and (space := run_folder.little_space(config.output, size, config.checkpoint.keep)):
-                warnings.append(space)
-            lengths = trainer.total_steps, trainer.steps_per_epoch
-            with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
-                introduce(telemetry, trainer, train, queries.obstacle)
-                if begins_again:
-                    telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
-                crowded = [] if world.device.type == "cuda" else filter(None, [watch.crowded()])
-                for warning in (*warnings, *said, *queries.told, *crowded):
-                    telemetry.warn(warning)
-                try:
+            warnings += [*said, *queries.told]
+            if world.device.type != "cuda":
+                warnings += filter(None, [watch.crowded()])
+            try:
+                with begun(trainer, saved, train, queries.obstacle, warnings) as telemetry:
                     run(trainer, telemetry, probe, preemption)
-                except Preempted as error:
-                    if not numbered:
-                        raise
-                    raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
+            except Preempted as error:
+                if not numbered:
+                    raise
+                raise Preempted(f"{error}, with {typed('--output', config.output)}", error.status) from None
+
+
+@contextmanager
+def begun(
+    trainer: Trainer, saved: Reader | None, train: Manifest, obstacle: str | None, warnings: list[str]
+) -> Iterator[Telemetry]:
+    """The run's folder made ready, its saved state restored, and its first lines said; inside it tells what happens."""
+    config, world = trainer.config, trainer.world
+    begins_again = run_folder.begin(config, world, goes_on=saved is not None)
+    progress = None
+    if saved is not None:
+        checkpoint.restore(trainer, saved)
+        progress = saved.about["progress"]
+    size = checkpoint.size(trainer)
+    if world.rank == 0 and (space := run_folder.little_space(config.output, size, config.checkpoint.keep)):
+        warnings = [*warnings, space]
+    lengths = trainer.total_steps, trainer.steps_per_epoch
+    with Telemetry(config.output, config, *lengths, world.rank, trainer.steps_done, progress) as telemetry:
+        introduce(telemetry, trainer, train, obstacle)
+        if begins_again:
+            telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
+        for warning in warnings:
+            telemetry.warn(warning)
+        yield telemetry
 
 
 def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
@@ -93,6 +111,9 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         stop_step=trainer.total_steps * trainer.accumulation,
     )
     evaluate(trainer, telemetry, probe, preemption)
+    if trainer.world.device.type == "cuda" and trainer.steps_done < trainer.total_steps:
+        with needs.step(trainer.config, trainer.world, trainer.steps_done):
+            trainer.warm_up()
     while trainer.steps_done < trainer.total_steps:
         try:
             with needs.step(trainer.config, trainer.world, trainer.steps_done):
@@ -202,8 +223,22 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         telemetry.say(f"evaluation is off: {obstacle}")
     elif obstacle is not None:
         telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
+    if said := few_images(config, world):
+        telemetry.warn(said)
     if world.size > 1 and not config.model.sync_batch_norm:
         telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
+
+
+def few_images(config: Config, world: World) -> str | None:
+    """What is said where more GPUs than the batch is worth work on it."""
+    images = config.images_at_once(world.size)
+    if world.device.type != "cuda" or world.size == 1 or images >= ENOUGH_IMAGES:
+        return None
+    return (
+        f"data.batch_size = {config.data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
+        f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
+        + (", or a smaller engine.accumulation_steps" if config.engine.accumulation_steps > 1 else "")
+    )
 
 
 def described(config: Config) -> str:

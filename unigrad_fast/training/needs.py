@@ -11,6 +11,7 @@ from unigrad_fast.checkpoints.files import latest
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.memory import room_for
 from unigrad_fast.runtime.process_group import World
@@ -27,13 +28,16 @@ def network(config: Config) -> AbstractContextManager[None]:
     return room_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
 
 
-def target(encoder: nn.Module) -> AbstractContextManager[None]:
-    return room_for("the target branch, a copy of the network", bytes_of(encoder), SMALLER_NETWORK)
+def target(encoder: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    expected = bytes_of(encoder)
+    if dtype is not None:
+        expected += dtype.itemsize * sum(parameter.numel() for parameter in encoder.parameters())
+    return room_for("the target branch, a copy of the network", expected, SMALLER_NETWORK)
 
 
-def optimizer(encoder: nn.Module) -> AbstractContextManager[None]:
+def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[None]:
     remedy = f"engine.zero_stage 1 or 2 shares it among the ranks; {SMALLER_NETWORK}"
-    return room_for("gradients and the optimizer's state", 2 * bytes_of(encoder), remedy)
+    return room_for("gradients and the optimizer's state", (1 + optimizer.copies) * bytes_of(encoder), remedy)
 
 
 def correlation(config: Config, shards: int) -> AbstractContextManager[None]:
@@ -47,7 +51,7 @@ def correlation(config: Config, shards: int) -> AbstractContextManager[None]:
 
 def step(config: Config, world: World, done: int) -> AbstractContextManager[None]:
     """The activations, gradients and momentum of a step; `done` steps are behind it."""
-    share = config.data.batch_size // (config.engine.accumulation_steps * world.size)
+    share = config.images_at_once(world.size)
     what = f"step {done + 1}, with {share} images at once on each rank"
     remedy = (
         "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "

@@ -1,11 +1,17 @@
-"""The target branch: a momentum copy of the online encoder that receives no gradient."""
+"""The target branch: a momentum copy of the online encoder that receives no gradient.
+
+Its weights are fp32, and what autocast multiplies are copies in a lower precision. Whoever updates the weights writes
+the copies too, so that no pass over images casts them.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.kernels.ops import OPERATORS
@@ -18,24 +24,59 @@ def make_target(online: nn.Module) -> nn.Module:
     return target.train()
 
 
+def make_copies(target: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies, by name, of what autocast casts in each pass: weights of convolutions and linear layers.
+
+    Args:
+        dtype: of autocast; None is fp32, which needs no copies.
+    """
+    cast = [name for name, module in target.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    copies = {
+        name: torch.empty_like(parameter, dtype=dtype)
+        for name, parameter in target.named_parameters()
+        if dtype is not None and name.rpartition(".")[0] in cast
+    }
+    refresh_(copies, target)
+    return copies
+
+
 @torch.no_grad()
-def update_target_(target: nn.Module, online: nn.Module, momentum: float, skip: Tensor) -> None:
+def refresh_(copies: Mapping[str, Tensor], target: nn.Module) -> None:
+    """After the target's weights were written by others than `update_target_`: bring the copies up to date."""
+    for name, low in copies.items():
+        low.copy_(target.get_parameter(name))
+
+
+def embed(target: nn.Module, copies: Mapping[str, Tensor], views: Sequence[Tensor]) -> list[Tensor]:
+    """The target's embeddings of views, with the copies for its weights; under autocast in their dtype."""
+    return functional_call(target, dict(copies), (views,), tie_weights=False)
+
+
+@torch.no_grad()
+def update_target_(
+    target: nn.Module, online: nn.Module, momentum: float, skip: Tensor, copies: Mapping[str, Tensor] | None = None
+) -> None:
     """target ← momentum · target + (1 − momentum) · online, in place; unchanged where `skip` is not 0.
 
     Args:
         momentum: m(s+1) after step s.
         skip: scalar on the parameters' device.
+        copies: of `make_copies`: written as well.
     """
     parameters = list(zip(target.parameters(), online.parameters(), strict=True))
+    copy_of = {target.get_parameter(name): low for name, low in (copies or {}).items()}
     if use_triton(skip.device):
         from unigrad_fast.kernels import multi_tensor
 
-        fused, parameters = multi_tensor.split(parameters)
+        fused, parameters = multi_tensor.split(sorted(parameters, key=lambda pair: pair[0] not in copy_of))
         if fused:
             targets, onlines = zip(*fused, strict=True)
-            OPERATORS.lerp_(targets, onlines, 1.0 - momentum, skip)
+            written = [copy_of.pop(ours) for ours in targets if ours in copy_of]
+            OPERATORS.lerp_(targets, onlines, written, 1.0 - momentum, skip)
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
         weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)
         weight = torch.where(skip != 0, 0.0, weight)
         torch._foreach_lerp_(ours, theirs, [weight] * len(ours))
+    if copy_of:
+        torch._foreach_copy_(list(copy_of.values()), list(copy_of))

@@ -20,14 +20,16 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import needs
+from unigrad_fast.training import compilation, needs
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
-from unigrad_fast.training.target import make_target, update_target_
+from unigrad_fast.training.reduction import backward, build_reduction
+from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
+from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
@@ -42,7 +44,8 @@ class Trainer:
 
     Attributes:
         online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
-        fragments: where the online branch's weights, gradients and momentum lie.
+        target_copies: the target's weights in autocast's dtype, which its forward pass reads.
+        fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
@@ -56,8 +59,11 @@ class Trainer:
             use_triton(world.device)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if config.engine.compile:
+            compilation.require(config, world.size)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
+        self.target_stream = TargetStream(config, world)
         self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
@@ -65,14 +71,15 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
-        images = config.data.batch_size // (self.accumulation * world.size)  # of a rank and micro-batch
+        images = config.images_at_once(world.size)
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        with needs.target(encoder):
+        with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
+            self.target_copies = make_copies(self.target, self.dtype)
         self.optimizer = build_optimizer(encoder, config.optimizer)
-        with needs.optimizer(encoder):
+        with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
                 encoder,
                 self.optimizer,
@@ -82,6 +89,11 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
+        self.reduction = build_reduction(self.online)
+        if config.engine.compile:
+            # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
+            self.online.module.compile()
+            self.target.compile()
         placement, width = config.objective.placement, config.model.projector.width
         if placement == "auto":
             placement = choose(width, images, len(config.data.views()), world.size)
@@ -104,7 +116,7 @@ class Trainer:
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = self.learning_rate(step) * group["lr_share"]
         self.gate.open()
         self.optimizer.open()
         self.phases.start(step)
@@ -116,7 +128,8 @@ class Trainer:
             self.bad_images.note(batch.failures)
             self.phases.mark("data")
             output = self.micro_step(batch)
-        update_target_(self.target, self.online.module, self.momentum(step + 1), skip=self.optimizer.nonfinite)
+        momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
+        update_target_(self.target, self.online.module, momentum, skip, self.target_copies)
         self.gate.close(step, skip=self.optimizer.nonfinite)
         self.phases.mark("target_update")
         self._send_numbers(step, output)
@@ -127,26 +140,50 @@ class Trainer:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
-        with torch.no_grad(), self._autocast():
-            target = self.target(views[:2])
-            if self.objective.placement == "sharded":  # its update is a step of its own, and here it has most time
+        with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
+            target = embed(self.target, self.target_copies, views[:2])
+        if self.objective.placement == "sharded":  # its update is a step of its own, and here it has most time
+            self.target_stream.join()
+            with self._autocast():
                 self.objective.begin_update(target)
         self.phases.mark("target")
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
+        self.target_stream.join()
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
             output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
-        self.online.backward(output.loss)  # reduces gradients after the last micro-batch
+        backward(self.online, output.loss, self.reduction)
         self.phases.mark("backward")
         if self.online.is_gradient_accumulation_boundary():
             self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
         self.online.step()  # moves the weights after the last micro-batch
         self.phases.mark("step")
         return output
+
+    def warm_up(self) -> None:
+        """One pass of both branches over views of zeros, forward and backward, which leaves no trace.
+
+        What a GPU's libraries do once per shape, cuDNN's trials above all, is done before the first step. All ranks
+        call this together.
+        """
+        images = self.config.images_at_once(self.world.size)
+        sizes = [view.size for view in self.loader.views_in(self.steps_done // self.steps_per_epoch)]
+        views = [
+            torch.zeros(images, 3, size, size, device=self.world.device).contiguous(memory_format=torch.channels_last)
+            for size in sizes
+        ]
+        online = self.online.module  # past the engine, whose hooks would take this for a step
+        self.gate.open()
+        with self._autocast():
+            with torch.no_grad():
+                embed(self.target, self.target_copies, views[:2])
+            embeddings = online(views)
+        torch.autograd.grad(embeddings, list(online.parameters()), [torch.zeros_like(each) for each in embeddings])
+        self.gate.undo()
 
     def is_save_due(self) -> bool:
         """Whether the run saves after the steps done."""

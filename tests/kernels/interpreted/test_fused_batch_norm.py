@@ -70,6 +70,23 @@ def test_without_gradient_numbers_and_buffers_are_the_same_and_the_input_stays(b
         assert torch.equal(ours, theirs)
 
 
+def test_a_compiled_block_is_one_graph_with_the_same_numbers(block):
+    """Forward and backward, and without gradient."""
+    x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")
+    convert(block).count = GROUPS
+    other = copy.deepcopy(block)
+    expected = state_after(copy.deepcopy(block), x, dy, 1)
+    torch.compiler.reset()
+    other.compile(fullgraph=True, backend="aot_eager")
+    found = state_after(other, x, dy, 1)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    block(x)
+    with torch.no_grad():
+        assert torch.equal(other(x), block(x))
+    assert all(torch.equal(*pair) for pair in zip(other.buffers(), block.buffers(), strict=True))
+
+
 def test_evaluation_uses_the_running_buffers(block):
     x = torch.randn(4, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last)
     block(torch.randn(6, CHANNELS, 3, 5))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unigrad_fast.kernels import multi_tensor
 from unigrad_fast.kernels.multi_tensor import BLOCK, CHUNK, lars_, lerp_, split
 from unigrad_fast.training.optimizers import LARS
-from unigrad_fast.training.target import make_target, update_target_
+from unigrad_fast.training.target import make_copies, make_target, update_target_
 
 SHAPES = [(5, 3), (1,), (BLOCK + 1,), (4,), (2, 3, 3, 3), (CHUNK + BLOCK + 7,), (CHUNK,), (2 * CHUNK + 3,)]
 SETTINGS = {"lr": 0.3, "momentum": 0.8, "weight_decay": 0.1, "trust_coefficient": 0.02}
@@ -72,6 +72,22 @@ def test_a_dropped_step_leaves_the_target_bitwise_unchanged(dtype):
     assert_equal(targets, before)
 
 
+def test_the_first_targets_are_written_in_low_precision_too():
+    """fp16, as the interpreter does not round to bf16."""
+    shapes = [*SHAPES, (6, 5, 3, 3)]
+    targets, onlines = channels_last(draw(0, shapes)), channels_last(draw(1, shapes))
+    low = [torch.full_like(t, 7.0, dtype=torch.float16) for t in targets]
+    lerp_(targets, onlines, low[:-2], weight=0.25, skip=torch.tensor(0.0))
+    for target, written in zip(targets[:-2], low[:-2], strict=True):
+        assert torch.equal(written, target.half())
+    assert all((untouched == 7).all() for untouched in low[-2:])
+    lerp_(targets, onlines, low, weight=0.25, skip=torch.tensor(0.0))
+    assert torch.equal(low[-1], targets[-1].half())
+    (before,) = copies(low)
+    lerp_(targets, onlines, low, weight=0.25, skip=torch.tensor(1.0))  # dropped
+    assert all(map(torch.equal, low, before))
+
+
 def test_the_target_update_follows_memory_in_channels_last():
     shapes = [(6, 5, 3, 3), (4, 3, 1, 1), (7,)]
     targets, onlines = channels_last(draw(0, shapes)), channels_last(draw(1, shapes))
@@ -121,6 +137,27 @@ def test_the_ratio_is_one_where_weights_or_update_are_zero():
         lars_(ours, gradients, momenta, **settings)
         for tensors, references in zip((ours, momenta), expected, strict=True):
             assert_close(tensors, references)
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_gradients_are_scaled_before_weight_decay(adapt):
+    weights, gradients, velocities = draw(0), draw(1), draw(2)
+    settings = {**SETTINGS, "adapt": adapt}
+    expected = lars_reference(weights, [g.double() / 4 for g in gradients], velocities, **settings)
+    lars_(weights, gradients, velocities, **settings, skip=torch.tensor(0.0), scale=torch.tensor(0.25))
+    for tensors, references in zip((weights, velocities), expected, strict=True):
+        assert_close(tensors, references)
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_a_dropped_step_of_lars_changes_no_bit(adapt):
+    weights, gradients, velocities = draw(0), [torch.full(shape, torch.nan) for shape in SHAPES], draw(2)
+    velocities[0][0] = -0.0
+    before = copies(weights, velocities)
+    skip, scale = torch.tensor(1.0), torch.tensor(torch.nan)
+    lars_(weights, gradients, velocities, **SETTINGS, adapt=adapt, skip=skip, scale=scale)
+    assert_equal(weights, before[0])
+    assert_equal(velocities, before[1])
 
 
 def test_the_sums_of_one_tensor_go_over_all_of_its_chunks(monkeypatch):
@@ -208,9 +245,12 @@ def test_the_target_update_calls_them_once_and_gives_the_rest_to_torch(kernels, 
         for parameter in online.parameters():
             parameter.add_(torch.randn_like(parameter))
     pairs = list(zip(target.parameters(), online.parameters(), strict=True))
+    low = make_copies(target, torch.float16)
     expected = [t.double().lerp(o.double(), 0.25) for t, o in pairs]
-    update_target_(target, online, 0.75, skip=torch.tensor(0.0))
+    update_target_(target, online, 0.75, skip=torch.tensor(0.0), copies=low)
     assert_close(target.parameters(), expected)
     assert multi_tensor.lerp_.call_count == calls
-    update_target_(target, online, 0.0, skip=torch.tensor(1.0))  # dropped
+    update_target_(target, online, 0.0, skip=torch.tensor(1.0), copies=low)  # dropped
     assert_close(target.parameters(), expected)
+    assert list(low) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(torch.equal(each, target.get_parameter(name).half()) for name, each in low.items())

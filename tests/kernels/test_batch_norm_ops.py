@@ -1,0 +1,69 @@
+"""Batch norm's operators as torch sees them, in plain torch: schemas, shapes, and compilation without a gap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from unigrad_fast.kernels import batch_norm_ops  # noqa: F401  registers the operators
+
+OPERATORS = torch.ops.unigrad_fast
+GROUPS, CHANNELS, EPS = 2, 40, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _default_path(monkeypatch):
+    monkeypatch.delenv("UNIGRAD_KERNELS", raising=False)
+
+
+def images() -> Tensor:
+    return torch.randn(4, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last)
+
+
+def running() -> list[Tensor]:
+    return [torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.tensor(0)]
+
+
+def forward_and_backward(x, dy, residual, weight, bias, running_mean, running_var, tracked) -> list[Tensor]:
+    """A norm with addition and ReLU, then one in place without; backward through the first."""
+    parts = OPERATORS.batch_norm_statistics(x, GROUPS).unsqueeze(0)
+    mean, variance, count = OPERATORS.batch_norm_settle(parts, running_mean, running_var, tracked, 0.1, torch.float32)
+    affine = (mean, variance, weight, bias)
+    y, mask = OPERATORS.batch_norm_normalise(x, *affine, residual, EPS, True, True)
+    sums, dparameters = OPERATORS.batch_norm_sums(dy, x, *affine, mask, EPS, True)
+    dx, dresidual = OPERATORS.batch_norm_gradient(dy, x, *affine, mask, sums, count, EPS, True, True)
+    again = y + 1
+    OPERATORS.batch_norm_normalise_(again, *affine, None, EPS, True)
+    return [y, mask, dparameters, dx, dresidual, again]
+
+
+def test_operators_compile_in_one_graph_with_the_same_numbers():
+    inputs = [images(), images(), images(), torch.randn(CHANNELS), torch.randn(CHANNELS)]
+    buffers, compiled_buffers = running(), running()
+    expected = forward_and_backward(*inputs, *buffers)
+    torch.compiler.reset()
+    compiled = torch.compile(forward_and_backward, fullgraph=True, backend="aot_eager")
+    found = compiled(*inputs, *compiled_buffers)
+    for ours, theirs in zip([*found, *compiled_buffers], [*expected, *buffers], strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    assert compiled_buffers[2] == GROUPS
+
+
+def test_operators_are_what_torch_expects():
+    x, weight, bias = images(), torch.randn(CHANNELS), torch.randn(CHANNELS)
+    affine = (torch.zeros(GROUPS, CHANNELS), torch.ones(GROUPS, CHANNELS), weight, bias)
+    count, sums = torch.full((GROUPS,), 30.0).double(), torch.zeros(GROUPS, 2, CHANNELS).double()
+    parts = OPERATORS.batch_norm_statistics(x, GROUPS).unsqueeze(0)
+    _, mask = OPERATORS.batch_norm_normalise(x, *affine, x, EPS, True, True)
+    for operator, arguments in [
+        (OPERATORS.batch_norm_statistics, (x, GROUPS)),
+        (OPERATORS.batch_norm_settle, (parts, *running(), 0.1, torch.float32)),
+        (OPERATORS.batch_norm_normalise, (x, *affine, x, EPS, True, True)),
+        (OPERATORS.batch_norm_normalise, (x, *affine, None, EPS, False, False)),
+        (OPERATORS.batch_norm_normalise_, (x.clone(), *affine, x.clone(), EPS, True)),
+        (OPERATORS.batch_norm_sums, (x, x, *affine, mask, EPS, True)),
+        (OPERATORS.batch_norm_gradient, (x, x, *affine, mask, sums, count, EPS, True, True)),
+        (OPERATORS.batch_norm_gradient, (x, x, *affine, None, sums, count, EPS, False, False)),
+    ]:
+        torch.library.opcheck(operator.default, arguments)

@@ -1,0 +1,125 @@
+"""The target branch on a stream of its own: in which order the streams wait, and when it is refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from trainer_state import batches, make_trainer, small_config
+
+from unigrad_fast.benchmarks import device_check_overlap
+from unigrad_fast.config import resolve
+from unigrad_fast.objectives import UniGrad
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import trainer as training
+from unigrad_fast.training.target_stream import TargetStream
+
+
+@contextmanager
+def streams(events: list[str]):
+    """Streams that note in which order they are used."""
+
+    class Stream:
+        def __init__(self, name: object):
+            self.name = name if isinstance(name, str) else "target's"
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def stream(entered: Stream):
+        events.append(f"on {entered.name}")
+        yield
+        events.append(f"off {entered.name}")
+
+    current = Stream("current")
+    with (
+        mock.patch.object(torch.cuda, "Stream", Stream),
+        mock.patch.object(torch.cuda, "stream", stream),
+        mock.patch.object(torch.cuda, "current_stream", lambda: current),
+        mock.patch.object(torch.Tensor, "record_stream", lambda view, stream: events.append("view is kept")),
+    ):
+        yield
+
+
+def on_a_gpu(ranks: int = 1) -> World:
+    return World(0, ranks, 0, ranks, torch.device("cuda", 0), "nccl")
+
+
+def order_of_a_step(images: str) -> list[str]:
+    config = small_config(images)
+    trainer = make_trainer(config)
+    events: list[str] = []
+
+    def noting(name: str, function):
+        return lambda *args, **keywords: (events.append(name), function(*args, **keywords))[1]
+
+    engine = config.engine.model_copy(update={"target_stream": True})
+    with ExitStack() as stack:
+        stack.enter_context(streams(events))
+        trainer.target_stream = TargetStream(config.model_copy(update={"engine": engine}), on_a_gpu())
+        stack.enter_context(mock.patch.object(training, "embed", noting("target", training.embed)))
+        network = trainer.online.module
+        stack.enter_context(mock.patch.object(network, "forward", noting("online", network.forward)))
+        stack.enter_context(mock.patch.object(UniGrad, "forward", noting("objective", UniGrad.forward)))
+        stack.enter_context(mock.patch.object(training, "update_target_", noting("update", training.update_target_)))
+        trainer.step(0, batches(trainer))
+    return events
+
+
+def test_the_target_waits_for_the_step_before_it_and_the_objective_for_the_target(images, workers):
+    assert workers(1).run(order_of_a_step, str(images))[0] == [
+        "target's waits for current",
+        "on target's",
+        "target",
+        "off target's",
+        "view is kept",
+        "view is kept",
+        "online",
+        "current waits for target's",
+        "objective",
+        "update",
+    ]
+
+
+def config_with(**model):
+    return resolve("cifar_subset", {"data": {"train": "x"}, "engine": {"target_stream": True}, "model": model})
+
+
+def test_without_a_gpu_it_is_refused():
+    with pytest.raises(UserError, match=r"engine\.target_stream = true: .* leave it out"):
+        TargetStream(config_with(), World(0, 1, 0, 1, torch.device("cpu"), "gloo"))
+
+
+def test_batch_norm_over_ranks_is_refused_and_batch_norm_of_a_rank_is_not():
+    with pytest.raises(UserError, match=r"with 2 ranks batch norm .* model\.sync_batch_norm false"):
+        TargetStream(config_with(), on_a_gpu(2))
+    with streams([]):
+        TargetStream(config_with(sync_batch_norm=False), on_a_gpu(2))
+        TargetStream(config_with(), on_a_gpu(1))
+
+
+def test_off_it_asks_nothing_of_the_device():
+    config = resolve("cifar_subset", {"data": {"train": "x"}})
+    stream = TargetStream(config, SimpleNamespace(device=torch.device("cpu"), size=1))
+    with stream.beside([torch.zeros(1)]):
+        pass
+    stream.join()
+
+
+def test_the_device_check_compares_both_ways_of_running_the_branches():
+    """On the CPU, where streams that note their use stand for a card's."""
+    cpu = torch.device("cpu")
+    events: list[str] = []
+    with streams(events), mock.patch("unigrad_fast.training.target_stream.TargetStream.__init__", on_any_device):
+        found = device_check_overlap.target_stream(cpu, "resnet18", images=2, side=32)
+    assert found[1:] == ("0 tensors differ", True)
+    assert events.count("current waits for target's") == device_check_overlap.REPEATS
+
+
+def on_any_device(self, config, world):
+    self._stream = torch.cuda.Stream(0)

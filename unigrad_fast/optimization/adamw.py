@@ -1,0 +1,47 @@
+"""AdamW that drops a step on the device when its gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from unigrad_fast.optimization.gated import GatedFused
+
+
+class AdamW(GatedFused, torch.optim.AdamW):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), clipped and gated on the device.
+
+    A dropped step changes neither weights nor moments, and does not count.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: shares of the old mean gradient and of the old mean square that are kept.
+        weight_decay: share of a weight that is taken off per step, at lr 1.
+        clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
+    """
+
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    copies = 2
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+        clip_norm: float = 0.0,
+    ):
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        self._begin(clip_norm)
+
+    @torch.no_grad()
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return {kind: state[kind] for kind in self.kinds}
