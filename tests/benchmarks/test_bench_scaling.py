@@ -27,7 +27,7 @@ IMAGES, WIDTH = 4, 48
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """CIFAR's recipe with a thin encoder on small images; F comes from the target."""
-    folder = draw_tree(tmp_path_factory.mktemp("drawn") / "train", per_class=8)
+    folder = draw_tree(tmp_path_factory.mktemp("drawn") / "train", per_class=16)
     return resolve(
         "cifar_subset",
         {
