@@ -125,7 +125,8 @@ class GroupedBatchNorm(_BatchNorm):
         """torch's own batch norm, for one rank and one group, in training."""
         if self.groups.current is None or not self.groups.current.repeats:
             return super().forward(x)
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)  # statistics of x again
+        running = [None if buffer is None else buffer.clone() for buffer in (self.running_mean, self.running_var)]
+        return F.batch_norm(x, *running, self.weight, self.bias, training=True, eps=self.eps)  # statistics of x again
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Done before."""

@@ -66,20 +66,11 @@ class FusedProjector(nn.Sequential):
     def _part(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.contexts is None or not torch.is_grad_enabled():
             return part(x)
-        return checkpoint(
-            _without_cache, part, x, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts
-        )
+        return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
 
 
 def _layer(norm: nn.Module, activation: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
     return linear(activated(activation, norm, x))
-
-
-def _without_cache(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """part(x); autocast, which would keep its copies of weights until the network's end, lets go of them."""
-    device = x.device.type
-    with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
-        return part(x)
 
 
 FUSED = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
