@@ -210,7 +210,7 @@ class Engine(Node):
     compile: bool = False
     """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
     recompute_projector: bool = False
-    """Whether backward computes the projector's norms and casts anew and does not keep them; see docs/wide.md."""
+    """Whether backward computes the projector's norms and casts anew; saves nothing at width 2048 (docs/wide.md)."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)

@@ -162,7 +162,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     require_walkable(config, ranks)
     found = Walk()
     branches = as_on_cuda() if as_cuda else contextlib.nullcontext()
-    with branches, FakeTensorMode(allow_non_fake_inputs=True), prepared(config, ranks) as (trainer, batches):
+    fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with branches, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
             with _spies(found):
                 trainer.step(0, iter(batches))
@@ -265,6 +266,18 @@ COLLECTIVES = {
     "alltoall_base_": "exchange",
 }  # fmt: skip
 NORMALISATION = "unigrad_fast::batch_norm"
+
+
+class _Fused(TorchDispatchMode):
+    """Torch's fused optimizers, which change their operands and return nothing.
+
+    Without it fake tensors would have them computed on zeros, for which the memory of a wide network is not there.
+    """
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adamw_):
+            return None
+        return operator(*args, **(kwargs or {}))
 
 
 class _Count(TorchDispatchMode):
