@@ -175,12 +175,11 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     assert found.parts["target"].read == casting.parts["target"].read
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_at_stages_1_and_2_a_rank_moves_its_part_and_gathers_the_rest(stage):
+def test_at_stage_2_a_rank_moves_its_part_and_gathers_the_rest():
     ranks, changes = 4, CASES["LARS"]
     with thin():
         encoder = training.build_encoder(configured(ranks).model, 0, torch.device("cpu"))
-        whole, parted = (walk(configured(ranks, **changes, engine={"zero_stage": s}), ranks, CARD) for s in (0, stage))
+        whole, parted = (walk(configured(ranks, **changes, engine={"zero_stage": s}), ranks, CARD) for s in (0, 2))
     numels = [p.numel() for p in encoder.parameters()]
     groups = [sum(p.numel() for p in encoder.parameters() if (p.ndim > 1) == many) for many in (True, False)]
     flat = 4 * sum(-(-numel // (2 * ranks)) * 2 * ranks for numel in groups)  # DeepSpeed's alignment
@@ -188,10 +187,6 @@ def test_at_stages_1_and_2_a_rank_moves_its_part_and_gathers_the_rest(stage):
     assert whole.peak["weights"] == whole.peak["momentum"] == 4 * sum(numels)
     assert parted.peak["weights"] == flat
     assert parted.peak["master weights"] == parted.peak["momentum"] == flat // ranks
-    # The gradients, and all weights of the two groups.
-    more = parted.collectives["reduce"].bytes - whole.collectives["reduce"].bytes
-    squares = 8 * 3 * len(numels)  # of LARS; at stage 0 gaps lie between the gradients
-    assert 0 <= 4 * sum(numels) + squares - more - 4 * sum(numels) <= squares + 4 * 64 * len(numels)
     assert parted.collectives["gather"].count == whole.collectives["gather"].count + 2
     assert parted.collectives["gather"].bytes == whole.collectives["gather"].bytes + flat
 
@@ -232,7 +227,6 @@ def allocations() -> Iterator[list[int]]:
         ("two views", {"precision": "fp32"}),
         ("two views", {"precision": "bf16", "recompute_projector": True}),
         ("multi-crop", {"precision": "fp32"}),
-        ("two views", {"precision": "fp32", "zero_stage": 1}),
         ("LARS", {"precision": "bf16", "zero_stage": 2}),
     ],
 )
