@@ -78,6 +78,8 @@ class Trainer:
         with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
             self.target_copies = make_copies(self.target, self.dtype)
+        if config.engine.recompute_projector:
+            encoder.recompute_projector()
         self.optimizer = build_optimizer(encoder, config.optimizer)
         with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
