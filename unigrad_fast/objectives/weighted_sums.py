@@ -116,7 +116,7 @@ def _similarities(
     room = query_NC.new_empty(rows * min(step, samples), dtype=exact)
     for first in range(0, samples, step):
         chunk = slice(first, min(first + step, samples))
-        weight_NK = room[: rows * (chunk.stop - first)].view(rows, -1)
+        weight_NK = room[: rows * (chunk.stop - first)].view(rows, chunk.stop - first)
         if query_NC.dtype == exact:
             bias = weight_NK.new_zeros(1) if bias_K is None else bias_K[chunk]
             torch.addmm(

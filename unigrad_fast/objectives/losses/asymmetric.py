@@ -12,13 +12,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unigrad_fast.objectives.checks import require_number, require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, require_number, require_whole, unit
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
 from unigrad_fast.objectives.over_ranks import take_batch_
 from unigrad_fast.objectives.predictor import Predictor
-
-COLLAPSES = "with gradient in both branches and no negative samples all embeddings become one"
 
 
 class BYOL(OriginalLoss):
@@ -32,7 +31,7 @@ class BYOL(OriginalLoss):
         target, process_group, most_images: see `OriginalLoss`.
     """
 
-    collapses = COLLAPSES
+    collapses = True
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class DirectPred(OriginalLoss):
         target, process_group, most_images: see `OriginalLoss`.
     """
 
-    collapses = COLLAPSES
+    collapses = True
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, require_number, require_whole, unit
+from unigrad_fast.objectives.checks import require_number, require_whole
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
 
 
 class MoCo(OriginalLoss):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, require_number
+from unigrad_fast.objectives.checks import require_number
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
 from unigrad_fast.objectives.shared_sums import sum_over_ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import OverRanks
 from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
-
-TARGETS = ("momentum", "stop_gradient", "weight_sharing")
+from unigrad_fast.objectives.targets import require_target
 
 
 @dataclass
@@ -55,11 +54,11 @@ class OriginalLoss(OverRanks):
         process_group, most_images: see `OverRanks`.
 
     Attributes:
-        collapses: why weights cannot be shared; empty where they can.
+        collapses: whether embeddings become one where weights are shared.
         refuses_mix: why views cannot be mixed; empty where they can.
     """
 
-    collapses = ""
+    collapses = False
     refuses_mix = ""
 
     def __init__(
@@ -71,13 +70,7 @@ class OriginalLoss(OverRanks):
     ):
         super().__init__(process_group, most_images)
         require_whole("width", width)
-        if target not in TARGETS:
-            raise ValueError(f"target {target!r} is unknown; use one of {', '.join(TARGETS)}")
-        if target == "weight_sharing" and self.collapses:
-            raise ValueError(
-                f"target 'weight_sharing' is refused for {type(self).__name__}: {self.collapses}; use momentum or "
-                "stop_gradient"
-            )
+        require_target(type(self).__name__, target, self.collapses)
         self.width, self.target = int(width), target
 
     def extra_repr(self) -> str:
@@ -140,25 +133,6 @@ def unit(rows_VNC: Tensor) -> Tensor:
 def mean(terms_VN: Tensor) -> Tensor:
     """The mean over views and images; 0 without images."""
     return terms_VN.sum() / max(1, terms_VN.numel())
-
-
-def require_whole(name: str, number: int) -> None:
-    """Raises TypeError for what is no whole number, ValueError for what is not positive."""
-    if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-        raise TypeError(f"{name} {number!r} is no whole number; use an int")
-    if number < 1:
-        raise ValueError(f"{name} {number} is not positive; use 1 or more")
-
-
-def require_number(name: str, number: float, least: float = 0.0, exclusive: bool = False) -> None:
-    """Raises TypeError for what is no number, ValueError for what is out of range."""
-    if not isinstance(number, numbers.Real) or isinstance(number, bool):
-        raise TypeError(f"{name} {number!r} is no number; use a float")
-    if not (number > least if exclusive else number >= least):
-        raise ValueError(
-            f"{name} {number} is out of range; use {'more than ' if exclusive else ''}{least:g}"
-            f"{'' if exclusive else ' or more'}"
-        )
 
 
 def _finite(views: Sequence[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
