@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_forms import WIDTH, gradients
 from test_unigrad import views
 
 from unigrad_fast.objectives import ROWS, Row, build
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/methods.md"
+
+
+def test_the_code_on_the_page_runs_and_its_rows_have_gradients():
+    said: dict = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(code.replace("width=2048", "width=16").replace("width=256", "width=16"), said)
+    for name in ("objective", "own", "other"):
+        for seed in range(2):
+            found = gradients(said[name], views(seed=seed), views(seed=seed + 1))
+        assert found.norm() > 0
 
 
 def test_a_row_of_ones_own():

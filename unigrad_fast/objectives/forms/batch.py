@@ -34,7 +34,7 @@ class Batch:
     Attributes:
         normalisation: "l2", "batch_norm" or "none".
         online, target: u [V, N, C] and m [2, N, C] of this rank.
-        all_online, all_target: [V or 2, K, C] and [2, K, C] of all ranks, where the row needs them.
+        all_online, all_target: of all ranks, as many views [·, K, C] as the row needs.
         gathered: how many images there are, and where this rank's lie among the K.
         deviation: [V, 1, C], √(var + ε) of batch norm.
         finite: [V, N, 1], whether a row of the online branch is finite.
@@ -43,8 +43,8 @@ class Batch:
     normalisation: str
     online: Tensor
     target: Tensor
-    all_online: Tensor | None
-    all_target: Tensor | None
+    all_online: Tensor
+    all_target: Tensor
     gathered: Gathered
     deviation: Tensor | None
     finite: Tensor
@@ -108,8 +108,8 @@ def batch_of(
         normalisation,
         online_VNC,
         target_2NC,
-        all_VKC[: needs[0]] if needs[0] else None,
-        all_VKC[needs[0] :] if needs[1] else None,
+        all_VKC[: needs[0]],
+        all_VKC[needs[0] :],
         gathered,
         deviation,
         finite_VN1[:views],

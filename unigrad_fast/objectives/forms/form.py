@@ -140,27 +140,26 @@ class GradientForm(OverRanks):
             return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, self._gather(layout))
         if row.negative == "cross_batch":
             return negatives.cross_batch(row, batch)
-        if row.negative == "own_batch":
-            return negatives.own_batch(row, batch)
-        return Negative(self._moving(batch, layout))
+        if self.average is not None:
+            return Negative(self._moving(batch, layout, self.average))
+        return negatives.own_batch(row, batch)
 
-    def _moving(self, batch: Batch, layout: Layout) -> Tensor:
+    def _moving(self, batch: Batch, layout: Layout, average: MovingCorrelation) -> Tensor:
         """u·F or u·G, after F has taken the batch."""
-        row, average = self.row, self.average
-        online_MC = batch.online.flatten(0, 1)
-        operand = average.operand(batch.online, layout.product_dtype)
+        row, online_MC = self.row, batch.online.flatten(0, 1)
+        dtype = layout.product_dtype if self.direct is None else batch.exact
+        operand = average.operand(batch.online, dtype)  # on this device and in this dtype before it takes the batch
         if self.training:
             take_batch_(average, self._samples(batch), row.decay, batch.gathered.raised[self._flag])
-            operand = average.operand(batch.online, layout.product_dtype)
+            operand = average.operand(batch.online, dtype)
         if self.direct is None:
             return functional.correlation_product(online_MC, operand).view(batch.online.shape)
         exact_MC = online_MC.to(batch.exact)
-        correlation_CC = average.operand(batch.online, batch.exact)
-        matrix_CC = self.direct.follow(correlation_CC, average.updates, row.every, row.predictor, row.epsilon)
+        matrix_CC = self.direct.follow(operand, average.updates, row.every, row.predictor, row.epsilon)
         if row.predictor == "full":
             product_MC = exact_MC @ matrix_CC @ matrix_CC
         else:
-            product_MC, largest = exact_MC @ correlation_CC, self.direct.largest
+            product_MC, largest = exact_MC @ operand, self.direct.largest
             if row.predictor == "authors":
                 product_MC = product_MC / largest.clamp_min(torch.finfo(largest.dtype).tiny)
                 product_MC.add_(exact_MC, alpha=row.epsilon**2)
@@ -178,7 +177,7 @@ class GradientForm(OverRanks):
             found.online,
             found.inverse_norm,
             found.target,
-            balance=row.balance / factor,
+            balance=row.weight / factor,
             scale=factor * scale / rows,
             first=first,
             second=second,
@@ -198,15 +197,16 @@ class GradientForm(OverRanks):
         towards_VNC = self._pulled(positive_VNC, negative)
         along_VN1 = (online_VNC * towards_VNC).sum(-1, keepdim=True)
         product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
-        balance, scale = row.balance, losses.constant_scale(row)
+        push_VNC = row.weight * negative.gradient
+        scale: Tensor | float = losses.constant_scale(row)
         if row.balance == "dynamic":
-            balance = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0)
-        if row.scale == "predictor":
+            push_VNC = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0) * negative.gradient
+        if row.scale == "predictor" and self.direct is not None:
             length_VN1 = torch.linalg.vector_norm(online_VNC @ self.direct.matrix, dim=-1, keepdim=True)
             scale = torch.where(length_VN1 > 0, 1 / length_VN1, 0.0)
-        step_VNC = balance * negative.gradient - towards_VNC
-        if row.centred:
-            step_VNC += online_VNC - row.balance * losses.variance_term(row, batch, negative)
+        step_VNC = push_VNC - towards_VNC
+        if negative.centred is not None:
+            step_VNC += online_VNC - row.weight * losses.variance_term(row, batch, negative.centred)
         step_VNC *= scale
         gradient_MC = through_normalisation(step_VNC, batch, found, 1 / rows, self._total)
         objective = losses.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
@@ -219,10 +219,10 @@ class GradientForm(OverRanks):
     def _pulled(self, positive_VNC: Tensor, negative: Negative) -> Tensor:
         """The positive gradient."""
         row = self.row
-        if row.positive == "predictor":
+        if self.direct is not None:
             return positive_VNC @ self.direct.matrix
-        if row.positive == "diagonal":
-            return positive_VNC * (1 - (1 - row.balance) * negative.diagonal)
+        if negative.diagonal is not None:
+            return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
         return row.positive_factor * positive_VNC
 
     def _samples(self, batch: Batch) -> Gathered:

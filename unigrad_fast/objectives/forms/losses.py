@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unigrad_fast.objectives.forms.batch import Batch
-from unigrad_fast.objectives.forms.negatives import Negative
+from unigrad_fast.objectives.forms.negatives import Centred, Negative
 from unigrad_fast.objectives.forms.rows import Row
 
 DEGREE = {"moving_average": 2, "cross_batch": 2, "own_batch": 4}  # of the loss's negative term, in what u stands for
@@ -32,8 +32,8 @@ def of_means(row: Row, along: Tensor, product: Tensor, negative: Negative) -> Te
     """The loss of the means of u·positive and u·negative."""
     if negative.log_VN is not None:
         log = negative.log_VN.sum() / max(1, negative.log_VN.numel())
-        return constant_scale(row) * (row.balance * row.temperature * log - along)
-    return constant_scale(row) * (row.balance / DEGREE[row.negative] * product - along)
+        return constant_scale(row) * (row.weight * row.temperature * log - along)
+    return constant_scale(row) * (row.weight / DEGREE[row.negative] * product - along)
 
 
 def of_rows(
@@ -48,19 +48,16 @@ def of_rows(
     """The loss of rows that have scales, or parts, of their own."""
     rows = max(1, along_VN1.numel())
     product = product_VN1.sum() / rows
-    if row.scale == "predictor":
-        push = 0.0 if row.balance == "dynamic" else row.balance / 2 * product_VN1
-        return (scale * (push - along_VN1)).sum() / rows
-    if row.balance == "dynamic":
-        return -scale * along_VN1.sum() / rows
+    if row.positive == "predictor":  # with a dynamic λ the weight is 0
+        return (scale * (row.weight / 2 * product_VN1 - along_VN1)).sum() / rows
     if negative.diagonal is not None:
         diagonal_VC = negative.diagonal.squeeze(1)
-        pulled = (diagonal_VC - 1).square().sum(-1).mean() - row.balance * diagonal_VC.square().sum(-1).mean()
-        return scale / 2 * (pulled + row.balance * product)
-    if negative.variance is not None:
-        variance_VC, width = negative.variance.squeeze(1), batch.online.shape[-1]
+        pulled = (diagonal_VC - 1).square().sum(-1).mean() - row.weight * diagonal_VC.square().sum(-1).mean()
+        return scale / 2 * (pulled + row.weight * product)
+    if negative.centred is not None:
+        variance_VC, width = negative.centred.variance.squeeze(1), batch.online.shape[-1]
         distance = (batch.online - positive_VNC).square().sum() / rows
-        off_diagonal = row.balance / 2 * product - covariance_weight(row, batch) / width * _squared(variance_VC)
+        off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * _squared(variance_VC)
         hinge = torch.relu(row.floor - (variance_VC + row.variance_epsilon).sqrt()).mean()
         return scale / 2 * (distance + off_diagonal + row.variance * hinge)
     return of_means(row, along_VN1.sum() / rows, product, negative)
@@ -69,16 +66,16 @@ def of_rows(
 def covariance_weight(row: Row, batch: Batch) -> Tensor:
     """The paper's λ₁ = λ·C·(N−1)²/(2·N²)."""
     count = batch.gathered.count.clamp_min(2)
-    return row.balance * batch.online.shape[-1] * (count - 1).square() / (2 * count.square())
+    return row.weight * batch.online.shape[-1] * (count - 1).square() / (2 * count.square())
 
 
-def variance_term(row: Row, batch: Batch, negative: Negative) -> Tensor:
+def variance_term(row: Row, batch: Batch, centred: Centred) -> Tensor:
     """B·ũ of the paper's gradient of VICReg, B = N/(λ·C·(N−1)) · (2·λ₁·diag(W′) + λ₂/2·[std < γ]/std)."""
     count, width = batch.gathered.count.clamp_min(2), batch.online.shape[-1]
-    deviation_V1C = (negative.variance + row.variance_epsilon).sqrt()
+    deviation_V1C = (centred.variance + row.variance_epsilon).sqrt()
     hinge_V1C = torch.where(deviation_V1C < row.floor, 1 / deviation_V1C, 0.0)
-    diagonal_V1C = 2 * covariance_weight(row, batch) * negative.variance + row.variance / 2 * hinge_V1C
-    return negative.centred * diagonal_V1C * (count / (row.balance * width * (count - 1)))
+    diagonal_V1C = 2 * covariance_weight(row, batch) * centred.variance + row.variance / 2 * hinge_V1C
+    return centred.online * diagonal_V1C * (count / (row.weight * width * (count - 1)))
 
 
 def _squared(variance_VC: Tensor) -> Tensor:

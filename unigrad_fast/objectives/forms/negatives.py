@@ -20,22 +20,28 @@ from unigrad_fast.objectives.weighted_sums import similarity_sum, softmax_of_sam
 
 
 @dataclass
+class Centred:
+    """ũ [V, N, C], and variances [V, 1, C] over the images of all ranks, N−1 of them free."""
+
+    online: Tensor
+    variance: Tensor
+
+
+@dataclass
 class Negative:
-    """The negative gradient, and what the loss that is reported needs of it.
+    """The negative gradient, and what else the row needs of its samples.
 
     Attributes:
         gradient: [V, N, C].
         log_VN: of a softmax, log Σ exp(u·v/τ).
-        diagonal: [V, 1, C] of `cross_batch`, diag(W) = Σ u·m⁺/N.
-        variance: [V, 1, C] of `centred`, variances over the images of all ranks, N−1 of them free.
-        centred: [V, N, C], ũ.
+        diagonal: [V, 1, C] of positive "diagonal", diag(W) = Σ u·m⁺/N.
+        centred: of a centred row.
     """
 
     gradient: Tensor
     log_VN: Tensor | None = None
     diagonal: Tensor | None = None
-    variance: Tensor | None = None
-    centred: Tensor | None = None
+    centred: Centred | None = None
 
 
 def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) -> Negative:
@@ -98,13 +104,13 @@ def cross_batch(row: Row, batch: Batch) -> Negative:
 
 def own_batch(row: Row, batch: Batch) -> Negative:
     """Σ (u·v)/N·v, or of both less their mean."""
-    own_VNC, all_VKC, variance_V1C = batch.online, batch.all_online, None
+    own_VNC, all_VKC, centred = batch.online, batch.all_online, None
     count = batch.gathered.count.clamp_min(2 if row.centred else 1)
     if row.centred:
         mean_V1C = all_VKC.sum(1, keepdim=True) / count
         own_VNC, all_VKC = own_VNC - mean_V1C, all_VKC - mean_V1C
         if batch.gathered.is_image is not None:
             all_VKC = all_VKC * batch.gathered.is_image[:, None]
-        variance_V1C = all_VKC.square().sum(1, keepdim=True) / (count - 1)
+        centred = Centred(own_VNC, all_VKC.square().sum(1, keepdim=True) / (count - 1))
     sums = [similarity_sum(own, samples, samples) for own, samples in zip(own_VNC, all_VKC, strict=True)]
-    return Negative(torch.stack(sums).div_(count), variance=variance_V1C, centred=own_VNC if row.centred else None)
+    return Negative(torch.stack(sums).div_(count), centred=centred)

@@ -118,6 +118,11 @@ class Row:
                 raise ValueError(f"{fault} does not fit: {remedy}")
 
     @property
+    def weight(self) -> float:
+        """λ, where it is a number; else 0."""
+        return 0.0 if self.balance == "dynamic" else float(self.balance)
+
+    @property
     def source(self) -> str:
         """Branch that the samples come from, "online" or "target"."""
         if self.negative == "own_batch" or self.negative_target == "stop_gradient":
