@@ -397,7 +397,7 @@ def resolve(
     """The checked tree: defaults, then the recipe, then the overrides.
 
     Args:
-        recipe: shipped name or path of a YAML file; None takes it from the overrides, else `imagenet_100ep`.
+        recipe: shipped name or path of a YAML file; None takes it from the overrides, else the model's own.
         overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
         model: Config, or a subclass of it with more keys; its `name` is the recipe's unless it is given.
 
@@ -410,7 +410,7 @@ def resolve(
         raise UserError(
             f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
         )
-    given = recipe or named or DEFAULT_RECIPE
+    given = recipe or named or model.model_fields["recipe"].default
     tree = load_recipe(given)
     if "name" in model.model_fields:
         tree.setdefault("name", title(given))
