@@ -8,8 +8,9 @@
                                 what is more than a quarter of a GiB goes on in rank-00000-1.pt, -2, ...
 
 A piece is a range of a tensor's elements in row-major order, so that a reader takes what it needs whatever number of
-ranks wrote it, and a writer copies no more than one file's at a time to the host. A folder under its final name is complete: it is written under another name, flushed to the disk and
-then renamed. Nothing here knows what the tensors mean.
+ranks wrote it, and a writer copies no more than one file's at a time to the host. A folder under its final name is
+complete: it is written under another name, flushed to the disk and then renamed. Nothing here knows what the tensors
+mean.
 """
 
 from __future__ import annotations
