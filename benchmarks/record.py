@@ -44,18 +44,23 @@ def machine() -> dict[str, str | int]:
     }
 
 
+def require_folder(output: Path) -> None:
+    """Raises UserError where no folder can be made: there is a file of that name or above it, or a dangling link."""
+    if problem := dangling_link(output):
+        raise UserError(f"output = {output}: {problem}")
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"output = {output}: is a file or lies below one; name a folder")
+
+
 def make_folder(output: Path) -> None:
     """Make the folder of the rows, if it is not there; called before anything is measured.
 
     Raises:
-        UserError: there is a file of that name, or above it, or a link that leads nowhere.
+        UserError: see `require_folder`.
     """
-    if problem := dangling_link(output):
-        raise UserError(f"output = {output}: {problem}")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"output = {output}: is a file or lies below one; name a folder") from None
+    require_folder(output)
+    output.mkdir(parents=True, exist_ok=True)
 
 
 def append(output: Path, name: str, rows: Iterable[Mapping]) -> Path:

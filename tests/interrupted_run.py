@@ -6,11 +6,11 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from command_process import start_ranks
+from command_process import Inside, start_ranks
 
 from unigrad_fast.checkpoints.files import Reader, latest
 
@@ -33,13 +33,13 @@ class Run:
 
     Args:
         data: a folder with `recipe.yaml` and the images in `train`.
-        is_smooth: without ReLU.
+        inside: as of `CommandProcess`.
     """
 
-    def __init__(self, data: Path, output: Path, ranks: int = 1, *arguments: str, is_smooth: bool = False):
+    def __init__(self, data: Path, output: Path, ranks: int = 1, *arguments: str, inside: Sequence[Inside] = ()):
         given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *arguments)
         self.output = output
-        self.processes = start_ranks(ranks, "pretrain", *given, is_thin=True, is_smooth=is_smooth)
+        self.processes = start_ranks(ranks, "pretrain", *given, is_thin=True, inside=inside)
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
         """Until something is seen (True) or a process has ended (False)."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from drawn_images import draw_tree
 from interrupted_run import EVERY_STEP, RECIPE, Run, disturb, losses, require_equal, steps_logged
+from thin import smoothed
 from trainer_state import batches, make_trainer, smooth
 
 from unigrad_fast.checkpoints.files import Reader, complete_checkpoints
@@ -70,7 +71,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_not_and_goes_on_elsewhere(
     output, undisturbed, steps = tmp_path / "run", tmp_path / "undisturbed", epochs * STEPS_PER_EPOCH
 
     def start(*more: str, at: Path = output) -> Run:
-        return Run(tmp_path, at, 2, *ARGUMENTS, *more, is_smooth=True)
+        return Run(tmp_path, at, 2, *ARGUMENTS, *more, inside=[smoothed])
 
     statuses, said = start(at=undisturbed).end()
     assert statuses == [0, 0], said

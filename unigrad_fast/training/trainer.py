@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
@@ -71,20 +72,21 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
-        images = config.images_at_once(world.size)
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
         with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
             self.target_copies = make_copies(self.target, self.dtype)
+        if config.engine.recompute_projector:
+            encoder.recompute_projector()
         self.optimizer = build_optimizer(encoder, config.optimizer)
         with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
                 encoder,
                 self.optimizer,
                 settings=config.engine,
-                micro_batch_size=images,
+                micro_batch_size=config.images_at_once(world.size),
                 dtype=self.dtype,
                 verbose=verbose,
             )
@@ -94,21 +96,7 @@ class Trainer:
             # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
             self.online.module.compile()
             self.target.compile()
-        placement, width = config.objective.placement, config.model.projector.width
-        if placement == "auto":
-            placement = choose(width, images, len(config.data.views()), world.size)
-        elif placement == "sharded" and width < world.size:
-            raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
-        with needs.correlation(config, world.size if placement == "sharded" else 1):
-            self.objective = build(
-                config.objective.method,
-                width=width,
-                balance=config.objective.balance,
-                decay=config.objective.decay,
-                correlation_source=config.objective.correlation_source,
-                most_images=images,
-                placement=placement,
-            ).to(world.device)
+        self.objective = build_objective(config, world)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
@@ -245,6 +233,25 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def build_objective(config: Config, world: World) -> nn.Module:
+    settings, width, images = config.objective, config.model.projector.width, config.images_at_once(world.size)
+    placement = settings.placement
+    if placement == "auto":
+        placement = choose(width, images, len(config.data.views()), world.size)
+    elif placement == "sharded" and width < world.size:
+        raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
+    with needs.correlation(config, world.size if placement == "sharded" else 1):
+        return build(
+            settings.method,
+            width=width,
+            balance=settings.balance,
+            decay=settings.decay,
+            correlation_source=settings.correlation_source,
+            most_images=images,
+            placement=placement,
+        ).to(world.device)
 
 
 def build_loader(config: Config, world: World, manifest: Manifest, known: Mapping[tuple[int, int], str]) -> Loader:
