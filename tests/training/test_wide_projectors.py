@@ -88,8 +88,9 @@ def test_two_ranks_train_save_and_load_a_wide_projector(tmp_path, record_propert
     given = {
         "recipe": "cifar_subset", "data.train": tmp_path / "train", "data.batch_size": 8, "data.threads": 1,
         "model.projector.width": width, "objective.correlation_source": "target", "objective.placement": placement,
-        "engine.zero_stage": stage, "engine.precision": "fp32", "schedule.epochs": 2, "schedule.warmup_epochs": 0, "evaluation.every": 0,
-        "telemetry.every": 1, "telemetry.tensorboard": "false", "checkpoint.every": 2, "output": tmp_path / "run",
+        "engine.zero_stage": stage, "engine.precision": "fp32", "schedule.epochs": 2, "schedule.warmup_epochs": 0,
+        "evaluation.every": 0, "telemetry.every": 1, "telemetry.tensorboard": "false", "checkpoint.every": 2,
+        "output": tmp_path / "run",
     }  # fmt: skip
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
     for _ in range(2):  # the second time it is loaded
