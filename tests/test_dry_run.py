@@ -211,6 +211,8 @@ def test_what_cannot_be_walked_is_refused():
         walk(configured(1, engine={"zero_stage": 1}), 1, CARD)
     with pytest.raises(UserError, match=r"engine\.target_stream = true: the dry run"):
         walk(configured(1, engine={"target_stream": True}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.cuda_graph = true: the dry run"):
+        walk(configured(1, engine={"cuda_graph": True}), 1, CARD)
     with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
         walk(configured(1, engine={"compile": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):

@@ -151,6 +151,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.cuda_graph:
+        raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
