@@ -115,6 +115,7 @@ class Trainer:
         self._waited = 0.0
         output = self.compute(self._taken(batches))
         self.gate.send(step)
+        self.phases.mark("target_update")
         self._send_numbers(step, output)
         self.steps_done = step + 1
         return self._waited
@@ -128,7 +129,6 @@ class Trainer:
         skip = self.optimizer.nonfinite
         update_target_(self.target, self.online.module, self.rates.target_momentum, skip, self.target_copies)
         self.gate.close(skip)
-        self.phases.mark("target_update")
         return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
