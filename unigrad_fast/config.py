@@ -217,6 +217,8 @@ class Engine(Node):
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
     target_stream: bool = False
     """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
+    cuda_graph: bool = False
+    """Whether a GPU replays one recorded step per size of the views; for zero_stage 0, without accumulation."""
 
 
 class Checkpoint(Node):

@@ -146,6 +146,8 @@ def require_walkable(config: Config, ranks: int) -> None:
     """Raises UserError where the batch does not divide over the ranks, or for a setting that is not walked."""
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.cuda_graph:
+        raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)

@@ -97,6 +97,11 @@ class MovingCorrelation(nn.Module):
                 self._set_current()
         return self._working
 
+    def make_current(self) -> None:
+        """Before a CUDA graph of a step is captured, so that it holds no repair: F and its copy move together then."""
+        if self._working is not None:
+            self.operand(self.correlation, self._working.dtype)
+
     def update_(self, unit_MC: Tensor, *, decay: Tensor, count: Tensor, skip: Tensor) -> None:
         """Take in the unit embeddings of all ranks; `updates` is counted by whoever computes the gradient.
 
