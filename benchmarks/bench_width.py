@@ -219,7 +219,7 @@ def dry_run(
             status.update(f"width {width}")
             found[width] = walk(at_width(config, width), ranks, figures)
     title = f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each"
-    headers = ("width", "expected ms", "objective, %", "its TFLOP", "collectives, GB", "GiB at most", "of it F")
+    headers = ("width", "ms", "objective, %", "its TFLOP", "collectives, GB", "GiB", "F, GiB")
     table = table_of_figures(*headers, title=title, title_justify="left")
     shares = {width: each.parts["objective"].seconds / each.seconds for width, each in found.items()}
     for width, each in found.items():
@@ -233,6 +233,7 @@ def dry_run(
             f"{each.peak['correlation'] / 2**30:.2f}",
         )
     console.print(table)
+    console.print("ms are expected, one operator after the other; GiB are those at the fullest moment", soft_wrap=True)
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
     setting |= {"placement": config.objective.placement, "zero_stage": config.engine.zero_stage}
     rows = [{**setting, "width": w, "objective_share": shares[w], **each.as_json()} for w, each in found.items()]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
+from unigrad_fast.benchmarks.record import OUTPUT, append, require_folder
 from unigrad_fast.benchmarks.tables import table_of_figures
 from unigrad_fast.config import resolve
 from unigrad_fast.dry_run import Card, Walk, walk
@@ -62,13 +62,16 @@ def main(
     Raises:
         UserError: an unknown card or recipe, or a setting that is not walked.
     """
-    make_folder(output)
+    require_folder(output)
     figures = Card.of(card)
     config = resolve(recipe, {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": ranks * images}})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = walk(config, ranks, figures)
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
-    title = f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each"
+    title = (
+        f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each, "
+        f"ZeRO stage {config.engine.zero_stage}"
+    )
     show(new_console(), found, figures, title, ranks * images)
     print(f"row appended to {append(output, 'dry_step', [{**setting, **found.as_json()}])}")

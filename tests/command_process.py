@@ -7,11 +7,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 from forked import ENVIRONMENT, start
 from thin import thin
+
+Inside: TypeAlias = Callable[[], AbstractContextManager]
 
 
 class CommandProcess:
@@ -21,13 +25,20 @@ class CommandProcess:
         arguments: what follows `unigrad-fast`.
         environment: what a launcher sets beside the test's own variables.
         is_thin: the encoder is thin.
+        inside: makers of what the command runs inside of, functions of modules.
     """
 
-    def __init__(self, *arguments: object, environment: dict[str, str] | None = None, is_thin: bool = False):
+    def __init__(
+        self,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        is_thin: bool = False,
+        inside: Sequence[Inside] = (),
+    ):
         self.args = tuple(map(str, arguments))
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._said = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._process = start(_run, self.args, self._said, is_thin, environment=environment)
+        self._process = start(_run, self.args, self._said, is_thin, inside, environment=environment)
 
     def has_ended(self) -> bool:
         return self._process.exitcode is not None
@@ -44,7 +55,7 @@ class CommandProcess:
         return subprocess.CompletedProcess(self.args, self._process.exitcode, *said)
 
 
-def start_ranks(count: int, *arguments: object, is_thin: bool = False) -> list[CommandProcess]:
+def start_ranks(count: int, *arguments: object, **settings) -> list[CommandProcess]:
     """A command on some ranks, with the variables that torchrun would set."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -53,7 +64,7 @@ def start_ranks(count: int, *arguments: object, is_thin: bool = False) -> list[C
     shared["TORCHELASTIC_RUN_ID"] = "none"
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {} for rank in range(count)]
     texts = [{name: str(value) for name, value in each.items()} for each in environments]
-    return [CommandProcess(*arguments, environment=each, is_thin=is_thin) for each in texts]
+    return [CommandProcess(*arguments, environment=each, **settings) for each in texts]
 
 
 def command_on_two_ranks(*arguments: object) -> subprocess.CompletedProcess:
@@ -72,7 +83,7 @@ def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.C
     return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
 
 
-def _run(arguments: tuple[str, ...], files: list[Path], is_thin: bool) -> None:
+def _run(arguments: tuple[str, ...], files: list[Path], is_thin: bool, inside: Sequence[Inside]) -> None:
     for stream, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     if terminal := os.environ.get("PYTHONIOENCODING"):  # which an interpreter reads as it starts
@@ -81,5 +92,7 @@ def _run(arguments: tuple[str, ...], files: list[Path], is_thin: bool) -> None:
             written.reconfigure(encoding=encoding, errors=errors or "strict")
     from unigrad_fast.cli import main
 
-    with thin() if is_thin else nullcontext():
+    with ExitStack() as stack:
+        for enter in (*([thin] if is_thin else []), *inside):
+            stack.enter_context(enter())
         sys.exit(main(arguments))

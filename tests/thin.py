@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -30,6 +31,29 @@ class ThinResNet(ResNet):
 def thin(blocks: int = 1) -> AbstractContextManager:
     """`blocks` in each of the four stages; ResNet-18 has 2, with which the names of all weights are its own."""
     return mock.patch.object(torchvision.models, "resnet18", partial(ThinResNet, blocks))
+
+
+def smooth_(network: nn.Module) -> None:
+    """SiLU takes the place of ReLU, whose kink turns rounding into jumps of the gradient."""
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, nn.SiLU())
+
+
+@contextmanager
+def smoothed() -> Iterator[None]:
+    """While inside, trainers are built with smooth encoders."""
+    from unigrad_fast.training import trainer
+
+    def build(*arguments, **settings) -> nn.Module:
+        encoder = original(*arguments, **settings)
+        smooth_(encoder)
+        return encoder
+
+    original = trainer.build_encoder
+    with mock.patch.object(trainer, "build_encoder", build):
+        yield
 
 
 if __name__ == "__main__":

@@ -209,12 +209,16 @@ class Engine(Node):
     """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
     compile: bool = False
     """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
+    recompute_projector: bool = False
+    """Whether backward computes the projector's norms and casts anew; saves nothing at width 2048 (docs/wide.md)."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
     target_stream: bool = False
     """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
+    cuda_graph: bool = False
+    """Whether a GPU replays one recorded step per size of the views; for zero_stage 0, without accumulation."""
 
 
 class Checkpoint(Node):
@@ -311,6 +315,8 @@ class Config(Node):
                 f"target.final_momentum = {shown(self.target.final_momentum)}: less than target.momentum; "
                 f"allowed is {shown(self.target.momentum)} to 1"
             )
+        if self.engine.compile and self.engine.recompute_projector:
+            problems.append("engine.recompute_projector = true: not with engine.compile true; leave one of them out")
         problems += self._batch_problems(world_size=1)
         if problems:
             raise ValueError("\n".join(problems))

@@ -5,7 +5,8 @@ process group without peers. Whoever reads a value there ends the walk: a step t
 waits without reading (`synchronize`, copies from pageable memory) is watched for.
 
 Not walked, because it is no part of a step or cannot be done on such tensors: the loader, DeepSpeed's broadcast and
-the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. ZeRO stage 0 only.
+the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. DeepSpeed's optimizer of
+ZeRO stages 1 and 2 is walked as it is, on its ways of the CPU.
 
 Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but no less than
 a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once. Memory is what
@@ -41,6 +42,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
 from unigrad_fast.runtime import process_group
@@ -48,6 +50,7 @@ from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import trainer as training
+from unigrad_fast.training.fragments import Fragments, PartitionedFragments, WholeFragments
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 PARTS = ("convolution", "normalisation", "activation", "linear", "objective", "optimizer", "target", "casts", "other")
@@ -139,6 +142,17 @@ class Card:
         )
 
 
+def require_walkable(config: Config, ranks: int) -> None:
+    """Raises UserError where the batch does not divide over the ranks, or for a setting that is not walked."""
+    if config.engine.target_stream:
+        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.cuda_graph:
+        raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
+    if config.engine.compile:
+        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
+    config.check_world(ranks)
+
+
 def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """The second step of a run on so many cards, as rank 0 sees it; in the first, memory is made that stays.
 
@@ -146,19 +160,14 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
 
     Raises:
-        UserError: the batch does not divide over the ranks, or a ZeRO stage or compiled networks, which are not walked.
+        UserError: see `require_walkable`.
         RuntimeError: the step reads a value; or there is a process group already.
     """
-    if config.engine.zero_stage:
-        raise UserError(f"engine.zero_stage = {config.engine.zero_stage}: the dry run walks stage 0 only")
-    if config.engine.target_stream:
-        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
-    if config.engine.compile:
-        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
-    config.check_world(ranks)
+    require_walkable(config, ranks)
     found = Walk()
     branches = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
-    with branches, FakeTensorMode(allow_non_fake_inputs=True), prepared(config, ranks) as (trainer, batches):
+    fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with branches, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
             with _spies(found):
                 trainer.step(0, iter(batches))
@@ -197,9 +206,8 @@ def _trainer(config: Config, world: World) -> training.Trainer:
         target = build_encoder(config.model, config.seed, world.device)
         return target.requires_grad_(False).train()
 
-    def build_fragments(engine, optimizer) -> Any:
-        named = list(engine.module.named_parameters())
-        return types.SimpleNamespace(sharded=False, gradients=lambda: [p.grad for _, p in named if p.grad is not None])
+    def build_fragments(engine, optimizer: Gated) -> Fragments:  # their self-check reads values
+        return (PartitionedFragments if engine.zero_optimization_stage() else WholeFragments)(engine, optimizer)
 
     loader = types.SimpleNamespace(steps_per_epoch=1000 * config.engine.accumulation_steps)
     with (
@@ -260,6 +268,18 @@ VIEWS = {
 NORMALISATION = "unigrad_fast::batch_norm"
 
 
+class _Fused(TorchDispatchMode):
+    """Torch's fused optimizers, which change their operands and return nothing.
+
+    Without it fake tensors would have them computed on zeros, for which the memory of a wide network is not there.
+    """
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adamw_):
+            return None
+        return operator(*args, **(kwargs or {}))
+
+
 class _Count(TorchDispatchMode):
     """Counts what passes."""
 
@@ -282,7 +302,7 @@ class _Count(TorchDispatchMode):
 
     def __exit__(self, *error: object):
         self._patch.stop()
-        sizes = {kind: sum(map(_bytes, tensors)) for kind, tensors in self.lasting.items()}
+        sizes = {kind: _stored(tensors) for kind, tensors in self.lasting.items()}
         self.found.peak = {**sizes, "activations, gradients and what passes": self.memory.most}
         return super().__exit__(*error)
 
@@ -371,11 +391,12 @@ class _Count(TorchDispatchMode):
 
 def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
     """What is there before and after a step, by kind."""
-    online = list(trainer.online.module.parameters())
-    state = trainer.optimizer.state
+    moved = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    partition = {"master weights": moved} if trainer.fragments.sharded else {}
     return {
-        "weights": online,
-        "momentum": [t for p in online for t in state[p].values() if isinstance(t, Tensor)],
+        "weights": list(trainer.online.module.parameters()),
+        **partition,
+        "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
         "the target's weights in bf16": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
@@ -418,6 +439,11 @@ def _changed(operator, args, kwargs) -> list[Tensor]:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             changed += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return changed
+
+
+def _stored(tensors: list[Tensor]) -> int:
+    """Bytes of the memory in which they lie."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bad_files import BAD
 from drawn_images import draw_tree
-from test_interruption import RECIPE, STEPS_PER_EPOCH, Run, losses, steps_logged
+from interrupted_run import RECIPE, Run, losses, steps_logged
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.checkpoints.files import Reader, latest
@@ -19,7 +19,7 @@ from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.bad_images import MOST_TOLD, BadImages
 
-EPOCHS = 5
+EPOCHS, STEPS_PER_EPOCH = 5, 3
 KINDS = {**BAD, "removed": os.remove, "stalled": lambda path: (os.remove(path), os.mkfifo(path))}
 
 
@@ -27,7 +27,7 @@ KINDS = {**BAD, "removed": os.remove, "stalled": lambda path: (os.remove(path), 
 def data(tmp_path) -> Path:
     """A folder of its own, for its images are spoiled."""
     draw_tree(tmp_path / "train", per_class=48)
-    (tmp_path / "recipe.yaml").write_text(RECIPE % EPOCHS)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(batch=32, epochs=EPOCHS))
     return tmp_path
 
 

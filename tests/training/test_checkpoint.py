@@ -131,6 +131,25 @@ def test_tensors_are_read_back_bit_for_bit_whole_and_in_ranges(tmp_path, values)
     assert (reader.about["step"], reader.about["epoch"]) == (2, 1)
 
 
+@pytest.mark.parametrize("size", [500, 4000])
+def test_what_is_too_much_for_one_file_goes_on_in_the_next(tmp_path, monkeypatch, values, size):
+    monkeypatch.setattr(files, "FILE_BYTES", size)
+    (folder,) = plain_run(tmp_path, values, steps=(1,))
+    paths = sorted(folder.glob("*.pt"), key=lambda path: (len(path.name), path.name))
+    if size == 4000:
+        assert [path.name for path in paths] == ["rank-00000.pt", "rank-00000-1.pt"]
+        assert all(sum(t.nbytes for t in torch.load(path).values()) <= size for path in paths)
+    reader = Reader(folder)
+    for number in range(3):
+        reader.verify(number, 3)
+    assert reader.about["ranks"] == 1
+    for name, value in values.items():
+        assert torch.equal(reader.tensor(name), value)
+    paths[-1].unlink()
+    with pytest.raises(UserError, match=f"{paths[-1].name}: no such file"):
+        reader.verify()
+
+
 def test_every_file_is_plain_tensors_for_torch(tmp_path, values):
     (folder, _) = plain_run(tmp_path, values)
     for file in folder.glob("*.pt"):
@@ -385,19 +404,25 @@ def peak() -> float:
     return int(line.split()[1]) / 2**20
 
 
-def touched(folder: Path) -> float:
-    """GiB by which the peak of memory rises while a tensor of 1.5 GiB is read into memory that is there already."""
-    reader = Reader(folder)
-    values = torch.zeros(3 << 27)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-    reader.read("weight", 0, values)
-    assert values[-1] == 1
-    return peak() - before
+def rises(run: Path) -> tuple[float, float]:
+    """GiB by which the peak of memory rises while a tensor of one GiB is saved, and while it is read back in place."""
+    values = torch.ones(1 << 28)
+
+    def rise(work: Callable[[], object]) -> float:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak()
+        work()
+        return peak() - before
+
+    saving = rise(lambda: write_weights(run, {"weight": values}, 1, 1.0, {}))
+    reader = Reader(latest(run))
+    values.zero_()
+    loading = rise(lambda: reader.read("weight", 0, values))
+    assert values[0] == values[-1] == 1
+    return saving, loading
 
 
 @pytest.mark.long
-def test_loading_holds_less_than_half_a_gib_beside_the_destination(workers, tmp_path):
-    folder = write_weights(tmp_path, {"weight": torch.ones(3 << 27)}, 1, 1.0, {})
-    (rise,) = workers(1).run(touched, folder)
-    assert rise < 0.5
+def test_saving_and_loading_hold_less_than_half_a_gib_beside_the_tensors(workers, tmp_path):
+    (found,) = workers(1).run(rises, tmp_path)
+    assert max(found) < 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,90 +9,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from command_process import start_ranks
 from drawn_images import draw_tree
 from forked import ENVIRONMENT
+from interrupted_run import DEADLINE, EVERY_STEP, RECIPE, Run, disturb, losses, require_equal, steps_logged
 
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import resolve
 
-KILLS, EPOCHS, STEPS_PER_EPOCH = 10, 8, 3
-DEADLINE = 240.0  # seconds that any wait may take
-EVERY_STEP = ("--checkpoint.every", "0.3")  # else after the last
-RECIPE = """
-recipe: cifar_subset
-data: {batch_size: 32, image_size: 16, threads: 1}
-model: {projector: {width: 32}}
-schedule: {epochs: %d}
-checkpoint: {every: 99}
-evaluation: {every: 0}
-telemetry: {every: 1, effective_rank_every: 1, tensorboard: false}
-engine: {precision: fp32}
-"""
+EPOCHS, STEPS_PER_EPOCH = 8, 3
+LAST = EPOCHS * STEPS_PER_EPOCH
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
     draw_tree(root / "train", per_class=48)
-    (root / "recipe.yaml").write_text(RECIPE % EPOCHS)
+    (root / "recipe.yaml").write_text(RECIPE.format(batch=32, epochs=EPOCHS))
     return root
-
-
-class Run:
-    """The processes of a run, started as a launcher would."""
-
-    def __init__(self, data: Path, output: Path, ranks: int = 1, *arguments: str):
-        given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *arguments)
-        self.output, self.processes = output, start_ranks(ranks, "pretrain", *given, is_thin=True)
-
-    def wait_for(self, happened: Callable[[], bool]) -> bool:
-        """Until something is seen (True) or a process has ended (False)."""
-        end = time.monotonic() + DEADLINE
-        while not happened():
-            if any(process.has_ended() for process in self.processes):
-                return False
-            assert time.monotonic() < end, "nothing happened"
-            time.sleep(0.001)
-        return True
-
-    def signal(self, number: int, ranks: list[int] | None = None) -> None:
-        for rank in range(len(self.processes)) if ranks is None else ranks:
-            self.processes[rank].signal(number)
-
-    def end(self) -> tuple[list[int], str]:
-        """Exit statuses and what was printed, once all have ended."""
-        results = [process.end(DEADLINE) for process in self.processes]
-        statuses = [result.returncode for result in results]
-        return statuses, "".join(result.stdout + result.stderr for result in results)
-
-
-def steps_logged(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return sum('"train"' in line for line in file.read_text().splitlines()) if file.exists() else 0
-
-
-def losses(output: Path) -> list[tuple]:
-    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "loss", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
-    return [tuple(event[name] for name in names) for event in events if event["event"] == "train"]
-
-
-def require_equal(one: Path, other: Path) -> None:
-    """Losses of every step and all tensors of the last checkpoint, bit for bit."""
-    assert losses(one) == losses(other)
-    assert [step for step, *_ in losses(one)] == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
-    first, second = Reader(latest(one)), Reader(latest(other))
-    assert first.about["step"] == second.about["step"] == EPOCHS * STEPS_PER_EPOCH
-    assert first.names == second.names
-    assert {name.split(".")[0] for name in first.names} == {"online", "momentum", "target", "objective", "gate"}
-    for name in first.names:
-        assert torch.equal(first.tensor(name), second.tensor(name)), name
 
 
 @pytest.fixture(scope="module")
@@ -107,36 +43,14 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 @pytest.mark.timeout(1200)
 def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undisturbed, tmp_path):
-    output, chance = tmp_path / "run", random.Random(7)
-    in_a_save, progress = 0, []
-
-    def half_saved() -> set[Path]:
-        return set((output / "checkpoints").glob(".unfinished-step*"))
-
-    for kill in range(KILLS):
-        left = half_saved()
-        run = Run(data, output, 2, *EVERY_STEP)
-        began = steps_logged(output)
-        wanted = began + chance.randint(0, 1)
-        if kill % 2 == 0:  # in a save, some way into it
-            run.wait_for(lambda: steps_logged(output) > wanted and half_saved() - left)  # noqa: B023
-            time.sleep(chance.uniform(0, 0.03))
-        else:  # anywhere: while starting, or some time after a step
-            until = time.monotonic() + chance.uniform(0, 2)
-            run.wait_for(lambda: time.monotonic() > until or steps_logged(output) > wanted)  # noqa: B023
-            time.sleep(chance.uniform(0, 0.8))
-        run.signal(signal.SIGKILL)
-        statuses, said = run.end()
-        assert statuses == [-signal.SIGKILL] * 2, said
-        in_a_save += bool(half_saved() - left)
-        progress.append(steps_logged(output))
-    assert in_a_save >= 3
-    assert 0 < progress[-1] < EPOCHS * STEPS_PER_EPOCH
+    output = tmp_path / "run"
+    assert disturb(lambda: Run(data, output, 2, *EVERY_STEP), output, random.Random(7), kills=10) >= 3
+    assert 0 < steps_logged(output) < LAST
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
     assert "going on after step" in said
     assert not list((output / "checkpoints").glob(".*"))
-    require_equal(output, undisturbed)
+    require_equal(output, undisturbed, LAST)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +81,7 @@ def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
         assert run.end()[0] == [75, 75]
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
-    require_equal(output, undisturbed)
+    require_equal(output, undisturbed, LAST)
     again = Run(data, output, 2).end()
     assert again[0] == [0, 0] and "complete; there is nothing left to do" in again[1]
 
@@ -190,7 +104,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, 
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out + err
     assert "going on after step" in out
-    require_equal(output, undisturbed)
+    require_equal(output, undisturbed, LAST)
 
 
 def test_a_folder_in_use_is_refused(data, tmp_path):
@@ -279,7 +193,7 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
         statuses, said = Run(data, disk / "run", 2).end()
         assert statuses == [0, 0] and "going on after step 2" in said, said
         assert f"free on the disk of {disk}/run" in said  # less than two, of which the run needs one
-        require_equal(disk / "run", undisturbed)
+        require_equal(disk / "run", undisturbed, LAST)
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -296,4 +210,4 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over_when_told_so(data, undi
     assert statuses == [2] and f"{file}: damaged" in said and "Traceback" not in said
     statuses, said = Run(data, output, 2, "--fall_back", "true").end()
     assert statuses == [0, 0] and f"WARNING: {file}: damaged" in said, said
-    require_equal(output, undisturbed)
+    require_equal(output, undisturbed, LAST)

@@ -119,6 +119,7 @@ class Run:
         self.fragments, self.reduction = build_fragments(self.online, self.optimizer), build_reduction(self.online)
         self.accumulation, self.steps_done = accumulation, 0
         self.target = self.objective = nn.Module()
+        self.target_copies: dict[str, Tensor] = {}
         self.gate = SimpleNamespace(in_a_row=torch.tensor(0), total=torch.tensor(0))
 
     def step(self) -> None:

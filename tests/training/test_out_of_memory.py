@@ -62,7 +62,7 @@ def test_memory_that_ends_while_a_run_is_built_names_the_part(images, tmp_path):
     assert process.exitcode == 2, said.read_text()
     assert lines == [
         "error: out of memory while making F, [24576, 24576], which takes about 2.25 GiB; 2.25 GiB more could not be "
-        "had; a smaller model.projector.width needs less"
+        "had; on several ranks objective.placement sharded, or a smaller model.projector.width needs less"
     ]
     assert "Traceback" not in said.read_text() and not (tmp_path / "run").exists()
 

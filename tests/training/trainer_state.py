@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from thin import thin
-from torch import Tensor, nn
+from thin import smooth_, thin
+from torch import Tensor
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.pipelines import Batch, Manifest
@@ -65,12 +65,9 @@ def state(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def smooth(trainer: Trainer) -> Trainer:
-    """The trainer with SiLU in place of ReLU, whose kink turns rounding into jumps of the gradient."""
+    """The trainer without ReLU."""
     for branch in (trainer.online.module, trainer.target):
-        for module in list(branch.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, nn.ReLU):
-                    setattr(module, name, nn.SiLU())
+        smooth_(branch)
     return trainer
 
 

@@ -1,14 +1,16 @@
-"""A checkpoint on disk: the pieces of named tensors in one file per rank, and one description of them all.
+"""A checkpoint on disk: the pieces of named tensors in files of each rank, and one description of them all.
 
     RUN/checkpoints/
         latest                  name of the newest complete checkpoint, replaced as a whole
         step-00000744/
             checkpoint.json     step, configuration, the pieces of every tensor, the digest of every file
-            rank-00000.pt ...   {tensor's name: elements of its piece}, which torch loads with `weights_only`
+            rank-00000.pt ...   {tensor's name: elements of its piece}, which torch loads with `weights_only`;
+                                what is more than a quarter of a GiB goes on in rank-00000-1.pt, -2, ...
 
 A piece is a range of a tensor's elements in row-major order, so that a reader takes what it needs whatever number of
-ranks wrote it. A folder under its final name is complete: it is written under another name, flushed to the disk and
-then renamed. Nothing here knows what the tensors mean.
+ranks wrote it, and a writer copies no more than one file's at a time to the host. A folder under its final name is
+complete: it is written under another name, flushed to the disk and then renamed. Nothing here knows what the tensors
+mean.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,6 +40,7 @@ from unigrad_fast.runtime.whole_file import naming, write_whole
 FORMAT = 1
 DESCRIPTION = "checkpoint.json"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
+FILE_BYTES = 1 << 28  # of tensors in one file: beside what it saves, a rank holds them once or twice
 MAPPED_BYTES = 1 << 28  # of a file, before the mapping is given back: what was touched counts as memory in use
 
 
@@ -75,7 +78,7 @@ def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any
     unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{gather(uuid.uuid4().hex[:8])[0]}"
     try:
         on_all_ranks(lambda: unfinished.mkdir(parents=True) if rank == 0 else None)
-        records = gather(on_all_ranks(lambda: _write_pieces(unfinished / f"rank-{rank:05}.pt", pieces)))
+        records = gather(on_all_ranks(lambda: _write_pieces(unfinished / f"rank-{rank:05}", pieces)))
         return gather(on_all_ranks(lambda: _complete(unfinished, step, records, about) if rank == 0 else None))[0]
     except BaseException:
         if rank == 0:
@@ -89,9 +92,33 @@ def write_weights(run: Path, tensors: Mapping[str, Tensor], step: int, epoch: fl
     return write(run, step, pieces, {"epoch": epoch, "config": dict(config)})
 
 
-def _write_pieces(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write one rank's file; what the description says of it."""
-    pieces = list(pieces)
+def _write_pieces(stem: Path, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """Write one rank's files; what the description says of each."""
+    records: list[dict[str, Any]] = []
+    for part in _by_file(pieces):
+        suffix = f"-{len(records)}.pt" if records else ".pt"
+        records.append(_write_file(stem.with_name(stem.name + suffix), part))
+    return records
+
+
+def _by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """What goes into each file, at least one; a piece that does not fit in what is left goes on in the next."""
+    part: list[Piece] = []
+    room = FILE_BYTES
+    for piece in pieces:
+        rest, start = piece.values, piece.start
+        while rest.nbytes > room:
+            fits = room // rest.element_size()
+            if fits:
+                part.append(Piece(piece.name, piece.shape, start, rest[:fits]))
+            yield part
+            rest, start, part, room = rest[fits:], start + fits, [], FILE_BYTES
+        part.append(Piece(piece.name, piece.shape, start, rest))
+        room -= rest.nbytes
+    yield part
+
+
+def _write_file(path: Path, pieces: list[Piece]) -> dict[str, Any]:
     with open(path, "wb") as file:
         digesting = _DigestingFile(file)
         # Copies: torch would write all of the storage that a view is a part of.
@@ -138,9 +165,10 @@ class _DigestingFile:
         self.file.flush()
 
 
-def _complete(unfinished: Path, step: int, records: list[dict[str, Any]], about: Mapping[str, Any]) -> Path:
+def _complete(unfinished: Path, step: int, ranks: list[list[dict[str, Any]]], about: Mapping[str, Any]) -> Path:
     """Add the description to a folder that holds all ranks' files, and give the folder its final name."""
     tensors: dict[str, dict[str, Any]] = {}
+    records = [record for rank in ranks for record in rank]
     for record in records:
         for name, shape, dtype, start, numel in record["pieces"]:
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "pieces": []})  # [file, start, numel]
@@ -150,7 +178,7 @@ def _complete(unfinished: Path, step: int, records: list[dict[str, Any]], about:
         "step": step,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"unigrad_fast": unigrad_fast.__version__, "torch": str(torch.__version__)},
-        "ranks": len(records),
+        "ranks": len(ranks),
         **about,
         "files": {record["file"]: {key: record[key] for key in ("bytes", "sha256")} for record in records},
         "tensors": tensors,

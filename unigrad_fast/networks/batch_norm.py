@@ -11,8 +11,12 @@ Shape suffixes: G groups, R ranks, C channels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -27,15 +31,51 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
+Statistics: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # mean, variance [G, C] and rows [G], over all ranks
+
+
 class Groups:
     """How many groups a batch consists of, for all norms of an encoder at once.
 
     Attributes:
         count: groups, equally large, one after the other along the first dimension.
+        current: the pass that is under way, where it can be repeated.
     """
 
     def __init__(self) -> None:
         self.count = 1
+        self.current: Pass | None = None
+
+    def repeatable(self) -> tuple[Pass, Pass]:
+        """A pass and its repetition, for `torch.utils.checkpoint`: contexts in which the norms give the same bits.
+
+        In the repetition they take the statistics of the pass: they meet no other rank for them, and leave the running
+        buffers as they are.
+        """
+        first = Pass(self, self.count)
+        return first, Pass(self, self.count, first.statistics, repeats=True)
+
+
+@dataclass
+class Pass:
+    """A pass through norms, or its repetition; a context, which may be entered again.
+
+    Attributes:
+        count: what `Groups.count` is inside.
+        statistics: of the pass, by norm.
+    """
+
+    groups: Groups
+    count: int
+    statistics: dict[nn.Module, Statistics] = field(default_factory=dict)
+    repeats: bool = False
+
+    def __enter__(self) -> None:
+        self._around = self.groups.count, self.groups.current
+        self.groups.count, self.groups.current = self.count, self
+
+    def __exit__(self, *error: object) -> None:
+        self.groups.count, self.groups.current = self._around
 
 
 class GroupedBatchNorm(_BatchNorm):
@@ -67,7 +107,7 @@ class GroupedBatchNorm(_BatchNorm):
         if not 2 <= x.dim() <= 4:
             raise ValueError(f"batch norm takes an input of 2 to 4 dimensions, got {x.dim()}")
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
-        if self.training and (fused or (self.synchronised and not is_alone())):
+        if self.training and (fused or self._meets_others()):
             return self._train(x, residual, relu, fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
@@ -76,23 +116,47 @@ class GroupedBatchNorm(_BatchNorm):
 
     def _separately(self, x: Tensor) -> Tensor:
         """torch's own batch norm, for one rank, group by group."""
-        if not self.training or self.groups.count == 1:
+        if not self.training:
             return super().forward(x)
-        return torch.cat([super(GroupedBatchNorm, self).forward(part) for part in x.chunk(self.groups.count)])
+        parts = [self._alone(part) for part in x.chunk(self.groups.count)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _alone(self, x: Tensor) -> Tensor:
+        """torch's own batch norm, for one rank and one group, in training."""
+        if self.groups.current is None or not self.groups.current.repeats:
+            return super().forward(x)
+        running = [None if buffer is None else buffer.clone() for buffer in (self.running_mean, self.running_var)]
+        return F.batch_norm(x, *running, self.weight, self.bias, training=True, eps=self.eps)  # statistics of x again
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Done before."""
 
     def _train(self, x: Tensor, residual: Tensor | None, relu: bool, fused: bool) -> Tensor:
-        state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        settings = (self.eps, self.groups.count, self.synchronised and not is_alone())
         if not torch.is_grad_enabled() and fused:
-            mean_GC, variance_GC, _ = _statistics(x, *state, *settings[1:])
+            mean_GC, variance_GC, _ = self._statistics(x)
             return self._normalise(x, mean_GC, variance_GC, residual, relu)
+        x = _dense(x, like=x)
+        with torch.no_grad():
+            statistics = self._statistics(x)
+        settings = (*statistics, self.eps, self._meets_others())
         if fused:
-            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, *state, *settings)
-        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, *state, *settings)
+            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, *settings)
+        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, *settings)
         return _finished(y, residual, relu)
+
+    def _meets_others(self) -> bool:
+        return self.synchronised and not is_alone()
+
+    def _statistics(self, x: Tensor) -> Statistics:
+        """Those of x, with which the running buffers move; in a repetition those of the pass."""
+        current = self.groups.current
+        if current is not None and current.repeats:
+            return current.statistics[self]
+        state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        found = _statistics(x, *state, self.groups.count, self._meets_others())
+        if current is not None:
+            current.statistics[self] = found
+        return found
 
     def _normalise(self, x: Tensor, mean_GC, variance_GC, residual: Tensor | None, relu: bool) -> Tensor:
         """Without gradient; over x where it is not used afterwards."""
@@ -109,8 +173,8 @@ def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     return torch.relu_(y) if relu else y
 
 
-def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, synchronised: bool):
-    """Mean, variance [G, C] and rows [G] over all ranks; the running buffers move."""
+def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, synchronised: bool) -> Statistics:
+    """The statistics over all ranks; the running buffers move."""
     own_G3C = OPERATORS.batch_norm_statistics(x, groups)
     parts_RG3C = own_G3C.unsqueeze(0)
     if synchronised:
@@ -131,25 +195,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
     """The normalisation with the statistics of each group over all ranks."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        bias,
-        residual,
-        relu,
-        running_mean,
-        running_var,
-        tracked,
-        momentum,
-        eps,
-        groups,
-        synchronised,
-    ):
-        x = _dense(x, like=x)
-        mean_GC, variance_GC, count_G = _statistics(
-            x, running_mean, running_var, tracked, momentum, groups, synchronised
-        )
+    def forward(ctx, x, weight, bias, residual, relu, mean_GC, variance_GC, count_G, eps, synchronised):
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual what the ReLU lets through follows from x.
         keep_mask = relu and residual is not None
@@ -174,7 +220,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
         dweight, dbias = (
             None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
         )
-        return dx, dweight, dbias, dresidual if ctx.residual else None, *([None] * 8)
+        return dx, dweight, dbias, dresidual if ctx.residual else None, *([None] * 6)
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:

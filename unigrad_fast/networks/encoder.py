@@ -90,6 +90,10 @@ class Encoder(nn.Module):
                 embeddings[i] = part
         return embeddings
 
+    def recompute_projector(self) -> None:
+        """From now on backward computes again what the projector can do without in the meantime; the same bits."""
+        self.projector.contexts = self.groups.repeatable
+
     def _passes(self, views: Sequence[Tensor]) -> list[list[list[int]]]:
         """Groups that pass together: equally large ones of one size."""
 

@@ -6,7 +6,13 @@ ReLU are one kernel; elsewhere they are what torchvision does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
@@ -40,13 +46,31 @@ class FusedResNet(ResNet):
 
 
 class FusedProjector(nn.Sequential):
-    """Linear layers, each but the last with a norm and an activation."""
+    """Linear layers, each but the first after a norm and an activation.
+
+    Attributes:
+        contexts: where it is given, backward computes again what it needs: norms, activations and autocast's copies of
+            weights, one layer at a time. Kept are the input and the products of the hidden layers, so that none is
+            computed twice. It gives the contexts of a pass and of its repetition.
+    """
+
+    contexts: Callable[[], tuple[Any, Any]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        *hidden, last = self
-        for linear, norm, activation in zip(*[iter(hidden)] * 3, strict=True):
-            x = activated(activation, norm, linear(x))
-        return last(x)
+        first, *rest = self
+        x = self._part(first, x)
+        for layer in zip(*[iter(rest)] * 3, strict=True):
+            x = self._part(partial(_layer, *layer), x)
+        return x
+
+    def _part(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.contexts is None or not torch.is_grad_enabled():
+            return part(x)
+        return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+
+
+def _layer(norm: nn.Module, activation: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(activated(activation, norm, x))
 
 
 FUSED = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}

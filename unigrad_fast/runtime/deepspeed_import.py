@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from types import ModuleType
 
 import torch
@@ -35,6 +36,8 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
             with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
                 compilable = deepspeed.ops.__compatible_ops__
             compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
+    if not verbose:  # of names that torch has given new ones, in every run at stages 1 and 2
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     _set_level(logging.INFO if verbose else logging.ERROR)
     return deepspeed
 

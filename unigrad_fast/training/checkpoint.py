@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Piece, Reader
 from unigrad_fast.config import Config
 from unigrad_fast.images import manifests
+from unigrad_fast.objectives.correlation import MovingCorrelation
+from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
@@ -78,7 +81,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
                 reader.read(fragment.name, fragment.start, tensor.view(-1))
             else:
                 tensor.copy_(reader.tensor(fragment.name))
-    trainer.objective.average.accept()
+    for module in trainer.objective.modules():
+        if isinstance(module, MovingCorrelation):
+            module.accept()
     trainer.fragments.refresh()
     refresh_(trainer.target_copies, trainer.target)
     trainer.steps_done = reader.about["step"]
@@ -94,14 +99,7 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
         yield whole(f"online.{name}", buffer)
     for name, tensor in trainer.target.state_dict().items():
         yield whole(f"target.{name}", tensor)
-    average = trainer.objective.average
-    rows, width = average.whole(), average.correlation.shape[1]
-    if len(rows) == width:
-        yield whole("objective.average.correlation", rows)
-    else:
-        first = average.first_row * width
-        yield Fragment("objective.average.correlation", (width, width), first, rows.view(-1), replicated=False)
-    yield whole("objective.average.updates", average.updates)
+    yield from _of_objective(trainer.objective)
     yield whole("gate.in_a_row", trainer.gate.in_a_row)
     yield whole("gate.total", trainer.gate.total)
 
@@ -114,6 +112,18 @@ def size(trainer: Trainer) -> int:
     others = [*online.buffers(), *trainer.target.state_dict().values()]
     correlation = fp32 * trainer.objective.width**2
     return weights_and_kept + correlation + sum(tensor.numel() * tensor.element_size() for tensor in others)
+
+
+def _of_objective(objective: nn.Module) -> Iterator[Fragment]:
+    shards = {name: module for name, module in objective.named_modules() if isinstance(module, ShardedCorrelation)}
+    for name, tensor in objective.state_dict().items():
+        owner, _, kind = name.rpartition(".")
+        if owner not in shards or kind == "updates":
+            yield whole(f"objective.{name}", tensor)
+        elif kind == "correlation":
+            width = tensor.shape[1]
+            start = shards[owner].first_row * width
+            yield Fragment(f"objective.{name}", (width, width), start, tensor.view(-1), replicated=False)
 
 
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
@@ -20,14 +21,16 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import compilation, needs
+from unigrad_fast.training import compilation, needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
+from unigrad_fast.training.rates import Rates
 from unigrad_fast.training.reduction import backward, build_reduction
+from unigrad_fast.training.step_graph import StepGraph
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -47,6 +50,7 @@ class Trainer:
         target_copies: the target's weights in autocast's dtype, which its forward pass reads.
         fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
+        compute: what a step does on the device, launched operator by operator or as a graph.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
     """
@@ -61,6 +65,8 @@ class Trainer:
             raise UserError(str(error)) from None
         if config.engine.compile:
             compilation.require(config, world.size)
+        if config.engine.cuda_graph:
+            step_graph.require(config, world)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config, world)
@@ -71,70 +77,61 @@ class Trainer:
         self.steps_done = 0
         self.images = identity(train)
 
-        images = config.images_at_once(world.size)
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
         with needs.target(encoder, self.dtype):
             self.target = make_target(encoder).to(memory_format=torch.channels_last)
             self.target_copies = make_copies(self.target, self.dtype)
+        if config.engine.recompute_projector:
+            encoder.recompute_projector()
         self.optimizer = build_optimizer(encoder, config.optimizer)
         with needs.optimizer(encoder, self.optimizer):
             self.online = build_engine(
                 encoder,
                 self.optimizer,
                 settings=config.engine,
-                micro_batch_size=images,
+                micro_batch_size=config.images_at_once(world.size),
                 dtype=self.dtype,
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
         self.reduction = build_reduction(self.online)
+        self.rates = Rates(self.optimizer, world.device)
         if config.engine.compile:
             # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
             self.online.module.compile()
             self.target.compile()
-        placement, width = config.objective.placement, config.model.projector.width
-        if placement == "auto":
-            placement = choose(width, images, len(config.data.views()), world.size)
-        elif placement == "sharded" and width < world.size:
-            raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
-        with needs.correlation(config, world.size if placement == "sharded" else 1):
-            self.objective = build(
-                config.objective.method,
-                width=width,
-                balance=config.objective.balance,
-                decay=config.objective.decay,
-                correlation_source=config.objective.correlation_source,
-                most_images=images,
-                placement=placement,
-            ).to(world.device)
+        self.objective = build_objective(config, world)
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
+        self.compute: step_graph.Compute = self.on_device
+        if config.engine.cuda_graph:
+            self.compute = StepGraph(self.on_device, self.online, self.objective, self.phases, world.device)
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step) * group["lr_share"]
-        self.gate.open()
-        self.optimizer.open()
+        self.rates.send(self.learning_rate(step), self.momentum(step + 1))
         self.phases.start(step)
-        waited = 0.0
-        for _ in range(self.accumulation):
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited += time.perf_counter() - asked
-            self.bad_images.note(batch.failures)
-            self.phases.mark("data")
-            output = self.micro_step(batch)
-        momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
-        update_target_(self.target, self.online.module, momentum, skip, self.target_copies)
-        self.gate.close(step, skip=self.optimizer.nonfinite)
+        self._waited = 0.0
+        output = self.compute(self._taken(batches))
+        self.gate.send(step)
         self.phases.mark("target_update")
         self._send_numbers(step, output)
         self.steps_done = step + 1
-        return waited
+        return self._waited
+
+    def on_device(self, batches: Iterable[Batch]) -> ObjectiveOutput:
+        """All that a step does on the device: the micro-batches, then the target's update, or nothing at all."""
+        self.gate.open()
+        self.optimizer.open()
+        for batch in batches:
+            output = self.micro_step(batch)
+        skip = self.optimizer.nonfinite
+        update_target_(self.target, self.online.module, self.rates.target_momentum, skip, self.target_copies)
+        self.gate.close(skip)
+        return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
@@ -227,6 +224,16 @@ class Trainer:
                 },
             )
 
+    def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches of a step; how long they were waited for is noted."""
+        for _ in range(self.accumulation):
+            asked = time.perf_counter()
+            batch = next(batches)
+            self._waited += time.perf_counter() - asked
+            self.bad_images.note(batch.failures)
+            self.phases.mark("data")
+            yield batch
+
     def _send_numbers(self, step: int, output: ObjectiveOutput) -> None:
         settings, last = self.config.telemetry, self.total_steps - 1
         if (step + 1) % settings.every != 0 and step not in (0, last):
@@ -245,6 +252,25 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def build_objective(config: Config, world: World) -> nn.Module:
+    settings, width, images = config.objective, config.model.projector.width, config.images_at_once(world.size)
+    placement = settings.placement
+    if placement == "auto":
+        placement = choose(width, images, len(config.data.views()), world.size)
+    elif placement == "sharded" and width < world.size:
+        raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
+    with needs.correlation(config, world.size if placement == "sharded" else 1):
+        return build(
+            settings.method,
+            width=width,
+            balance=settings.balance,
+            decay=settings.decay,
+            correlation_source=settings.correlation_source,
+            most_images=images,
+            placement=placement,
+        ).to(world.device)
 
 
 def build_loader(config: Config, world: World, manifest: Manifest, known: Mapping[tuple[int, int], str]) -> Loader:

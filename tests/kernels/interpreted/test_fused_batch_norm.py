@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from unigrad_fast.config import Projector
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
+from unigrad_fast.networks.encoder import build_projector
+from unigrad_fast.networks.residual import fuse
 
 GROUPS, IMAGES, CHANNELS = 2, 3, 40
 
@@ -126,3 +129,20 @@ def test_the_operators_are_what_torch_expects():
         (ops.batch_norm_gradient, (x, x, *affine, None, sums, count, 1e-5, False, False)),
     ]:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_projector_that_is_computed_again_takes_the_statistics_of_the_pass():
+    x, dy = torch.randn(GROUPS * IMAGES, 24), torch.randn(GROUPS * IMAGES, CHANNELS)
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        projector = build_projector(24, Projector(width=CHANNELS))
+        groups = convert(projector)
+        fuse(nn.Identity(), projector)
+        projector.contexts = groups.repeatable if again else None
+        groups.count = GROUPS
+        y = projector(x)
+        groups.count = 1  # of a later pass
+        y.backward(dy)
+        results.append([p.grad for p in projector.parameters()] + list(projector.buffers()))
+    assert all(map(torch.equal, *results))
