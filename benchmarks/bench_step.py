@@ -28,13 +28,12 @@ from rich.console import Console
 
 from unigrad_fast.benchmarks.harness import ratio_row, spread
 from unigrad_fast.benchmarks.images import draw, link_images, spread_evenly
+from unigrad_fast.benchmarks.processes import require_one_process
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.step_measure import SUBJECTS, Block, Case, Subject, measure
 from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 
 LEAST_BATCHES = 4  # per epoch
@@ -116,8 +115,7 @@ def main(
         UserError: the environment says that this is one process of several; `output` is a file.
         DataError: the images cannot be used.
     """
-    if process_group.launch_environment(os.environ).size > 1:
-        raise UserError("bench step measures one process; start it without torchrun, deepspeed or srun")
+    require_one_process("bench step")
     make_folder(output)
     console = new_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

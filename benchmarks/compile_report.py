@@ -184,9 +184,9 @@ def launch(case: Case) -> None:
         )
     elif case.kernel == "target":
         copies = [unit_MC.bfloat16()] if case.variant else []
-        multi_tensor.lerp_([unit_MC], [unit_MC], copies, weight=0.01, skip=empty())
+        multi_tensor.lerp_([unit_MC], [unit_MC], copies, momentum=empty(dtype=torch.float64), skip=empty())
     else:
-        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-6, "trust_coefficient": 1e-3}
+        settings = {"lr": empty(dtype=torch.float64), "momentum": 0.9, "weight_decay": 1e-6, "trust_coefficient": 1e-3}
         multi_tensor.lars_(
             [unit_MC], [unit_MC], [unit_MC], **settings, adapt=bool(case.variant), skip=empty(), scale=empty()
         )

@@ -276,7 +276,8 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
         update = g + 1e-4 * w
         v = 0.9 * v + 0.001 * w.norm() / update.norm() * update
         exact.append(w - 0.3 * v)
-    settings = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 0.001, "adapt": True}
+    lr = torch.tensor(0.3, dtype=torch.float64, device=scene.device)
+    settings = {"lr": lr, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 0.001, "adapt": True}
     kernels.lars_(weights, gradients, velocities, **settings)
     error = max(map(distance, weights, exact))
     skip = torch.zeros((), device=scene.device)
@@ -289,12 +290,13 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
     dtype = torch.bfloat16 if scene.on_gpu else torch.float16  # the interpreter truncates to bf16
     low = [t.to(dtype) for t in targets]
-    kernels.lerp_(targets, onlines, low, weight=0.004, skip=skip)
+    momentum = torch.tensor(0.996, dtype=torch.float64, device=scene.device)
+    kernels.lerp_(targets, onlines, low, momentum=momentum, skip=skip)
     error = max(map(distance, targets, exact))
     copied = all(torch.equal(each, t.to(each.dtype)) for each, t in zip(low, targets, strict=True))
     yield Finding("the target's copies are its weights, rounded", str(copied), copied)
     before = [each.clone() for each in targets]
-    kernels.lerp_(targets, onlines, weight=0.004, skip=skip + 1)
+    kernels.lerp_(targets, onlines, momentum=momentum, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
 
 
@@ -440,7 +442,7 @@ def main() -> int:
         parser.error("no GPU; with --cpu what the interpreter can do is tried")
     scene = Scene(torch.device("cpu" if options.cpu else "cuda"))
 
-    from unigrad_fast.benchmarks import bench_objective, device_check_data, device_check_step
+    from unigrad_fast.benchmarks import bench_objective, device_check_data, device_check_graph, device_check_step
     from unigrad_fast.runtime.errors import DataError, UserError
 
     output = None if options.cpu else options.output
@@ -468,6 +470,7 @@ def main() -> int:
         if options.cpu:
             os.environ["UNIGRAD_KERNELS"] = "torch"
         findings += shown(device_check_step.check(scene.device, output))
+        findings += shown(device_check_graph.check(scene.device, output))
     if options.only in (None, "data"):
         try:
             findings += shown(device_check_data.check(scene.device, options.images, output))

@@ -62,3 +62,11 @@ def process_bytes(field: str) -> int:
 def give_back_free_memory() -> None:
     """Returns memory that is free and was kept for later to the system."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_bytes() -> int:
+    """Bytes that programs may still take: of the GPU, or of the host by Linux's count."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    status = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(status["MemAvailable"].split()[0]) * 1024

@@ -7,11 +7,14 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
+
+from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 
 QUIET, WORK = 0.3, 0.01  # seconds that count as rest, with no more processor time than this
 MOST_REST = 60.0  # seconds that a process may take to come to rest
@@ -42,11 +45,29 @@ def in_processes(
     """
     with ExitStack() as stack:
         pools = {variant: stack.enter_context(new_process()) for variant in workers}
-        for start in [pool.submit(_start, workers[variant]) for variant, pool in pools.items()]:
-            start.result()
+        results([pool.submit(_start, workers[variant]) for variant, pool in pools.items()])
         yield {variant: partial(_run_there, pool, _block) for variant, pool in pools.items()}
-        for pool in pools.values():
-            _run_there(pool, _close)
+        results([pool.submit(_close) for pool in pools.values()])
+
+
+def results(futures: Sequence[Future]) -> list[Any]:
+    """What all of them return, or the error that says most: where one rank fails, the others do for want of it."""
+    wait(futures)
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, UserError | DataError | RunStopped))
+    return [future.result() for future in futures]
+
+
+def require_one_process(command: str) -> None:
+    """Raises UserError where the environment says that this is one process of several."""
+    if process_group.launch_environment(os.environ).size > 1:
+        raise UserError(f"{command} starts its processes itself; start it without torchrun, deepspeed or srun")
+
+
+def new_process() -> ProcessPoolExecutor:
+    """A process that has nothing of this one's memory."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _run_there(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:

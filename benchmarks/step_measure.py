@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,7 @@ import torch
 
 from unigrad_fast.benchmarks.harness import seconds, take_turns
 from unigrad_fast.benchmarks.memory import give_back_free_memory, process_bytes
-from unigrad_fast.benchmarks.processes import in_processes, rest
+from unigrad_fast.benchmarks.processes import in_processes, new_process, rest
 from unigrad_fast.benchmarks.step_variants import VARIANTS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime import process_group
@@ -59,12 +57,14 @@ class StepWorker:
 
     def __init__(self, who: str, config: Config):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self.session = ExitStack()
-        world = self.session.enter_context(process_group.session())
-        self.device = world.device
-        self.session.enter_context(tensor_float32(config.engine.tf32))
-        self.session.enter_context(fastest_convolutions(world.device))
-        self.variant = VARIANTS[who](config, world)
+        with ExitStack() as session:  # which ends here if the variant cannot be made: others may wait for this process
+            world = session.enter_context(process_group.session())
+            self.device = world.device
+            session.enter_context(tensor_float32(config.engine.tf32))
+            session.enter_context(fastest_convolutions(world.device))
+            self.variant = VARIANTS[who](config, world)
+            session.callback(self.variant.close)
+            self.session = session.pop_all()
 
     def block(self, warmup: int, steps: int) -> Block:
         """Measures a block of steps, and returns when the process is at rest again."""
@@ -73,20 +73,23 @@ class StepWorker:
         each = seconds(self.variant.step, self.device, steps)
         block = Block(
             images_per_s=self.variant.config.data.batch_size / each,
-            peak_gib=self._peak() / 2**30,
+            peak_gib=self.peak() / 2**30,
             phases=self.variant.phases(steps),
         )
+        self.come_to_rest()
+        return block
+
+    def come_to_rest(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             give_back_free_memory()
         rest()
-        return block
 
     def close(self) -> None:
         self.session.close()
 
-    def _peak(self) -> int:
+    def peak(self) -> int:
         """Bytes of memory at the peak."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else process_bytes("VmHWM")
 
@@ -117,8 +120,3 @@ def measure(
     with in_processes(workers, new_process) as blocks:
         turns = {subject: partial(block, warmup, steps) for subject, block in blocks.items()}
         return take_turns(turns, rounds, report=lambda what: report(f"{case.backbone}, {what}"))
-
-
-def new_process() -> ProcessPoolExecutor:
-    """A process that has nothing of this one's memory."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))

@@ -38,6 +38,9 @@ class Variant:
         """Milliseconds per phase, means over the last steps, as far as the variant measures them."""
         return {}
 
+    def close(self) -> None:
+        """Ends what still prepares images."""
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
 
@@ -129,6 +132,9 @@ class Ours(Variant):
         self.trainer.step(self.steps, self.batches)
         self._receive()
         self.steps += 1
+
+    def close(self) -> None:
+        self.batches.close()
 
     def _receive(self) -> None:
         """Reports of earlier steps, one step late as in `pretrain`."""

@@ -1,6 +1,6 @@
 """Passes over many tensors at once: the momentum target's update and LARS.
 
-    target  θ' ← θ' + weight · (θ − θ'), and a copy of it in fp16 or bf16; unchanged where `skip` is not 0
+    target  θ' ← momentum · θ' + (1 − momentum) · θ, and a copy in fp16 or bf16; unchanged where `skip` is not 0
 
     LARS    u  = scale · grad + weight_decay · w
             t  = trust_coefficient · ‖w‖ / ‖u‖, 1 where either norm is 0
@@ -15,12 +15,16 @@ tensor. LARS made of `torch._foreach` moves 52, and launches a kernel per tensor
 Tensors are cut into chunks, one program each; a table on the device says where each chunk lies. Elements go by fours,
 in 128-bit accesses, but for up to three at a tensor's end. Sums of squares are taken chunk by chunk and then added in
 a fixed order: two runs are bitwise equal.
+
+The learning rate and the target's momentum change from step to step, and are read on the device: a CUDA graph that is
+replayed finds those of its step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -61,8 +65,9 @@ def lerp_block(p_target, p_online, p_copy, o, m, weight, has_copy, DTYPE: tl.con
 
 
 @triton.jit
-def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, copies, weight, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, p_momentum, copies, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(p_skip) == 0:  # scalar
+        weight = (1 - tl.load(p_momentum).to(tl.float64)).to(tl.float32)  # scalar
         tensor, first, last, rest = load_chunk(p_chunks)
         p_target, p_online = load_pointer(p_addresses, tensor * 2), load_pointer(p_addresses, tensor * 2 + 1)
         has_copy, p_copy = tensor < copies, p_target
@@ -81,16 +86,16 @@ def lerp_(
     onlines: Sequence[Tensor],
     copies: Sequence[Tensor] = (),
     *,
-    weight: float,
+    momentum: Tensor,
     skip: Tensor,
 ) -> None:
-    """target ← target + weight · (online − target), in place in one launch; bitwise unchanged where `skip` is not 0.
+    """target ← momentum · target + (1 − momentum) · online, in place in one launch; bitwise unchanged where `skip` is
+    not 0.
 
     Args:
         targets, onlines: pairs that `split` takes.
         copies: of the first targets, in their layout and all in fp16 or all in bf16: written as well.
-        weight: share of the online parameters, 0 to 1.
-        skip: scalar on that device.
+        momentum: share of the targets, 0 to 1; fp32 or float64 scalar on that device, as `skip` is one.
     """
     chunks, addresses = chunk_table(targets), address_table(targets, onlines)
     with torch.cuda.device_of(skip):
@@ -99,8 +104,8 @@ def lerp_(
             addresses,
             address_table(copies) if copies else None,
             skip,
+            momentum,
             len(copies),
-            float(weight),
             DTYPE=LOW_PRECISION[copies[0].dtype] if copies else None,
             BLOCK=BLOCK,
             num_warps=WARPS,
@@ -160,7 +165,7 @@ def lars_kernel(
     p_sums,
     p_skip,
     p_scale,
-    lr,
+    p_lr,
     momentum,
     weight_decay,
     trust_coefficient,
@@ -175,6 +180,7 @@ def lars_kernel(
         scale = 1.0
         if p_scale is not None:
             scale = tl.load(p_scale)
+        lr = tl.load(p_lr).to(tl.float32)  # scalar
         tensor, first, last, rest = load_chunk(p_chunks)
         p_weight, p_gradient = load_pointer(p_addresses, tensor * 3), load_pointer(p_addresses, tensor * 3 + 1)
         p_velocity = load_pointer(p_addresses, tensor * 3 + 2)
@@ -193,7 +199,7 @@ def lars_(
     gradients: Sequence[Tensor],
     velocities: Sequence[Tensor],
     *,
-    lr: float,
+    lr: Tensor,
     momentum: float,
     weight_decay: float,
     trust_coefficient: float,
@@ -205,13 +211,14 @@ def lars_(
 
     Args:
         weights, gradients, velocities: triples that `split` takes.
+        lr: fp32 or float64 scalar on that device.
         skip: scalar on that device; where it is not 0, nothing changes bit for bit.
         scale: fp32 scalar on that device by which gradients are multiplied.
     """
     chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
     grid = (len(chunks),)
     sums = torch.empty(len(chunks), 2, dtype=torch.float32, device=chunks.device)
-    lr, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
+    momentum, weight_decay = float(momentum), float(weight_decay)
     with torch.cuda.device_of(chunks):
         if adapt:
             square_sums_kernel[grid](chunks, addresses, sums, scale, weight_decay, BLOCK=BLOCK, num_warps=WARPS)
@@ -282,6 +289,9 @@ def address_table(*tensors: Sequence[Tensor]) -> Tensor:
     """int64 [tensors · lists]: where the data of the first tensor of each list lies, then of the second, and so on."""
     addresses = tuple(t.data_ptr() for row in zip(*tensors, strict=True) for t in row)
     device = tensors[0][0].device
+    if _awaiting is not None:
+        _awaiting.append((torch.empty(len(addresses), dtype=torch.int64, device=device), addresses))
+        return _awaiting[-1][0]
     # Parameters stay where they are and most gradients come back to the same place, so it is rarely copied. Another
     # stream may not read what has not arrived yet.
     return _address_table(addresses, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
@@ -293,3 +303,28 @@ def _address_table(addresses: tuple[int, ...], device: torch.device, stream) -> 
     if device.type == "cuda":
         table = table.pin_memory()  # else the host would wait
     return table.to(device, non_blocking=True)
+
+
+Tables = list[tuple[Tensor, tuple[int, ...]]]  # on the device, and what belongs into them
+_awaiting: Tables | None = None  # of the CUDA graph that is being captured
+
+
+@contextlib.contextmanager
+def captured_tables() -> Iterator[Tables]:
+    """While inside, a CUDA graph is captured: tables of addresses stay empty, and `fill` writes them afterwards.
+
+    Copied while it is captured, each replay would copy them again, from memory of the host that is others' by then.
+    They have to live as long as the graph.
+    """
+    global _awaiting
+    _awaiting = tables = []
+    try:
+        yield tables
+    finally:
+        _awaiting = None
+
+
+def fill(tables: Tables) -> None:
+    """Write the tables of a graph that has been captured; the host waits."""
+    for table, addresses in tables:
+        table.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))

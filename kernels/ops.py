@@ -228,23 +228,25 @@ def _fake_gradient(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return unit.new_empty(unit.shape, dtype=dtype), unit.new_empty(5, dtype=exact_dtype(unit))
 
 
-_LIBRARY.define("lerp_(Tensor(a!)[] targets, Tensor[] onlines, Tensor(b!)[] copies, float weight, Tensor skip) -> ()")
+_LIBRARY.define(
+    "lerp_(Tensor(a!)[] targets, Tensor[] onlines, Tensor(b!)[] copies, Tensor momentum, Tensor skip) -> ()"
+)
 
 
 @torch.library.impl(_LIBRARY, "lerp_", "CompositeExplicitAutograd")
-def _lerp_(targets, onlines, copies, weight, skip):
+def _lerp_(targets, onlines, copies, momentum, skip):
     from . import multi_tensor
 
-    multi_tensor.lerp_(targets, onlines, copies, weight=weight, skip=skip)
+    multi_tensor.lerp_(targets, onlines, copies, momentum=momentum, skip=skip)
 
 
 @torch.library.register_fake("unigrad_fast::lerp_", lib=_LIBRARY)
-def _(targets, onlines, copies, weight, skip):
+def _(targets, onlines, copies, momentum, skip):
     return None
 
 
 _LIBRARY.define(
-    "lars_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] velocities, float lr, float momentum, "
+    "lars_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] velocities, Tensor lr, float momentum, "
     "float weight_decay, float trust_coefficient, bool adapt, Tensor? skip, Tensor? scale) -> ()"
 )
 

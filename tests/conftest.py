@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from slow_results import record
 
 pytest_plugins = ["worker_fixtures"]
@@ -32,6 +33,8 @@ LONGEST = (
     "training/test_bad_images_in_training.py",
 )
 
+settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # for the processes that tests start
 torch.set_num_threads(THREADS)
 if not torch.cuda.is_available():

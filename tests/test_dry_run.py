@@ -250,6 +250,8 @@ def test_memory_is_what_the_allocator_gives_the_same_step(case, engine):
 def test_what_cannot_be_walked_is_refused():
     with pytest.raises(UserError, match=r"engine\.target_stream = true: the dry run"):
         walk(configured(1, engine={"target_stream": True}), 1, CARD)
+    with pytest.raises(UserError, match=r"engine\.cuda_graph = true: the dry run"):
+        walk(configured(1, engine={"cuda_graph": True}), 1, CARD)
     with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
         walk(configured(1, engine={"compile": True}), 1, CARD)
     with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):

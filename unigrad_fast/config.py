@@ -217,6 +217,8 @@ class Engine(Node):
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
     target_stream: bool = False
     """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
+    cuda_graph: bool = False
+    """Whether a GPU replays one recorded step per size of the views; for zero_stage 0, without accumulation."""
 
 
 class Checkpoint(Node):
@@ -397,7 +399,7 @@ def resolve(
     """The checked tree: defaults, then the recipe, then the overrides.
 
     Args:
-        recipe: shipped name or path of a YAML file; None takes it from the overrides, else `imagenet_100ep`.
+        recipe: shipped name or path of a YAML file; None takes it from the overrides, else the model's own.
         overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
         model: Config, or a subclass of it with more keys; its `name` is the recipe's unless it is given.
 
@@ -410,7 +412,7 @@ def resolve(
         raise UserError(
             f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
         )
-    given = recipe or named or DEFAULT_RECIPE
+    given = recipe or named or model.model_fields["recipe"].default
     tree = load_recipe(given)
     if "name" in model.model_fields:
         tree.setdefault("name", title(given))

@@ -40,11 +40,13 @@ from torch.utils.flop_counter import flop_registry
 
 from unigrad_fast.config import Config
 from unigrad_fast.kernels.dispatch import as_on_cuda
+from unigrad_fast.networks import batch_norm
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
 from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import trainer as training
@@ -67,7 +69,7 @@ class Part:
 
 @dataclass
 class Collectives:
-    """Those of one kind: how many, and the bytes that a rank puts into them."""
+    """Those of one kind: how many, and their bytes as `runtime.collectives` counts them."""
 
     count: int = 0
     bytes: int = 0
@@ -144,6 +146,8 @@ def require_walkable(config: Config, ranks: int) -> None:
     """Raises UserError where the batch does not divide over the ranks, or for a setting that is not walked."""
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+    if config.engine.cuda_graph:
+        raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
     config.check_world(ranks)
@@ -161,7 +165,7 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """
     require_walkable(config, ranks)
     found = Walk()
-    branches = as_on_cuda() if as_cuda else contextlib.nullcontext()
+    branches = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with branches, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
@@ -261,10 +265,6 @@ VIEWS = {
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
     "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
 }  # fmt: skip
-COLLECTIVES = {
-    "allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast",
-    "alltoall_base_": "exchange",
-}  # fmt: skip
 NORMALISATION = "unigrad_fast::batch_norm"
 
 
@@ -317,19 +317,19 @@ class _Count(TorchDispatchMode):
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if name.startswith("c10d::"):
-            self._collective(COLLECTIVES.get(short, short), operands, short)
+            self._collective(operands, short)
         else:
             self._operator(operator, name, short, operands, results, args, kwargs, result)
         return result
 
-    def _collective(self, kind: str, operands: list[Tensor], short: str) -> None:
+    def _collective(self, operands: list[Tensor], short: str) -> None:
+        kind, size = counted(short, operands)
         each = self.found.collectives[kind]
-        size = max(_bytes(t) for t in operands)
         moved = size * (self.ranks - 1) / self.ranks * (2 if kind == "reduce" else 1)
         if short == "allgather_":  # the results, then what each rank gives
             moved = _bytes(operands[-1]) * (self.ranks - 1)
         each.count += 1
-        each.bytes += int(size)
+        each.bytes += size
         each.seconds += max(self.card.collective, moved / self.card.bus)
 
     def _operator(self, operator, name, short, operands, results, args, kwargs, result) -> None:

@@ -21,7 +21,7 @@ from unigrad_fast.kernels.multi_tensor import (
 # All others are fp32.
 TYPES = {
     "p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_skip": "*fp32", "p_scale": "*fp32",
-    "p_sums": "*fp32", "copies": "i32",
+    "p_sums": "*fp32", "p_lr": "*fp64", "p_momentum": "*fp64", "copies": "i32",
 }  # fmt: skip
 LARS = {"BLOCK": BLOCK, "MAX_CHUNKS": MAX_CHUNKS}
 PER_STREAM = BLOCK // (32 * WARPS * 4)  # 128-bit accesses of one thread to one tensor's block

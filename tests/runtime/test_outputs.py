@@ -109,7 +109,8 @@ def test_pictures_do_not_go_to_the_images_by_whatever_path(tmp_path):
         *("export {run} --output {out}.pt", "export {out}", "import {out} {run}", "import {images} {out}"),
         *("data synth {out}", "data scan {images} --output {out}", "data shard {images} {out}", "data preview {out}"),
         *("data preview {images} --output {out}.png", "bench step --output {out}", "bench loader --photographs {out}"),
-        "bench kernels --compile_only true --output {out}",
+        *("bench kernels --compile_only true --output {out}", "bench width --data.train {images} --output {out}"),
+        "bench scaling --data.train {images} --output {out}",
     ],
 )
 @pytest.mark.parametrize("below", [False, True])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from command_process import start_ranks
 from drawn_images import draw_tree
-from test_counted_collectives import Spy
 
 from unigrad_fast.checkpoints.files import latest
 from unigrad_fast.config import Model
 from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.runtime.collectives import CollectiveSpy
 
 RANKS, STEPS = 2, 4
 GIB = 2**30
@@ -57,10 +57,10 @@ def watched(folder: Path) -> Iterator[None]:
     def watch(what: str, work: Callable) -> Callable:
         def call(*arguments, **settings):
             Path("/proc/self/clear_refs").write_text("5")
-            before, spy = of_this_process("VmRSS"), Spy()
+            before, spy = of_this_process("VmRSS"), CollectiveSpy()
             with spy if what == "step" else nullcontext():
                 result = work(*arguments, **settings)
-            sent = {kind: sum(sizes) for kind, sizes in spy.found.items()}
+            sent = {kind: each.bytes for kind, each in spy.found.items()}
             there = max(before, of_this_process("VmRSS"))  # what is loaded may be touched for the first time
             row = {"what": what, "there": there, "most": of_this_process("VmHWM"), "sent": sent}
             with (folder / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:

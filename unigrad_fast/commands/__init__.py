@@ -27,5 +27,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "bench step": (bench.BenchStep, bench.bench_step),
     "bench loader": (bench.BenchLoader, bench.bench_loader),
     "bench kernels": (bench.BenchKernels, bench.bench_kernels),
+    "bench width": (bench.BenchWidth, bench.bench_width),
+    "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),
 }

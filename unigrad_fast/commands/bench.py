@@ -1,14 +1,14 @@
-"""`unigrad-fast bench step`, `bench loader` and `bench kernels`."""
+"""`unigrad-fast bench step`, `bench loader`, `bench kernels`, `bench width` and `bench scaling`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from unigrad_fast.benchmarks.record import OUTPUT
-from unigrad_fast.commands.requirements import require_dali, require_triton
-from unigrad_fast.config import MOST_THREADS
+from unigrad_fast.commands.requirements import require_dali, require_folders, require_triton
+from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown
@@ -140,3 +140,99 @@ def bench_kernels(options: BenchKernels) -> None:
     from unigrad_fast.benchmarks import bench_objective
 
     bench_objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+
+
+class BenchWidth(Config):
+    """Measure a training step by projector width, and train short runs; takes the keys of pretrain."""
+
+    recipe: str = "quickstart"
+    """Recipe, as pretrain's; the quickstart's images are drawn if they are not there."""
+    widths: tuple[Annotated[int, Field(ge=1, le=2**17)], ...] | None = None
+    """In place of model.projector.width; null is 512 to 8192, as far as memory holds; in a dry run 2048 to 65536."""
+    repetitions: int = Field(default=3, ge=1)
+    """Rounds in which each width has its turn."""
+    steps: int = Field(default=2, ge=1)
+    """Measured steps per turn."""
+    warmup: int = Field(default=1, ge=1)
+    """Steps before them."""
+    train: bool = False
+    """Also train a run of each width, as long as schedule.epochs, and judge it by kNN."""
+    dry_run: bool = False
+    """Count what a step does on so many cards, which need not be there, and measure nothing."""
+    ranks: int = Field(default=8, ge=1, le=4096)
+    """Cards of the dry run."""
+    images: int = Field(default=128, ge=1, le=2**16)
+    """Images per card of the dry run."""
+    card: Literal["h100", "a100"] = "h100"
+    """Card of the dry run."""
+    output: AbsolutePath = OUTPUT
+    """Folder of width.jsonl or dry_width.jsonl, which the rows are appended to, and of the runs, width-C."""
+
+
+def bench_width(options: BenchWidth) -> None:
+    only_counted, only_measured = {"ranks", "images", "card"}, {"repetitions", "steps", "warmup", "train"}
+    refused = only_measured if options.dry_run else only_counted
+    if ignored := sorted(options.model_fields_set & refused):
+        value = shown(getattr(options, ignored[0]))
+        raise UserError(f"{ignored[0]} = {value}: not used with dry_run {str(options.dry_run).lower()}; leave it out")
+    config = _configuration(options)
+    from unigrad_fast.benchmarks import bench_width
+
+    if options.dry_run:
+        counted = {key: getattr(options, key) for key in sorted(only_counted)}
+        bench_width.dry_run(config, options.widths, **counted, output=options.output)
+        return
+    config = _with_openable_images(config, judged=options.train)
+    turns = {key: getattr(options, key) for key in ("repetitions", "steps", "warmup")}
+    bench_width.main(config, options.widths, **turns, train_runs=options.train, output=options.output)
+
+
+class BenchScaling(Config):
+    """Measure 1 to 4 ranks of this machine, F on each or in shards; takes the keys of pretrain."""
+
+    recipe: str = "quickstart"
+    """Recipe, as pretrain's; the quickstart's images are drawn if they are not there."""
+    ranks: tuple[Annotated[int, Field(ge=1, le=64)], ...] = (1, 2, 3, 4)
+    """Numbers of ranks, one after the other; each rank is a process, and they share the cores."""
+    images: int = Field(default=16, ge=1, le=2**16)
+    """Images of each rank, in place of data.batch_size."""
+    repetitions: int = Field(default=3, ge=1)
+    """Rounds in which both placements have their turn, in place of objective.placement."""
+    steps: int = Field(default=2, ge=1)
+    """Measured steps per turn."""
+    warmup: int = Field(default=1, ge=1)
+    """Steps before them."""
+    output: AbsolutePath = OUTPUT
+    """Folder of scaling.jsonl, which the rows are appended to."""
+
+
+def bench_scaling(options: BenchScaling) -> None:
+    config = _with_openable_images(_configuration(options), judged=False)
+    from unigrad_fast.benchmarks import bench_scaling
+
+    turns = {key: getattr(options, key) for key in ("repetitions", "steps", "warmup")}
+    bench_scaling.main(config, options.ranks, options.images, **turns, output=options.output)
+
+
+def _configuration(options: Config) -> Config:
+    """That of a run without a folder."""
+    return Config(**{key: getattr(options, key) for key in Config.model_fields if key != "output"})
+
+
+def _with_openable_images(config: Config, judged: bool) -> Config:
+    """The configuration, without validation images where nothing is judged.
+
+    Raises:
+        UserError: there is no DALI; images were named that cannot be opened, or none to judge with.
+    """
+    require_dali()
+    from unigrad_fast.benchmarks.run_config import lacks_images
+
+    if lacks_images(config):
+        return config
+    if judged and config.data.val is None:
+        raise UserError("train = true: data.val = null, without which there is no kNN accuracy; give labelled images")
+    if not judged:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"val": None})})
+    require_folders(config)
+    return config

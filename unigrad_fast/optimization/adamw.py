@@ -37,6 +37,13 @@ class AdamW(GatedFused, torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
         self._begin(clip_norm)
 
+    def move(self) -> None:
+        # What torch asks for, and else warns of. The steps are counted on the device either way.
+        capturing = self.nonfinite.is_cuda and torch.cuda.is_current_stream_capturing()
+        for group in self.param_groups:
+            group["capturable"] = capturing
+        super().move()
+
     @torch.no_grad()
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]

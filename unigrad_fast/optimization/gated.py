@@ -55,6 +55,11 @@ class Gated(torch.optim.Optimizer):
         own = ("clip_norm", "nonfinite", "gradient_norm", "_measured", "_is_old")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    @property
+    def rate_dtype(self) -> torch.dtype:
+        """Of a group's `lr` that is a scalar on the parameters' device, where it may change between two steps."""
+        return torch.float64
+
     @torch.no_grad()
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is kept for a parameter, by kind; as it is before the first step if there was none."""
@@ -125,6 +130,10 @@ class Gated(torch.optim.Optimizer):
 
 class GatedFused(Gated):
     """Of those optimizers of torch whose fused kernels drop a step and divide gradients themselves."""
+
+    @property
+    def rate_dtype(self) -> torch.dtype:
+        return torch.float32 if self.nonfinite.is_cuda else torch.float64  # torch's kernels on a GPU take no other
 
     def move(self) -> None:
         self.found_inf = self.nonfinite

@@ -28,7 +28,7 @@ class LARS(Gated):
 
     Args:
         params: parameters or groups of them, fp32 or float64.
-        lr: learning rate.
+        lr: learning rate; a scalar on the parameters' device is read there.
         momentum: 0 to below 1.
         weight_decay: L2 penalty.
         trust_coefficient: ratio of an update's norm to its parameter's, at lr 1.
@@ -88,6 +88,9 @@ class LARS(Gated):
         if self.clip_norm > 0:
             scale = (self.clip_norm / self.gradient_norm).clamp_(max=1.0).float()
         for group in self.param_groups:
+            lr = group["lr"]
+            if not isinstance(lr, Tensor):
+                lr = torch.full_like(self.nonfinite, lr, dtype=torch.float64)
             rows = [(w, w.grad, self.state_of(w)["momentum"]) for w in group["params"] if w.grad is not None]
             is_cut = group["adapt"] and self._stretches is not None
             if rows and not is_cut and use_triton(self.nonfinite.device):
@@ -95,13 +98,13 @@ class LARS(Gated):
 
                 fused, rows = multi_tensor.split(rows)
                 if fused:
-                    names = ("lr", "momentum", "weight_decay", "trust_coefficient", "adapt")
+                    names = ("momentum", "weight_decay", "trust_coefficient", "adapt")
                     settings = {name: group[name] for name in names}
-                    OPERATORS.lars_(*zip(*fused, strict=True), **settings, skip=self.nonfinite, scale=scale)
+                    OPERATORS.lars_(*zip(*fused, strict=True), lr=lr, **settings, skip=self.nonfinite, scale=scale)
             if rows:
-                self._move(rows, group, scale)
+                self._move(rows, lr, group, scale)
 
-    def _move(self, rows: Rows, group: dict[str, Any], scale: Tensor | None) -> None:
+    def _move(self, rows: Rows, lr: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
         """One step in plain torch."""
         weights, updates, velocities = (list(tensors) for tensors in zip(*rows, strict=True))
         dropped = self.nonfinite != 0
@@ -119,7 +122,7 @@ class LARS(Gated):
         kept = (~dropped).double()
         torch._foreach_mul_(velocities, kept * group["momentum"] + (1 - kept))
         torch._foreach_add_(velocities, updates)
-        torch._foreach_addcmul_(weights, velocities, [kept * group["lr"]] * len(weights), value=-1)
+        torch._foreach_addcmul_(weights, velocities, [kept * lr] * len(weights), value=-1)
 
     def _adapt_stretches_(
         self, flats: list[Tensor], updates: list[Tensor], group: dict[str, Any], scale: Tensor | None

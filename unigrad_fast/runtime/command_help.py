@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from unigrad_fast.runtime.validation import Node, arms, group
 
-_WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PATH", NoneType: "null"}
+_WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PATH", NoneType: "null", ...: "..."}
 
 
 def text(program: str, options: type[Node], positionals: Sequence[str], defaults: Node | None = None) -> str:
@@ -37,13 +37,13 @@ def text(program: str, options: type[Node], positionals: Sequence[str], defaults
 
 
 def form(annotation: Any) -> str:
-    """What may be written for a key: INT, FLOAT,FLOAT, one|other, true|false, and null where no value is one."""
+    """What may be written for a key: INT, FLOAT,FLOAT, INT,..., one|other, true|false, null where no value is one."""
     forms = []
     for arm in sorted(arms(annotation), key=lambda arm: arm is NoneType):
         if get_origin(arm) is Literal:
             forms += [str(word) for word in get_args(arm)]
         elif get_origin(arm) is tuple:
-            forms.append(",".join(_WORDS[each] for each in get_args(arm)))
+            forms.append(",".join(_WORDS[kind] for each in get_args(arm) for kind in arms(each)))
         else:
             forms.append(_WORDS[arm])
     return "|".join(forms)

@@ -173,6 +173,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     kind = schema.get("format") or schema["type"]
+    if kind == "array" and "items" in schema:
+        return f"{_in_words(schema['items'])}, or several with commas between them,"
     if kind == "array":
         return f"{len(schema['prefixItems'])} numbers with commas between them"
     words = {

@@ -69,13 +69,16 @@ class StepGate:
         for buffers in self.buffers:
             buffers.restore_where(torch.ones((), device=self.total.device))
 
-    def close(self, step: int, skip: Tensor) -> None:
+    def close(self, skip: Tensor) -> None:
         """After a step: undo what its forward passes changed, where `skip` is not 0, and count."""
         for buffers in self.buffers:
             buffers.restore_where(skip)
         skipped = (skip != 0).to(torch.int64)
         self.in_a_row.add_(1).mul_(skipped)
         self.total.add_(skipped)
+
+    def send(self, step: int) -> None:
+        """After `close`: the counters go to the host."""
         self._counters.send(step, torch.stack([self.in_a_row, self.total]))
 
     def check(self, before: int) -> int:

@@ -24,6 +24,7 @@ from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.training import checkpoint, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
+from unigrad_fast.training.step_graph import own_stream
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.trainer import Trainer
@@ -61,6 +62,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         stack.enter_context(tensor_float32(config.engine.tf32))
         stack.enter_context(fastest_convolutions(world.device))
+        stack.enter_context(own_stream(config, world.device))
         with run_folder.occupied(config, world, numbered) as config:
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)

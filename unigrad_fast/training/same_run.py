@@ -16,7 +16,7 @@ HARMLESS = (
     *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
     *("data.read_timeout", "data.max_bad_fraction"),
     *("objective.placement", "engine.zero_stage", "engine.max_skipped_steps", "engine.target_stream"),
-    "engine.recompute_projector",
+    *("engine.cuda_graph", "engine.recompute_projector"),
     *("checkpoint", "evaluation", "telemetry"),
 )
 

@@ -54,15 +54,20 @@ def embed(target: nn.Module, copies: Mapping[str, Tensor], views: Sequence[Tenso
 
 @torch.no_grad()
 def update_target_(
-    target: nn.Module, online: nn.Module, momentum: float, skip: Tensor, copies: Mapping[str, Tensor] | None = None
+    target: nn.Module,
+    online: nn.Module,
+    momentum: float | Tensor,
+    skip: Tensor,
+    copies: Mapping[str, Tensor] | None = None,
 ) -> None:
     """target ← momentum · target + (1 − momentum) · online, in place; unchanged where `skip` is not 0.
 
     Args:
-        momentum: m(s+1) after step s.
-        skip: scalar on the parameters' device.
+        momentum: m(s+1) after step s; a number, or a float64 scalar on the parameters' device, as `skip` is one.
         copies: of `make_copies`: written as well.
     """
+    if not isinstance(momentum, Tensor):
+        momentum = torch.full_like(skip, momentum, dtype=torch.float64)
     parameters = list(zip(target.parameters(), online.parameters(), strict=True))
     copy_of = {target.get_parameter(name): low for name, low in (copies or {}).items()}
     if use_triton(skip.device):
@@ -72,11 +77,10 @@ def update_target_(
         if fused:
             targets, onlines = zip(*fused, strict=True)
             written = [copy_of.pop(ours) for ours in targets if ours in copy_of]
-            OPERATORS.lerp_(targets, onlines, written, 1.0 - momentum, skip)
+            OPERATORS.lerp_(targets, onlines, written, momentum, skip)
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
-        weight = torch.full_like(skip, 1.0 - momentum, dtype=ours[0].dtype)
-        weight = torch.where(skip != 0, 0.0, weight)
+        weight = torch.where(skip != 0, 0.0, 1.0 - momentum).to(ours[0].dtype)
         torch._foreach_lerp_(ours, theirs, [weight] * len(ours))
     if copy_of:
         torch._foreach_copy_(list(copy_of.values()), list(copy_of))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,16 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import compilation, needs
+from unigrad_fast.training import compilation, needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
 from unigrad_fast.training.host_copy import HostCopy
 from unigrad_fast.training.optimizers import build_optimizer
+from unigrad_fast.training.rates import Rates
 from unigrad_fast.training.reduction import backward, build_reduction
+from unigrad_fast.training.step_graph import StepGraph
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -48,6 +50,7 @@ class Trainer:
         target_copies: the target's weights in autocast's dtype, which its forward pass reads.
         fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
+        compute: what a step does on the device, launched operator by operator or as a graph.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
     """
@@ -62,6 +65,8 @@ class Trainer:
             raise UserError(str(error)) from None
         if config.engine.compile:
             compilation.require(config, world.size)
+        if config.engine.cuda_graph:
+            step_graph.require(config, world)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config, world)
@@ -92,6 +97,7 @@ class Trainer:
             )
             self.fragments = build_fragments(self.online, self.optimizer)
         self.reduction = build_reduction(self.online)
+        self.rates = Rates(self.optimizer, world.device)
         if config.engine.compile:
             # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
             self.online.module.compile()
@@ -100,29 +106,32 @@ class Trainer:
         self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
+        self.compute: step_graph.Compute = self.on_device
+        if config.engine.cuda_graph:
+            self.compute = StepGraph(self.on_device, self.online, self.objective, self.phases, world.device)
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step) * group["lr_share"]
-        self.gate.open()
-        self.optimizer.open()
+        self.rates.send(self.learning_rate(step), self.momentum(step + 1))
         self.phases.start(step)
-        waited = 0.0
-        for _ in range(self.accumulation):
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited += time.perf_counter() - asked
-            self.bad_images.note(batch.failures)
-            self.phases.mark("data")
-            output = self.micro_step(batch)
-        momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
-        update_target_(self.target, self.online.module, momentum, skip, self.target_copies)
-        self.gate.close(step, skip=self.optimizer.nonfinite)
+        self._waited = 0.0
+        output = self.compute(self._taken(batches))
+        self.gate.send(step)
         self.phases.mark("target_update")
         self._send_numbers(step, output)
         self.steps_done = step + 1
-        return waited
+        return self._waited
+
+    def on_device(self, batches: Iterable[Batch]) -> ObjectiveOutput:
+        """All that a step does on the device: the micro-batches, then the target's update, or nothing at all."""
+        self.gate.open()
+        self.optimizer.open()
+        for batch in batches:
+            output = self.micro_step(batch)
+        skip = self.optimizer.nonfinite
+        update_target_(self.target, self.online.module, self.rates.target_momentum, skip, self.target_copies)
+        self.gate.close(skip)
+        return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
         """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
@@ -214,6 +223,16 @@ class Trainer:
                     "target_momentum": self.momentum(step + 1),
                 },
             )
+
+    def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches of a step; how long they were waited for is noted."""
+        for _ in range(self.accumulation):
+            asked = time.perf_counter()
+            batch = next(batches)
+            self._waited += time.perf_counter() - asked
+            self.bad_images.note(batch.failures)
+            self.phases.mark("data")
+            yield batch
 
     def _send_numbers(self, step: int, output: ObjectiveOutput) -> None:
         settings, last = self.config.telemetry, self.total_steps - 1

@@ -14,12 +14,18 @@ from unigrad_fast.training.optimizers import LARS
 from unigrad_fast.training.target import make_copies, make_target, update_target_
 
 SHAPES = [(5, 3), (1,), (BLOCK + 1,), (4,), (2, 3, 3, 3), (CHUNK + BLOCK + 7,), (CHUNK,), (2 * CHUNK + 3,)]
-SETTINGS = {"lr": 0.3, "momentum": 0.8, "weight_decay": 0.1, "trust_coefficient": 0.02}
+LR = torch.tensor(0.3, dtype=torch.float64)
+SETTINGS = {"lr": LR, "momentum": 0.8, "weight_decay": 0.1, "trust_coefficient": 0.02}
 
 
 def draw(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def share(of_the_online: float) -> Tensor:
+    """The target's momentum."""
+    return torch.tensor(1 - of_the_online, dtype=torch.float64)
 
 
 def channels_last(tensors: list[Tensor]) -> list[Tensor]:
@@ -57,7 +63,7 @@ def lars_reference(weights, gradients, velocities, *, lr, momentum, weight_decay
 def test_the_target_update_is_the_moving_average(weight):
     targets, onlines = draw(0), draw(1)
     expected = [t.double().lerp(o.double(), weight) for t, o in zip(targets, onlines, strict=True)]
-    lerp_(targets, onlines, weight=weight, skip=torch.tensor(0.0))
+    lerp_(targets, onlines, momentum=share(weight), skip=torch.tensor(0.0))
     assert_close(targets, expected)
     if weight == 1:
         assert_equal(targets, onlines)
@@ -68,7 +74,7 @@ def test_a_dropped_step_leaves_the_target_bitwise_unchanged(dtype):
     targets, onlines = draw(0), [torch.full(shape, torch.nan) for shape in SHAPES]
     targets[0][0] = -0.0
     (before,) = copies(targets)
-    lerp_(targets, onlines, weight=0.5, skip=torch.ones((), dtype=dtype))
+    lerp_(targets, onlines, momentum=share(0.5), skip=torch.ones((), dtype=dtype))
     assert_equal(targets, before)
 
 
@@ -77,14 +83,14 @@ def test_the_first_targets_are_written_in_low_precision_too():
     shapes = [*SHAPES, (6, 5, 3, 3)]
     targets, onlines = channels_last(draw(0, shapes)), channels_last(draw(1, shapes))
     low = [torch.full_like(t, 7.0, dtype=torch.float16) for t in targets]
-    lerp_(targets, onlines, low[:-2], weight=0.25, skip=torch.tensor(0.0))
+    lerp_(targets, onlines, low[:-2], momentum=share(0.25), skip=torch.tensor(0.0))
     for target, written in zip(targets[:-2], low[:-2], strict=True):
         assert torch.equal(written, target.half())
     assert all((untouched == 7).all() for untouched in low[-2:])
-    lerp_(targets, onlines, low, weight=0.25, skip=torch.tensor(0.0))
+    lerp_(targets, onlines, low, momentum=share(0.25), skip=torch.tensor(0.0))
     assert torch.equal(low[-1], targets[-1].half())
     (before,) = copies(low)
-    lerp_(targets, onlines, low, weight=0.25, skip=torch.tensor(1.0))  # dropped
+    lerp_(targets, onlines, low, momentum=share(0.25), skip=torch.tensor(1.0))  # dropped
     assert all(map(torch.equal, low, before))
 
 
@@ -95,14 +101,14 @@ def test_the_target_update_follows_memory_in_channels_last():
     pairs = list(zip(targets, onlines, strict=True))
     assert split(pairs) == (pairs, [])
     expected = [t.double().lerp(o.double(), 0.25) for t, o in pairs]
-    lerp_(targets, onlines, weight=0.25, skip=torch.tensor(0.0))
+    lerp_(targets, onlines, momentum=share(0.25), skip=torch.tensor(0.0))
     assert_close(targets, expected)
 
 
 def test_no_byte_outside_the_tensors_is_written():
     whole = torch.full((CHUNK + 64,), 5.0)
     inside = whole[16 : 16 + CHUNK + 9]  # ends between two boundaries of 16 bytes
-    lerp_([inside], [torch.zeros_like(inside)], weight=1.0, skip=torch.tensor(0.0))
+    lerp_([inside], [torch.zeros_like(inside)], momentum=share(1.0), skip=torch.tensor(0.0))
     assert not inside.any()
     assert (whole[:16] == 5).all() and (whole[16 + CHUNK + 9 :] == 5).all()
 
@@ -113,7 +119,7 @@ def test_three_steps_of_lars_are_those_of_the_formula(adapt):
     expected_weights, expected_velocities = [w.double() for w in weights], [v.double() for v in velocities]
     for step in range(3):
         gradients = draw(10 + step)
-        settings = {**SETTINGS, "lr": 0.3 / (step + 1), "adapt": adapt}
+        settings = {**SETTINGS, "lr": LR / (step + 1), "adapt": adapt}
         expected_weights, expected_velocities = lars_reference(
             expected_weights, gradients, expected_velocities, **settings
         )
@@ -195,9 +201,22 @@ def test_tensors_that_moved_are_found_where_they_are():
     assert_close(weights, expected)
 
 
+def test_tables_of_a_captured_graph_are_written_once_it_is_captured():
+    weights, gradients = draw(0), draw(1)
+    expected = multi_tensor.address_table(weights, gradients)
+    with multi_tensor.captured_tables() as tables:
+        table = multi_tensor.address_table(weights, gradients)
+        table.zero_()
+        assert table is not multi_tensor.address_table(weights, gradients)
+    assert not table.any()
+    multi_tensor.fill(tables)
+    assert torch.equal(table, expected)
+    assert multi_tensor.address_table(weights, gradients) is expected
+
+
 def test_autograd_is_told_of_the_change():
     targets, onlines, velocities = draw(0), draw(1), draw(2)
-    lerp_(targets, onlines, weight=0.5, skip=torch.tensor(0.0))
+    lerp_(targets, onlines, momentum=share(0.5), skip=torch.tensor(0.0))
     assert all(t._version == 1 for t in targets)
     lars_(targets, onlines, velocities, **SETTINGS, adapt=True)
     assert all(t._version == 2 for t in targets) and all(v._version == 1 for v in velocities)

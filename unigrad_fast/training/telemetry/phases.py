@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +25,7 @@ class PhaseClock:
         self._steps: deque[tuple[int, list[tuple[str, float | torch.cuda.Event]]]] = deque()
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._count = 0
+        self._stopped = False
 
     def start(self, step: int) -> None:
         """A step begins."""
@@ -31,12 +34,23 @@ class PhaseClock:
 
     def mark(self, phase: str) -> None:
         """The phase that began with the mark before ends here."""
+        if self._stopped:
+            return
         if self.on_cuda:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
         else:
             now = time.perf_counter()
         self._steps[-1][1].append((phase, now))
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While inside nothing is marked: a mark in a graph that is captured could not be read."""
+        self._stopped = True
+        try:
+            yield
+        finally:
+            self._stopped = False
 
     def read(self, before: int) -> dict[str, float]:
         """Milliseconds per phase, `ms_<phase>`, means over the steps before `before` that were not read yet."""
