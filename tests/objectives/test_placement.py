@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_unigrad import Mixed, leaves, mixed, views
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unigrad_fast.kernels import unchecked
 from unigrad_fast.objectives import UniGrad, ranks
@@ -283,3 +285,127 @@ def test_placements_that_do_not_fit_are_refused(workers):
 def refused() -> None:
     with pytest.raises(ValueError, match="width 1 cannot be sharded over 2 ranks"):
         UniGrad(1, placement="sharded")
+
+
+def of_two_dtypes() -> None:
+    """Targets in fp32 beside online embeddings in float64, which decide; nothing was begun ahead."""
+    for step in range(2):
+        given = batch("multi-crop", step)
+        given["online"] = [view.double() for view in given["online"]]
+        if not step:
+            modules = [objective(placement) for placement in ("replicated", "sharded")]
+        one, other = (take(module, given) for module in modules)
+        assert one[0].dtype == other[0].dtype == torch.float64
+        assert distance(other[0], one[0]) < 1e-12 and distance(other[1], one[1]) < 1e-12
+    assert modules[1].correlation.dtype == torch.float64
+
+
+def test_the_online_embeddings_decide_in_which_dtype_shards_take_the_targets(workers):
+    workers(2).run(of_two_dtypes)
+
+
+def evaluated_first() -> None:
+    module, small = UniGrad(WIDTH, placement="sharded").eval(), 2
+    for images in (small, small + size_and_rank()[1]):
+        given = {"online": views(2, images, WIDTH), "target": views(2, images, WIDTH, 1), "mix": None}
+        assert take(module, given)[0].isfinite()
+    assert module.updates == 0
+    module.train()
+    take(module, batch("two views", 0))
+    assert module.updates == 1
+
+
+def test_shards_that_are_evaluated_first_train_with_more_images_later(workers):
+    workers(2).run(evaluated_first)
+
+
+def interrupted() -> None:
+    """The online branch fails once between `begin_update` and the call, on all ranks, and the loop goes on."""
+    for placement in ("replicated", "sharded"):
+        module, expected = objective(placement), objective(placement)
+        for step in range(3):
+            if step != 2:
+                module.begin_update(batch("two views", 7 + step)["target"])
+            pairs = zip(*(take(each, batch("two views", step), True) for each in (module, expected)), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+        assert torch.equal(module.correlation, expected.correlation) and module.updates == 3
+
+
+def interrupted_and_restored() -> None:
+    for placement in ("replicated", "sharded"):
+        module, expected = objective(placement), objective(placement)
+        take(expected, batch("two views", 0))
+        module.begin_update(batch("two views", 7)["target"])
+        module.load_state_dict(copy.deepcopy(expected.state_dict()))
+        assert all(
+            map(torch.equal, take(module, batch("two views", 1), True), take(expected, batch("two views", 1), True))
+        )
+        assert torch.equal(module.correlation, expected.correlation) and module.updates == 2
+
+
+@pytest.mark.parametrize("way", [interrupted, interrupted_and_restored])
+def test_after_an_error_between_beginning_and_call_the_next_step_is_as_if_nothing_had_begun(workers, way):
+    for size in (1, 2):
+        workers(size).run(way)
+
+
+def nobody_has_images() -> None:
+    empty = {"online": views(2, 0, WIDTH), "target": views(2, 0, WIDTH), "mix": None}
+    for early in (False, True):
+        module = objective("sharded")
+        for step in range(3):
+            loss, gradient, flag = take(module, empty if step == 1 else batch("two views", step), early)
+            assert loss.isfinite() and flag == 0 and gradient.isfinite().all()
+        assert module.updates == 2
+
+
+def test_a_step_in_which_no_rank_has_images_leaves_the_shards_as_they_are(workers):
+    workers(2).run(nobody_has_images)
+
+
+def regrouped() -> list[str]:
+    """What is said of rows that were made in another process group, with a batch of a known shape."""
+    groups, said = [dist.new_group(members) for members in ([0, 1], [1, 2])], []
+    rank = size_and_rank()[1]
+    for number, group in enumerate(groups):
+        if rank not in (number, number + 1):
+            continue
+        module = objective("sharded", process_group=group)
+        take(module, batch("two views", 0))
+        module.process_group = None if number == 0 else groups[0]
+        if number == 0 or rank == 1:
+            for call in (lambda: take(module, batch("two views", 1)), lambda: module.begin_update([])):  # noqa: B023
+                with pytest.raises(RuntimeError) as refused:
+                    call()
+                said.append(str(refused.value))
+    return said
+
+
+def test_rows_of_another_process_group_are_refused_before_anything_is_sent(workers):
+    first, second, third = workers(3).run(regrouped)
+    size, rank = "F is sharded over 2 ranks, and there are 3", "these rows of F are rank 0's, and this is rank 1 now"
+    assert [line.partition(";")[0] for line in first] == [size] * 2
+    assert [line.partition(";")[0] for line in second] == [size] * 2 + [rank] * 2
+    assert third == []
+
+
+def largest_in_effective_rank() -> int:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+            fresh = [t.numel() for t in made if t.untyped_storage().data_ptr() not in given]
+            self.numel = max(self.numel, *fresh, 0)
+            return result
+
+    module = objective("sharded")
+    with Largest() as largest:
+        module.effective_rank()
+    return largest.numel
+
+
+def test_the_effective_rank_of_shards_takes_no_memory_of_their_size(workers):
+    assert max(workers(2).run(largest_in_effective_rank)) < 10

@@ -24,16 +24,23 @@ from unigrad_fast.runtime.collectives import CollectiveSpy
 
 RANKS, STEPS = 2, 4
 GIB = 2**30
-BESIDE = 2.2  # GiB of a rank that are not counted: its libraries, and what the largest gradient takes on its way
+BESIDE = 1.8  # GiB of a rank that are not counted: its libraries, and what a layer's gradient takes on its way
 
 
-def counted(width: int, stage: int, shards: int) -> float:
-    """GiB of a rank that last: weights, target, its part of fp32 weights and momentum, gradients, F."""
+def weights(width: int, depth: int) -> float:
+    """GiB of all weights in fp32."""
     with torch.device("meta"):
-        network = Encoder(Model(backbone="resnet18", stem="imagenet", projector={"depth": 3, "width": width}))
-    gradients = 1 if stage == 1 else 1 / RANKS
-    copies = 1 + 1 + 2 / RANKS + gradients
-    return 4 * (copies * sum(p.numel() for p in network.parameters()) + width**2 / shards) / GIB
+        network = Encoder(Model(backbone="resnet18", stem="imagenet", projector={"depth": depth, "width": width}))
+    return 4 * sum(p.numel() for p in network.parameters()) / GIB
+
+
+def counted(width: int, depth: int, shards: int) -> float:
+    """GiB of a rank at stages 1 and 2, at most.
+
+    That is at the end of a step: weights and target; this rank's part of the fp32 weights, of momentum, and of the
+    gradient, of which DeepSpeed makes one tensor more; F; and what gloo takes to gather the weights, as much as they.
+    """
+    return weights(width, depth) * (3 + 4 / RANKS) + 4 * width**2 / shards / GIB
 
 
 def of_this_process(name: str) -> float:
@@ -43,16 +50,16 @@ def of_this_process(name: str) -> float:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    """Of each step, save and load of this rank a line: GiB there and at most, bytes of a step's collectives."""
+    """A line for each build, step, save and load of this rank: GiB there and at most, bytes of a step's collectives."""
     from unigrad_fast.training import checkpoint
     from unigrad_fast.training.trainer import Trainer
 
     def watch(what: str, work: Callable) -> Callable:
-        def call(*arguments):
+        def call(*arguments, **settings):
             Path("/proc/self/clear_refs").write_text("5")
             before, spy = of_this_process("VmRSS"), CollectiveSpy()
             with spy if what == "step" else nullcontext():
-                result = work(*arguments)
+                result = work(*arguments, **settings)
             sent = {kind: each.bytes for kind, each in spy.found.items()}
             there = max(before, of_this_process("VmRSS"))  # what is loaded may be touched for the first time
             row = {"what": what, "there": there, "most": of_this_process("VmHWM"), "sent": sent}
@@ -63,6 +70,7 @@ def watched(folder: Path) -> Iterator[None]:
         return call
 
     with (
+        mock.patch.object(Trainer, "__init__", watch("build", Trainer.__init__)),
         mock.patch.object(Trainer, "step", watch("step", Trainer.step)),
         mock.patch.object(checkpoint, "save", watch("save", checkpoint.save)),
         mock.patch.object(checkpoint, "restore", watch("restore", checkpoint.restore)),
@@ -77,18 +85,25 @@ def available() -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("width", "stage", "placement"),
-    [(8192, 1, "replicated"), (16384, 2, "sharded"), (16384, 2, "replicated")],
+    ("width", "depth", "stage", "placement"),
+    [
+        (8192, 3, 1, "replicated"),
+        (16384, 2, 2, "sharded"),
+        (16384, 2, 2, "replicated"),
+        (16384, 3, 2, "sharded"),  # more than 24 GiB, as is the next
+        (16384, 3, 2, "replicated"),
+    ],
 )
-def test_two_ranks_train_save_and_load_a_wide_projector(tmp_path, record_property, width, stage, placement):
-    expected = counted(width, stage, shards=RANKS if placement == "sharded" else 1)
+def test_two_ranks_train_save_and_load_a_wide_projector(tmp_path, record_property, width, depth, stage, placement):
+    expected = counted(width, depth, shards=RANKS if placement == "sharded" else 1)
     if available() < RANKS * (expected + BESIDE):
         pytest.skip(f"needs {RANKS * (expected + BESIDE):.1f} GiB of memory, of which {available():.1f} are free")
     draw_tree(tmp_path / "train", per_class=8)
     given = {
         "recipe": "cifar_subset", "data.train": tmp_path / "train", "data.batch_size": 8, "data.threads": 1,
-        "model.projector.width": width, "objective.correlation_source": "target", "objective.placement": placement,
-        "engine.zero_stage": stage, "engine.precision": "fp32", "schedule.epochs": 2, "schedule.warmup_epochs": 0,
+        "model.projector.width": width, "model.projector.depth": depth, "objective.correlation_source": "target",
+        "objective.placement": placement, "engine.zero_stage": stage, "engine.precision": "fp32", "schedule.epochs": 2,
+        "schedule.warmup_epochs": 0,
         "evaluation.every": 0, "telemetry.every": 1, "telemetry.tensorboard": "false", "checkpoint.every": 2,
         "output": tmp_path / "run",
     }  # fmt: skip
@@ -109,7 +124,8 @@ def test_two_ranks_train_save_and_load_a_wide_projector(tmp_path, record_propert
             rises[row["what"]] = max(rises[row["what"]], row["most"] - row["there"])
         sent.append([row["sent"] for row in rows if row["what"] == "step"][1])
     record_property("GiB of a rank, counted", round(expected, 2))
-    record_property("in a step", round(most["step"], 2))
+    for what in ("build", "step"):
+        record_property(f"in a {what}", round(most[what], 2))
     for what in ("save", "restore"):
         record_property(f"more in a {what}", round(rises[what], 2))
     size = sum(file.stat().st_size for file in latest(tmp_path / "run").iterdir())
@@ -117,4 +133,4 @@ def test_two_ranks_train_save_and_load_a_wide_projector(tmp_path, record_propert
     for kind, size in sent[0].items():
         record_property(f"MB of {kind}s in a step", round(size / 1e6, 1))
     assert most["step"] < expected + BESIDE
-    assert max(rises["save"], rises["restore"]) < 0.6
+    assert max(rises["save"], rises["restore"]) < 0.5

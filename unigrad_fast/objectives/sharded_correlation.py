@@ -49,7 +49,7 @@ class ShardedCorrelation(MovingCorrelation):
             raise ValueError(f"width {width} cannot be sharded over {size} ranks; use placement='replicated'")
         bounds = row_bounds(width, size)
         super().__init__(width, bounds[rank + 1] - bounds[rank])
-        self.first_row = bounds[rank]
+        self.rank, self.first_row = rank, bounds[rank]
         self.sizes = [last - first for first, last in pairwise(bounds)]
 
     def columns(self, gathered_MC: Tensor, operand: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -80,7 +80,7 @@ class ShardedCorrelation(MovingCorrelation):
     def effective_rank(self, group: dist.ProcessGroup | None) -> Tensor:
         """See `UniGrad.effective_rank`; all ranks call it together."""
         own = self.whole()
-        sums = torch.stack([own.diagonal(self.first_row).sum(), own.square().sum()])
+        sums = torch.stack([own.diagonal(self.first_row).sum(), torch.linalg.vector_norm(own).square()])
         dist.all_reduce(sums, group=group)
         return sums[0].square() / sums[1]
 

@@ -39,7 +39,7 @@ from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.settings import require_settings
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
-from unigrad_fast.objectives.update import BegunUpdate, Room, Update
+from unigrad_fast.objectives.update import Batch, BegunUpdate, Room, Update
 
 FLEETING = {"_begun": None, "_stream": None}  # what no copy has
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
@@ -132,6 +132,7 @@ class UniGrad(nn.Module):
                 than `most_images`.
             RuntimeError: activation checkpointing calls it again.
         """
+        self._require_same_ranks()
         views = [*online, *target]
         key = key_of(views, len(target), self.decay, self.compute_dtype)
         known = self._layouts.get(key)
@@ -142,30 +143,22 @@ class UniGrad(nn.Module):
             self._require_mix(mix, layout)
         if self.training:
             require_no_recomputation()
-        rows, average, group = layout.rows, self.average, self.process_group
+        rows = layout.rows
         with torch.no_grad(), without_autocast(layout.device):
             begun = self._begun_with(target, layout)
             room = self._room(layout, len(online)) if self._is_sharded else None
             if begun is None:
-                sent_MC, inverse_norm_M, target_MC, update = self._branches_at_once(views, layout, kernels)
-                operand = average.operand(sent_MC, layout.product_dtype)
-                if self.training:
-                    update.send()
-                    update.take()
-                flag = update.flag
+                batch = self._take_at_once(views, layout, kernels)
             else:
-                sent_MC, inverse_norm_M = self._units(views[: len(online)], layout, kernels, room)
-                update, target_MC = begun.finish(), begun.target_MC
-                operand = average.operand(sent_MC, layout.product_dtype)
-                flag = layout.raised[0] if room or not update.room else ranks.largest(layout.raised[0], group)
-            unit_MC, blocks = sent_MC[:rows], []
-            if isinstance(average, ShardedCorrelation) and room:
-                if begun is None and room.fits:
-                    sent_MC = torch.nn.functional.pad(unit_MC, (0, 0, 0, room.rows - rows))
-                gathered_MC = ranks.gather(room.filled(sent_MC), group)
-                if begun is not None:
-                    flag = unchecked.sum_tails_(gathered_MC, ranks.size(group))[1][0]
-                blocks = [block[:rows] for block in average.columns(gathered_MC, operand, group)]
+                batch = self._take_begun(begun, views[: len(online)], layout, kernels, room)
+            update, nonfinite, blocks = batch.update, batch.nonfinite, []
+            if isinstance(self.average, ShardedCorrelation) and room:
+                gathered_MC = ranks.gather(room.filled(batch.sent_MC), self.process_group)
+                if begun is not None:  # each rank has told of its online rows here, and of its targets before
+                    flags = unchecked.sum_tails_(gathered_MC, self._ranks())[1]
+                    nonfinite = torch.maximum(flags[0], update.flag)
+                columns = self.average.columns(gathered_MC, batch.operand, self.process_group)
+                blocks = [block[:rows] for block in columns]
             for each in (room, update.room):
                 if each and not each.fits:  # now the others, who drop the step, wait for this rank no more
                     self._refuse(layout.images)
@@ -176,24 +169,25 @@ class UniGrad(nn.Module):
                 "first": first,
                 "second": second,
                 "ratio": ratio,
-                "nonfinite": flag if begun is None else torch.maximum(flag, update.flag),
+                "nonfinite": nonfinite,
                 "skip": update.skip,
-                "updates": average.updates if self.training and update.counts else None,
+                "updates": self.average.updates if self.training and update.counts else None,
                 "ticket": layout.ticket,
             }
-            branches = (unit_MC, inverse_norm_M[:rows], target_MC)
+            unit_MC = batch.sent_MC[:rows]
+            branches = (unit_MC, batch.inverse_norm_M[:rows], batch.target_MC)
             if blocks:
                 gradient_MC, terms = unchecked.gradient_of_blocks(blocks, *branches, **arguments)
             else:
-                gradient_MC, terms = kernels.unigrad_gradient(*branches, operand, **arguments)
+                gradient_MC, terms = kernels.unigrad_gradient(*branches, batch.operand, **arguments)
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
         if known is None and key is not None and {type(view) for view in views} <= {Tensor, nn.Parameter}:
             self._layouts[key] = layout
         # `data` is no view: what is done to one of them in place is nothing to the others.
-        *metrics, nonfinite = (term.data for term in terms.unbind())
+        *metrics, raised = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
         global_MC = unit_MC if rows == 2 * layout.images else unit_MC[: 2 * layout.images]
-        return ObjectiveOutput(loss, named, nonfinite, global_MC, self._over_ranks, group)
+        return ObjectiveOutput(loss, named, raised, global_MC, self._over_ranks, self.process_group)
 
     def begin_update(self, target: Sequence[Tensor]) -> None:
         """Begin the update of F with the targets of the next training step, before its online embeddings are there.
@@ -203,17 +197,22 @@ class UniGrad(nn.Module):
         what it computes without this. Until then F is not to be read. With F from the online branch there is nothing
         to begin with, and in evaluation mode nothing to do: then this does nothing.
 
+        Where an error comes between, on all ranks, the next call with other targets, or a state dict that is loaded,
+        drops what has begun. On the CPU F has not taken it then; on a GPU it has, and has not counted it.
+
         Args:
             target: as in `forward`.
 
         Raises:
             ValueError: as in `forward`, but that more images than `most_images` are refused there.
-            RuntimeError: an update has begun already.
+            RuntimeError: an update with the same targets has begun already.
         """
         if not self.training or self.correlation_source == "online":
             return
-        if self._begun is not None:
+        self._require_same_ranks()
+        if self._begun is not None and self._begun.is_of(target):
             raise RuntimeError("begin_update was called twice; call the objective with its targets first")
+        self._drop_begun()
         self._begun = self._begin(target, early=True)
 
     def whole_correlation(self) -> Tensor:
@@ -230,11 +229,6 @@ class UniGrad(nn.Module):
     def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
         """What a batch's shape determines, which is checked."""
         require_views(online, target, self.width)
-        have = len(self.average.sizes) if isinstance(self.average, ShardedCorrelation) else 1
-        if self.placement == "sharded" and self._ranks() != have:
-            raise RuntimeError(
-                f"F is sharded over {have} ranks, and there are {self._ranks()}; make UniGrad anew there"
-            )
         images, device = online[0].shape[0], online[0].device
         unit_dtype, product_dtype = self._dtypes(online, target)
         key = (len(online), images, self.decay, device, unit_dtype, product_dtype)
@@ -261,6 +255,18 @@ class UniGrad(nn.Module):
                 "correlation_source 'online' with CutMix makes F from mixed images; use correlation_source='target'"
             )
         require_mix(mix, layout.images, layout.device)
+
+    def _require_same_ranks(self) -> None:
+        """Raises RuntimeError where F is to be sharded and this is no longer the rank, or of as many, that it was."""
+        if self.placement == "replicated":
+            return
+        size = self._ranks()
+        rank = dist.get_rank(self.process_group) if size > 1 else 0
+        had = (self.average.rank, len(self.average.sizes)) if isinstance(self.average, ShardedCorrelation) else (0, 1)
+        if size != had[1]:
+            raise RuntimeError(f"F is sharded over {had[1]} ranks, and there are {size}; make UniGrad anew there")
+        if rank != had[0]:
+            raise RuntimeError(f"these rows of F are rank {had[0]}'s, and this is rank {rank} now; make UniGrad anew")
 
     def _ranks(self) -> int:
         return ranks.size(self.process_group)
@@ -292,10 +298,8 @@ class UniGrad(nn.Module):
             spare=room.spare if room else 0,
         )
 
-    def _branches_at_once(
-        self, views: Sequence[Tensor], layout: Layout, kernels: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Update]:
-        """Unit embeddings of the online branch, inverse norms, target units, and the update of F that follows."""
+    def _take_at_once(self, views: Sequence[Tensor], layout: Layout, kernels: Any) -> Batch:
+        """Both branches' unit embeddings in one launch, and in training F takes them in."""
         rows, globals_ = layout.rows, 2 * layout.images
         room = self._room(layout, 2) if self._over_ranks else None
         all_MC, inverse_norm_M = self._units(views, layout, kernels, room, since=rows)
@@ -305,12 +309,34 @@ class UniGrad(nn.Module):
         if not from_target:
             source_MC = torch.cat([unit_MC[:globals_], source_MC[globals_:]]) if room else unit_MC[:globals_]
         update = Update(self.average, source_MC, layout, 1 if from_target else 0, room, self.process_group)
-        return unit_MC, inverse_norm_M, target_MC, update
+        operand = self.average.operand(unit_MC, layout.product_dtype)  # before the update, which moves it as well
+        if self.training:
+            update.send()
+            update.take()
+        return Batch(unit_MC, inverse_norm_M, target_MC, operand, update, update.flag)
 
-    def _begin(self, target: Sequence[Tensor], early: bool) -> BegunUpdate:
-        """Send the targets of all ranks; what can be done without waiting for them, is done."""
+    def _take_begun(
+        self, begun: BegunUpdate, online: Sequence[Tensor], layout: Layout, kernels: Any, room: Room | None
+    ) -> Batch:
+        """The online branch's unit embeddings, and F that has taken the targets in."""
+        sent_MC, inverse_norm_M = self._units(online, layout, kernels, room)
+        update = begun.finish()
+        operand = self.average.operand(sent_MC, layout.product_dtype)
+        nonfinite = layout.raised[0]
+        if room is None:  # else the ranks tell each other with their rows
+            if update.room:
+                nonfinite = ranks.largest(nonfinite, self.process_group)
+            nonfinite = torch.maximum(nonfinite, update.flag)
+        return Batch(sent_MC, inverse_norm_M, begun.target_MC, operand, update, nonfinite)
+
+    def _begin(self, target: Sequence[Tensor], early: bool, dtypes: tuple | None = None) -> BegunUpdate:
+        """Send the targets of all ranks; what can be done without waiting for them, is done.
+
+        Args:
+            dtypes: as of `_dtypes`, where the online embeddings are known already.
+        """
         known = len(self._layouts)
-        layout = self._target_layout(target)
+        layout = self._target_layout(target, dtypes)
         kernels = functional if len(self._layouts) > known else unchecked
         device, stream = layout.device, None
         if early and device.type == "cuda":
@@ -332,24 +358,38 @@ class UniGrad(nn.Module):
 
     def _begun_with(self, target: Sequence[Tensor], layout: Layout) -> BegunUpdate | None:
         """The update that has begun with these targets; begun now, where it is always a step of its own."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
         if begun is None:
             at_once = not (self.training and self._is_sharded and self.correlation_source == "target")
-            return None if at_once else self._begin(target, early=False)
-        if not self.training or len(target) != 2 or any(a is not b for a, b in zip(target, begun.targets, strict=True)):
+            return (
+                None if at_once else self._begin(target, early=False, dtypes=(layout.unit_dtype, layout.product_dtype))
+            )
+        if not self.training or not begun.is_of(target):
+            self._drop_begun()
             raise RuntimeError("begin_update was given other targets; call the objective with those, in training mode")
         if begun.update.layout.unit_dtype != layout.unit_dtype:
+            self._drop_begun()
             raise RuntimeError(
                 f"begin_update took targets in {begun.update.layout.unit_dtype}, with these online embeddings they are "
                 f"needed in {layout.unit_dtype}; give UniGrad(compute_dtype=...), or both branches in one dtype"
             )
+        self._begun = None
         return begun
 
-    def _target_layout(self, target: Sequence[Tensor]) -> Layout:
+    def _drop_begun(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.leave()
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._drop_begun()
+        super()._load_from_state_dict(*arguments)
+
+    def _target_layout(self, target: Sequence[Tensor], dtypes: tuple | None) -> Layout:
         """`_layout` of targets alone, with scratch memory of its own."""
         require_targets(target, self.width)
         images, device = target[0].shape[0], target[0].device
-        dtypes = self._dtypes(target, target)
+        dtypes = dtypes or self._dtypes(target, target)
         key = (0, images, self.decay, device, *dtypes)
         if key not in self._layouts:
             require_no_capture("a batch of this shape")
@@ -375,7 +415,10 @@ class UniGrad(nn.Module):
                     "UniGrad(most_images=...), or make one training step on all ranks before it is compiled"
                 )
             require_no_capture("this number of ranks")
-            self._agreed[size] = ranks.agree_on_most_images(images, self.average.updates, self.process_group)
+            most = ranks.agree_on_most_images(images, self.average.updates, self.process_group)
+            if not self.training:  # of this batch: those of the training to come may be larger
+                return most
+            self._agreed[size] = most
         return self._agreed[size]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UniGrad:

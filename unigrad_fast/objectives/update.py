@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +33,10 @@ class Room:
 
     def filled(self, sent_MC: Tensor) -> Tensor:
         """What is sent: the rows, where they fit; else what makes the other ranks, which wait, drop the step."""
-        return sent_MC if self.fits else refusal(sent_MC, self.rows)
+        if not self.fits:
+            return refusal(sent_MC, self.rows)
+        missing = self.rows - len(sent_MC)
+        return torch.nn.functional.pad(sent_MC, (0, 0, 0, missing)) if missing else sent_MC
 
 
 class Update:
@@ -97,6 +102,15 @@ class BegunUpdate:
     ):
         self.targets, self.target_MC, self.update, self.stream = targets, target_MC, update, stream
 
+    def is_of(self, targets: Sequence[Tensor]) -> bool:
+        """Whether it has begun with these very tensors."""
+        return len(targets) == len(self.targets) and all(a is b for a, b in zip(targets, self.targets, strict=True))
+
+    def leave(self) -> None:
+        """Go on without it: whoever uses F next does so when it does not move any more."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.target_MC.device).wait_stream(self.stream)
+
     def finish(self) -> Update:
         """Wait for it, on a GPU the current stream and not the host."""
         if self.stream is None:
@@ -107,3 +121,23 @@ class BegunUpdate:
         for tensor in (self.target_MC, self.update.flag, self.update.skip):
             tensor.record_stream(current)
         return self.update
+
+
+@dataclass
+class Batch:
+    """One batch on this rank, and F as it has taken the batch in.
+
+    Attributes:
+        sent_MC: unit embeddings of the online branch; behind them may be what is sent to the other ranks more.
+        inverse_norm_M: of them first.
+        target_MC: unit embeddings of the target branch.
+        operand: what the product with F multiplies.
+        nonfinite: whether a value of the batch is not finite, on any rank, as far as they have told each other.
+    """
+
+    sent_MC: Tensor
+    inverse_norm_M: Tensor
+    target_MC: Tensor
+    operand: Tensor
+    update: Update
+    nonfinite: Tensor

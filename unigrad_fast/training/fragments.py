@@ -14,6 +14,7 @@ from importlib.metadata import version
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unigrad_fast.optimization.gated import Gated, Stretch
@@ -121,8 +122,16 @@ class PartitionedFragments:
             name, parameter = self.named[stretch.number]
             yield Fragment(name, tuple(parameter.shape), start, stretch.of(of_flat(stretch.flat)), replicated=False)
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        self.zero.update_lp_params()
+        # DeepSpeed's gather would take, on gloo, as much memory as all weights; a broadcast takes none.
+        groups = zip(
+            self.flats, self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group, strict=True
+        )
+        for flat, parts, group in groups:
+            parts[dist.get_rank(group)].data.copy_(flat)
+            for source, part in enumerate(parts):
+                dist.broadcast(part.data, group=group, group_src=source)
 
 
 Fragments = WholeFragments | PartitionedFragments
