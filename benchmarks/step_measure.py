@@ -60,7 +60,7 @@ class StepWorker:
     def __init__(self, who: str, config: Config):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.session = ExitStack()
-        world = self.session.enter_context(process_group.session())
+        world = self.session.enter_context(process_group.session(config.engine.device))
         self.device = world.device
         self.session.enter_context(tensor_float32(config.engine.tf32))
         self.session.enter_context(fastest_convolutions(world.device))

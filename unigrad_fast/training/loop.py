@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
+from unigrad_fast.runtime.attendance import attended
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
@@ -50,12 +52,15 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
-            world = stack.enter_context(process_group.session())
+            timeout = timedelta(minutes=config.engine.timeout)
+            world = stack.enter_context(process_group.session(config.engine.device, timeout))
+        at = stack.enter_context(attended(world, timeout))
         stack.push(preemption.settle)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
         if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
-        with preemption.nothing_to_save("the images were being listed; nothing was done"):
+        listing = "the images were being listed; nothing was done"
+        with preemption.nothing_to_save(listing), process_group.patient(timeout):
             train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
@@ -70,7 +75,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
                 warnings += filter(None, [watch.crowded()])
             try:
                 with begun(trainer, saved, train, queries.obstacle, warnings) as telemetry:
-                    run(trainer, telemetry, probe, preemption)
+                    run(trainer, telemetry, probe, preemption, at)
             except Preempted as error:
                 if not numbered:
                     raise
@@ -101,8 +106,18 @@ def begun(
         yield telemetry
 
 
-def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
-    """The loop over all steps that are left, with its evaluations, savings and reports."""
+def run(
+    trainer: Trainer,
+    telemetry: Telemetry,
+    probe: KNNProbe | None,
+    preemption: Preemption,
+    at: Callable[[str], None] = lambda stage: None,
+) -> None:
+    """The loop over all steps that are left, with its evaluations, savings and reports.
+
+    Args:
+        at: is told the stage that this rank is at.
+    """
     if trainer.steps_done == trainer.total_steps and (trainer.config.output / "summary.json").exists():
         telemetry.say("this run is complete; there is nothing left to do")
         return
@@ -115,6 +130,7 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         with needs.step(trainer.config, trainer.world, trainer.steps_done):
             trainer.warm_up()
     while trainer.steps_done < trainer.total_steps:
+        at(f"step {trainer.steps_done + 1}")
         try:
             with needs.step(trainer.config, trainer.world, trainer.steps_done):
                 waited = trainer.step(trainer.steps_done, batches)
@@ -137,6 +153,7 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command goes on from there"
             raise Preempted(done, preemption.status)
+        at(f"what follows step {trainer.steps_done}")
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 
