@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from command_process import free_port
 from forked import start
-from test_process_group import free_port
 from worker_group import WorkerGroup
 
 from unigrad_fast.config import Config, Engine

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from command_process import free_port
 from forked import start
-from test_process_group import free_port
 
 from unigrad_fast.runtime import cards, devices, process_group
 from unigrad_fast.runtime.cards import Cards

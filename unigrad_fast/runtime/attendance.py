@@ -21,7 +21,7 @@ from unigrad_fast.runtime.errors import RankLost
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.rendezvous import say
 
-LONGEST_BEAT = 2.0  # seconds between two lines of a rank
+LONGEST_BEAT = 1.0  # seconds between two lines of a rank
 MISSED = 3  # beats after which a rank counts as silent, though not before
 LEAST_SILENCE = 2.0  # seconds, for a busy machine may keep a thread waiting
 SIGNS = (

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from unigrad_fast.runtime import fallback
-from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED
+from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 2.0
@@ -29,6 +30,9 @@ SAME_SIGNAL_SECONDS = 2.0
 
 class Preemption:
     """Watches for the signals; a context manager, to be entered in the main thread.
+
+    Args:
+        note: called with status and message where the process leaves at once, before it does.
 
     Attributes:
         asked: the signal that this process was sent, if any.
@@ -38,7 +42,8 @@ class Preemption:
     and a thread of our own reads it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[int, str], None] = lambda status, said: None) -> None:
+        self.note = note
         self.asked: signal.Signals | None = None
         self.status = PREEMPTED
         self._nothing_to_save = False
@@ -58,7 +63,9 @@ class Preemption:
         self.settle(kind)
         signal.set_wakeup_fd(self._wakeup)
         for each, handler in self._handlers.items():
-            signal.signal(each, handler)
+            # A launcher that saw another rank leave sends SIGTERM to this one, which is about to leave itself.
+            leaves = kind is not None and issubclass(kind, Preempted) and each == signal.SIGTERM
+            signal.signal(each, signal.SIG_IGN if leaves else handler)
         self._writing.close()  # which ends the thread
         self._thread.join()
         self._reading.close()
@@ -123,6 +130,7 @@ class Preemption:
     def _leave(self) -> None:
         word = "interrupted" if self.asked == signal.SIGINT else f"preempted by {self.asked.name}"
         _say(f"{word}: {self._done}")
+        self.note(_status(self.asked), self._done)
         os._exit(_status(self.asked))
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime import devices
-from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.rendezvous import meet, told
 
@@ -351,7 +351,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
     failure: Exception | None = None
     try:
         result = work()
-    except (DataError, OSError, RunStopped, UserError) as error:
+    except (DataError, OSError, Preempted, RunStopped, UserError) as error:
         failure = error
     for each in gather(failure):
         if each is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
-from unigrad_fast.training import checkpoint, needs, run_folder
+from unigrad_fast.training import checkpoint, ending, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
@@ -51,11 +53,15 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
     watch = processors.Watch()
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
+        if not numbered:
+            preemption.note = partial(ending.note_preemption, config.output)
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
             timeout = timedelta(minutes=config.engine.timeout)
             world = stack.enter_context(process_group.session(config.engine.device, timeout))
         at = stack.enter_context(attended(world, timeout))
         stack.push(preemption.settle)
+        if not numbered:
+            on_all_ranks(lambda: ending.begin_anew(config.output, os.environ) if world.rank == 0 else None)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
         if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
@@ -66,7 +72,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         stack.enter_context(tensor_float32(config.engine.tf32))
         stack.enter_context(fastest_convolutions(world.device))
-        with run_folder.occupied(config, world, numbered) as config:
+        with run_folder.occupied(config, world, numbered) as config, ending.noted(config.output, world):
+            preemption.note = partial(ending.note_preemption, config.output)
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
             probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
