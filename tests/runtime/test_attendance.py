@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,16 +23,19 @@ from unigrad_fast.config import Config, Engine
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.attendance import attended
 from unigrad_fast.runtime.errors import RankLost
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.optimizers import build_optimizer
 
 HERE = socket.gethostname()
 TIMEOUT = timedelta(seconds=3)
 AT_STAGE = 3
+UNSEEN = "stops, and no collective raises an error"
+LISTS = "lists images for long, and no collective raises an error"
 
 
 def misbehave(how: str) -> None:
-    if how == "stops":
+    if how.startswith("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -41,14 +45,22 @@ def misbehave(how: str) -> None:
         raise ValueError("its own\nfault")
 
 
+def as_if_on_gpus(world: World, how: str) -> World:
+    """There no collective raises an error, and the thread that watches has to end the process."""
+    return replace(world, device=torch.device("cuda")) if how in (UNSEEN, LISTS) else world
+
+
 def rank_of_three(values: dict[str, str], who: int, how: str, group: bool, said: str) -> None:
     """Works through stages with a collective each, in a group that a library has made or in that of all."""
     os.environ.update(values)
     sys.stderr = open(said, "w")  # noqa: SIM115
     try:
-        with process_group.session("cpu") as world, attended(world, TIMEOUT) as at:
+        with process_group.session("cpu") as world, attended(as_if_on_gpus(world, how), TIMEOUT) as at:
             theirs = dist.new_group(range(world.size)) if group else None
-            process_group.limit(TIMEOUT)
+            process_group.limit(timedelta(hours=1) if how in (UNSEEN, LISTS) else TIMEOUT)
+            if how == LISTS:
+                time.sleep(1.5 * TIMEOUT.total_seconds() if world.rank == who else 0)
+                dist.barrier()
             for stage in range(2 * AT_STAGE):
                 at(f"stage {stage}")
                 if stage == AT_STAGE and world.rank == who:
@@ -82,6 +94,8 @@ CASES = {
     (0, "stops"): "does not answer any more",
     (0, "is killed"): "does not answer any more",
     (1, "stops", True): "does not answer any more, last heard of at ",
+    (1, UNSEEN): "does not answer any more, last heard of at ",
+    (0, LISTS): "",
     (1, "works"): "",
 }
 
@@ -101,17 +115,21 @@ def ended(tmp_path_factory) -> dict[tuple, tuple[list[int], list[str]]]:
     return results
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "works"], ids=str)
+@pytest.mark.parametrize("case", [case for case, said in CASES.items() if said], ids=str)
 def test_who_is_awaited_in_vain_is_named_with_its_machine_by_all_others(case, ended):
     statuses, said = ended[case]
     assert statuses == [3, 3], said
     for text in said:
-        assert text.startswith(f"rank {case[0]} on {HERE} {CASES[case]}"), said
+        assert text.removeprefix("stopped: ").startswith(f"rank {case[0]} on {HERE} {CASES[case]}"), said
         assert text.endswith("; the same command goes on from the newest checkpoint\n")
 
 
 def test_ranks_that_do_their_work_end_without_a_word(ended):
     assert ended[1, "works"] == ([0, 0], ["", ""])
+
+
+def test_before_the_first_stage_ranks_wait_longer_for_one_that_lists_images(ended):
+    assert ended[0, LISTS] == ([0, 0], ["", ""])
 
 
 def time_outs_of_an_engine() -> tuple[list[list[float]], int]:

@@ -7,6 +7,7 @@ when a collective has failed. Rank 0 hosts the store, or torchrun; when nobody a
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -65,7 +66,7 @@ class Attendance:
         self.silence = max(MISSED * self.beat, LEAST_SILENCE)
         self._store = store.clone()
         self._mine, self._stage = Line(0, 0, "its start"), "its start"
-        self._since = time.monotonic()  # of the present number of collectives
+        self._since = math.inf  # when the last collective was begun
         self._wake, self._asked, self._ended = threading.Event(), threading.Event(), False
         self._found: str | None = None
         self._looked = threading.Event()
@@ -74,8 +75,10 @@ class Attendance:
         self._thread.start()
 
     def at(self, stage: str) -> None:
-        """Tells, with the next beat, what this rank does now."""
+        """Tells, with the next beat, what this rank does now. Before the first stage ranks may wait for long."""
         self._stage = stage
+        if self._since == math.inf:
+            self._since = time.monotonic()
 
     def missing(self) -> str | None:
         """Who is awaited in vain, and what is known of it; None where all are there and equally far."""
@@ -127,7 +130,7 @@ class Attendance:
 
     def _write(self, left: str = "") -> None:
         collectives = _collectives()
-        if collectives != self._mine.collectives:
+        if collectives != self._mine.collectives and self._since < math.inf:
             self._since = time.monotonic()
         self._mine = Line(self._mine.beats + 1, collectives, self._stage, left)
         self._store.set(_key(self.rank), self._mine.text())

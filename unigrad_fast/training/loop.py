@@ -142,7 +142,7 @@ def run(
             with needs.step(trainer.config, trainer.world, trainer.steps_done):
                 waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
-            # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
+            # Not one image was read. Other ranks know nothing of it, and after a micro-batch F is between two steps.
             if trainer.world.size == trainer.accumulation == 1:
                 tell_bad_images(trainer, telemetry)
                 save(trainer, telemetry)
@@ -150,13 +150,16 @@ def run(
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
 
-        preempted, bad = preemption.agreed(trainer.bad_images.waiting)
-        if preempted or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
+        preempted, bad, lost = preemption.agreed(trainer.bad_images.waiting, ends=bool(trainer.lost))
+        if preempted or lost or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
             report(trainer, telemetry, before=trainer.steps_done)
             tell_bad_images(trainer, telemetry)
             save(trainer, telemetry)
         elif bad:
             tell_bad_images(trainer, telemetry)
+        if lost:
+            why = next(filter(None, gather(trainer.lost)))
+            raise RunStopped(f"{why} Saved after step {trainer.steps_done}; the same command goes on from there")
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command goes on from there"
             raise Preempted(done, preemption.status)
@@ -247,7 +250,7 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         telemetry.say(f"evaluation is off: {obstacle}")
     elif obstacle is not None:
         telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
-    if said := few_images(config, world):
+    for said in filter(None, (few_images(config, world), short_timeout(config, world))):
         telemetry.warn(said)
     if world.size > 1 and not config.model.sync_batch_norm:
         telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
@@ -262,6 +265,18 @@ def few_images(config: Config, world: World) -> str | None:
         f"data.batch_size = {config.data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
         f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
         + (", or a smaller engine.accumulation_steps" if config.engine.accumulation_steps > 1 else "")
+    )
+
+
+def short_timeout(config: Config, world: World) -> str | None:
+    """What is said where ranks would give up one of them that only waits for its storage."""
+    patience = 4 * config.data.read_timeout
+    if world.size == 1 or 60 * config.engine.timeout >= patience:
+        return None
+    return (
+        f"engine.timeout = {config.engine.timeout:g} minutes: shorter than a rank may wait for silent files "
+        f"({patience:g} s by data.read_timeout = {config.data.read_timeout:g}), which the others would take for lost; "
+        f"use {patience / 60:.3g}, or a smaller data.read_timeout"
     )
 
 

@@ -49,6 +49,7 @@ class Trainer:
         loader: batches of one micro-step each.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
+        lost: why this rank can read no more images; empty while it can.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Trainer:
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
-        self.steps_done = 0
+        self.steps_done, self.lost = 0, ""
         self.images = identity(train)
 
         images = config.images_at_once(world.size)
@@ -126,6 +127,7 @@ class Trainer:
             batch = next(batches)
             waited += time.perf_counter() - asked
             self.bad_images.note(batch.failures)
+            self.lost = self.lost or batch.lost
             self.phases.mark("data")
             output = self.micro_step(batch)
         momentum, skip = self.momentum(step + 1), self.optimizer.nonfinite
@@ -265,5 +267,6 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         growth=config.data.growth(),
         hw_decoder_load=config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
+        outlasts=True,
         known=known,
     )
