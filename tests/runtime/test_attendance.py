@@ -31,13 +31,15 @@ HERE = socket.gethostname()
 TIMEOUT = timedelta(seconds=3)
 AT_STAGE = 3
 UNSEEN = "stops, and no collective raises an error"
+KILLED_UNSEEN = "is killed, and no collective raises an error"
 LISTS = "lists images for long, and no collective raises an error"
+WITHOUT_ERRORS = (UNSEEN, KILLED_UNSEEN, LISTS)
 
 
 def misbehave(how: str) -> None:
     if how.startswith("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "is killed":
+    elif how.startswith("is killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "hangs":
         time.sleep(600)
@@ -47,7 +49,7 @@ def misbehave(how: str) -> None:
 
 def as_if_on_gpus(world: World, how: str) -> World:
     """There no collective raises an error, and the thread that watches has to end the process."""
-    return replace(world, device=torch.device("cuda")) if how in (UNSEEN, LISTS) else world
+    return replace(world, device=torch.device("cuda")) if how in WITHOUT_ERRORS else world
 
 
 def rank_of_three(values: dict[str, str], who: int, how: str, group: bool, said: str) -> None:
@@ -57,7 +59,7 @@ def rank_of_three(values: dict[str, str], who: int, how: str, group: bool, said:
     try:
         with process_group.session("cpu") as world, attended(as_if_on_gpus(world, how), TIMEOUT) as at:
             theirs = dist.new_group(range(world.size)) if group else None
-            process_group.limit(timedelta(hours=1) if how in (UNSEEN, LISTS) else TIMEOUT)
+            process_group.limit(timedelta(hours=1) if how in WITHOUT_ERRORS else TIMEOUT)
             if how == LISTS:
                 time.sleep(1.5 * TIMEOUT.total_seconds() if world.rank == who else 0)
                 dist.barrier()
@@ -65,6 +67,8 @@ def rank_of_three(values: dict[str, str], who: int, how: str, group: bool, said:
                 at(f"stage {stage}")
                 if stage == AT_STAGE and world.rank == who:
                     misbehave(how)
+                if how == KILLED_UNSEEN and stage == AT_STAGE:
+                    time.sleep(600)  # as in a library that waits for the GPU
                 dist.all_reduce(torch.ones(2), group=theirs)
     except RankLost as error:
         print(error, file=sys.stderr, flush=True)
@@ -95,6 +99,7 @@ CASES = {
     (0, "is killed"): "does not answer any more",
     (1, "stops", True): "does not answer any more, last heard of at ",
     (1, UNSEEN): "does not answer any more, last heard of at ",
+    (0, KILLED_UNSEEN): "does not answer any more",
     (0, LISTS): "",
     (1, "works"): "",
 }

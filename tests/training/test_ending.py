@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from command_process import CommandProcess, free_port
 from test_interruption import DEADLINE, RECIPE, Run, draw_tree, steps_logged
 
+from unigrad_fast import __main__, cli
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.runtime.errors import Preempted, RunStopped
 from unigrad_fast.training import ending
@@ -49,7 +51,7 @@ def end_as_srun_does(tasks: list[CommandProcess]) -> tuple[int, str]:
         assert time.monotonic() < until
         time.sleep(0.0005)
     for task in tasks:
-        if not task.has_ended():
+        with suppress(ProcessLookupError):
             task.signal(signal.SIGKILL)
     results = [task.end(DEADLINE) for task in tasks]
     statuses = [128 - result.returncode if result.returncode < 0 else result.returncode for result in results]
@@ -146,6 +148,15 @@ def test_files_of_these_names_that_are_somebody_elses_stay(tmp_path):
     ending.begin_anew(tmp_path, RESTARTED)
     assert (tmp_path / "stopped.txt").read_text() == "my notes"
     assert (tmp_path / "preempted.txt").read_bytes() == b"\xff"
+
+
+@pytest.mark.parametrize("status", [0, 2, 3, 75, 130])
+def test_a_process_that_has_saved_and_leaves_is_not_ended_by_the_launcher_that_saw_another_leave(status, monkeypatch):
+    ignored = []
+    monkeypatch.setattr(cli, "main", lambda: status)
+    monkeypatch.setattr(__main__.signal, "signal", lambda *what: ignored.append(what))
+    assert __main__.main() == status
+    assert ignored == ([(signal.SIGTERM, signal.SIG_IGN)] if status in (75, 130) else [])
 
 
 def test_a_run_preempted_before_it_has_a_folder_is_noted_too(tmp_path):

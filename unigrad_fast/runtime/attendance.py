@@ -88,12 +88,10 @@ class Attendance:
         while self._thread.is_alive() and time.monotonic() < until:
             if self._looked.wait(self.beat / 4):
                 return self._found
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            return "torchrun's store does not answer any more: the process or the machine of node 0 is gone or stopped"
-        return f"{self._named(0)} does not answer any more: {GONE}"
+        return self._of_the_store()
 
     def leave(self, why: str) -> None:
-        """Tells the others that this rank ends, and why; then waits for them if its process is the store."""
+        """Tells the others that this rank ends, and why."""
         self._ended = True
         self._wake.set()
         self._thread.join(self.silence)
@@ -124,9 +122,23 @@ class Attendance:
                     self._asked.clear()
                     self._looked.set()
                 elif self.ends and time.monotonic() - self._since > 1.1 * self.timeout and (found := self._look()):
-                    say(f"stopped: {found}; {REMEDY}")
-                    self.await_readers()
-                    os._exit(3)
+                    self._looked.set()
+                    self._end(found)
+        until = time.monotonic() + 1.1 * self.timeout
+        while self.ends and not self._ended:
+            if time.monotonic() > until:
+                self._end(self._of_the_store())
+            time.sleep(self.beat)
+
+    def _end(self, found: str) -> None:
+        say(f"stopped: {found}; {REMEDY}")
+        self.await_readers()
+        os._exit(3)
+
+    def _of_the_store(self) -> str:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return "torchrun's store does not answer any more: the process or the machine of node 0 is gone or stopped"
+        return f"{self._named(0)} does not answer any more: {GONE}"
 
     def _write(self, left: str = "") -> None:
         collectives = _collectives()

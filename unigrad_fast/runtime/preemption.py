@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from unigrad_fast.runtime import fallback
-from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED, Preempted
+from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 2.0
@@ -63,9 +63,7 @@ class Preemption:
         self.settle(kind)
         signal.set_wakeup_fd(self._wakeup)
         for each, handler in self._handlers.items():
-            # A launcher that saw another rank leave sends SIGTERM to this one, which is about to leave itself.
-            leaves = kind is not None and issubclass(kind, Preempted) and each == signal.SIGTERM
-            signal.signal(each, signal.SIG_IGN if leaves else handler)
+            signal.signal(each, handler)
         self._writing.close()  # which ends the thread
         self._thread.join()
         self._reading.close()
