@@ -67,9 +67,13 @@ def placements(ranks: int) -> tuple[str, ...]:
 
 
 def configure(config: Config, ranks: int, images: int, placement: str) -> Config:
-    """So many images on each rank, and no reports, whose collectives only some steps have."""
+    """So many images on each rank, and no reports, whose collectives only some steps have.
+
+    Where there are fewer GPUs than ranks, all compute on the CPU.
+    """
     changes = {
         "output": None,
+        **({"engine": {"device": "cpu"}} if torch.cuda.device_count() < ranks else {}),
         "data": {"batch_size": ranks * images * config.engine.accumulation_steps},
         "objective": {"placement": placement},
         "telemetry": {"every": SELDOM, "tensorboard": False},
@@ -98,11 +102,9 @@ def measure(
 
 
 def _launch(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment of a rank; where there are fewer GPUs than ranks, all compute on the CPU."""
+    """The environment of a rank."""
     variables: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if torch.cuda.device_count() < ranks:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     return {name: str(value) for name, value in variables.items()}
 
 

@@ -58,7 +58,7 @@ class StepWorker:
     def __init__(self, who: str, config: Config):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         with ExitStack() as session:  # which ends here if the variant cannot be made: others may wait for this process
-            world = session.enter_context(process_group.session())
+            world = session.enter_context(process_group.session(config.engine.device))
             self.device = world.device
             session.enter_context(tensor_float32(config.engine.tf32))
             session.enter_context(fastest_convolutions(world.device))

@@ -20,6 +20,7 @@ class Batch:
         replaced: bool [N], images that stand in for one that could not be used.
         mix: how the global views are to be mixed (`mix.apply(views[:2])`); None without CutMix.
         failures: the images that could not be used, and why.
+        lost: why the storage counts as lost, so that images stand more than once here; empty where it does not.
     """
 
     views: list[torch.Tensor]
@@ -29,3 +30,4 @@ class Batch:
     replaced: torch.Tensor
     mix: Mix | None = None
     failures: list[Failure] = field(default_factory=list)
+    lost: str = ""

@@ -69,6 +69,8 @@ class Loader:
         growth: smaller views in the first epochs; None is full size throughout.
         hw_decoder_load: share of the images for a GPU's JPEG unit.
         timeout: seconds after which a file that does not answer is replaced.
+        outlasts: where neither an image nor those in its place can be read, repeat one of the batch, and say so in
+            `Batch.lost`, so that the caller may end in good order, instead of raising an error.
         known: steps and images that failed when the run made them before, and why: they are replaced again.
         override: keywords of `recipe`, such as fields of `View` to replace in every view.
 
@@ -96,6 +98,7 @@ class Loader:
         growth: Growth | None = None,
         hw_decoder_load: float = graph.HW_DECODER_LOAD,
         timeout: float = TIMEOUT,
+        outlasts: bool = False,
         known: Mapping[tuple[int, int], str] | None = None,
         **override: Any,
     ) -> None:
@@ -127,7 +130,7 @@ class Loader:
         self.device_id = device_number(device)
         self.hw_decoder_load = hw_decoder_load
         self.threads = thread_count(threads)
-        self.prefetch, self.timeout = prefetch, timeout
+        self.prefetch, self.timeout, self.outlasts = prefetch, timeout, outlasts
         self.known = dict(known or {})
         self.damaged = Damaged(manifest)
         self.leave_out(self.known)
@@ -248,6 +251,7 @@ class Loader:
             known=self.known,
             damaged=self.damaged,
             stopped=stopped,
+            outlasts=self.outlasts,
         )
 
     def _batch(self, supply: Supply, views: list[torch.Tensor]) -> Batch:
@@ -266,6 +270,7 @@ class Loader:
             replaced=torch.from_numpy(supply.replaced),
             mix=mix,
             failures=supply.failures,
+            lost=supply.lost,
         )
 
 

@@ -55,12 +55,15 @@ class CommandProcess:
         return subprocess.CompletedProcess(self.args, self._process.exitcode, *said)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def start_ranks(count: int, *arguments: object, **settings) -> list[CommandProcess]:
     """A command on some ranks, with the variables that torchrun would set."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared["TORCHELASTIC_RUN_ID"] = "none"
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {} for rank in range(count)]
     texts = [{name: str(value) for name, value in each.items()} for each in environments]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
+from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED
 from unigrad_fast.runtime.packages import complaint
 
 
@@ -18,8 +20,12 @@ def main() -> int:
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
-    return cli.main()
+        return INTERRUPTED
+    status = cli.main()
+    if status in (INTERRUPTED, PREEMPTED):
+        # A launcher that saw another rank leave tells this one to end, which has saved and ends with its own status.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return status
 
 
 if __name__ == "__main__":

@@ -201,6 +201,10 @@ class Schedule(Node):
 
 
 class Engine(Node):
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What the ranks compute on, all the same; auto is GPUs, or the CPU where the machine has no NVIDIA card."""
+    timeout: float = Field(default=10.0, ge=0.01, le=1440)
+    """Minutes that ranks wait for one of them in a step before they end and name it (10: NCCL's default)."""
     zero_stage: int = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

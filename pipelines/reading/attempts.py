@@ -78,6 +78,12 @@ class Reading:
                 self._left -= 1
                 self.changed.notify()
 
+    def give_up(self) -> None:
+        """Waits for nothing any more: what is not read now has no result."""
+        with self.changed:
+            self.turns = [None] * len(self.turns)
+            self._left = 0
+
     def wait(self, timeout: float, threads: Threads, stopped: Callable[[], bool]) -> list[Turn]:
         """Waits until all is read, or until some files have not answered in time; their turns, which are given up."""
         with self.changed:

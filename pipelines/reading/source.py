@@ -1,5 +1,6 @@
 """Encoded images of each step, read ahead by threads."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -27,6 +28,8 @@ class Source:
         seed, known: as in `Candidates`.
         damaged: reasons of images that were found to be bad, by their number; is added to.
         stopped: whether nobody waits any more; asked while files do not answer.
+        outlasts: where neither an image nor those in its place can be read, take one that was read, and say so in
+            `Supply.lost`, instead of raising an error.
     """
 
     def __init__(
@@ -41,7 +44,10 @@ class Source:
         known: dict[tuple[int, int], str],
         damaged: Damaged,
         stopped: Callable[[], bool] = lambda: False,
+        outlasts: bool = False,
     ) -> None:
+        self.outlasts, self.lost = outlasts, ""
+        self._spare: tuple[int, np.ndarray] | None = None  # an image that was read, and its bytes
         self.manifest, self.indices, self.last, self.ahead = manifest, indices, last, ahead
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
         self.candidates = Candidates(manifest, seed, known, damaged)
@@ -67,19 +73,47 @@ class Source:
         return reading
 
     def _finish(self, reading: Reading) -> Supply:
+        until = time.monotonic() + STALLS * self.timeout
         while stalled := reading.wait(self.timeout, self._threads, self.stopped):
             for turn in stalled:
                 reading.stalls[turn.place] += 1
                 self.damaged.leave_out(turn.image, reading.step, turn.why)
+                path = self.manifest.path(int(reading.asked[turn.place]))
                 if reading.stalls[turn.place] == STALLS:
-                    raise DataError(
-                        f"{self.manifest.path(int(reading.asked[turn.place]))}: {STALLS} images in a row could not be "
-                        f"read within {self.timeout:g} s, it or others in its place; is the storage reachable?"
+                    self._lose(
+                        f"{path}: {STALLS} images in a row could not be read within {self.timeout:g} s, it or others "
+                        "in its place; is the storage reachable?"
                     )
+                elif self.outlasts and time.monotonic() > until:
+                    waited = STALLS * self.timeout
+                    self._lose(f"{path} and others could not be read within {waited:g} s; is the storage reachable?")
+            if self.lost:
+                reading.give_up()
+                break
+            for turn in stalled:
                 self._threads.call(Turn(self.candidates, reading, turn.place, turn.attempt, turn.why))
-        for result in reading.results:
-            if isinstance(result, BaseException):
-                raise result
+        self._fill(reading)
         index, data = zip(*reading.results, strict=True)
         failures = sorted(reading.failures, key=lambda failure: failure.image)
-        return Supply(reading.step, reading.epoch, reading.asked, np.array(index), list(data), failures)
+        return Supply(reading.step, reading.epoch, reading.asked, np.array(index), list(data), failures, self.lost)
+
+    def _lose(self, why: str) -> None:
+        if not self.outlasts:
+            raise DataError(why)
+        self.lost = self.lost or why
+
+    def _fill(self, reading: Reading) -> None:
+        """Raises what went wrong with an image, or puts one that was read in the place of each that is lost."""
+        for place, result in enumerate(reading.results):
+            if isinstance(result, DataError):
+                self._lose(str(result))
+                reading.results[place] = None
+            elif isinstance(result, BaseException):
+                raise result
+        read = [result for result in reading.results if result is not None]
+        if read:
+            self._spare = read[0]
+        if self._spare is None or self.damaged.reason(self._spare[0], reading.step):
+            raise DataError(self.lost)
+        for place in np.flatnonzero([result is None for result in reading.results]).tolist():
+            reading.results[place] = read[place % len(read)] if read else self._spare

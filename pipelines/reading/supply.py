@@ -33,6 +33,7 @@ class Supply:
         index: int64 [N], the images that are taken, -1 for none.
         data: their encoded bytes, uint8.
         failures: what could not be used.
+        lost: why images stand more than once here, for nothing else could be read in time; empty where none do.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Supply:
     index: np.ndarray
     data: list[np.ndarray]
     failures: list[Failure] = field(default_factory=list)
+    lost: str = ""
 
     @property
     def replaced(self) -> np.ndarray:

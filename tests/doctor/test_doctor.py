@@ -16,6 +16,7 @@ from command_process import command_on_two_ranks
 from unigrad_fast import cli
 from unigrad_fast.doctor import machine, packages
 from unigrad_fast.doctor.parts import PARTS, Part, check_finite
+from unigrad_fast.runtime import cards
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,7 +123,7 @@ def test_gpu_that_cannot_be_used_is_explained(driver, cuda, visible, status, wor
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(machine, "driver_version", lambda: driver)
+    monkeypatch.setattr(cards, "driver_version", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -138,7 +139,7 @@ def test_gpus_of_a_kind_share_a_row(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: card)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(machine, "driver_version", lambda: "580.82.07")
+    monkeypatch.setattr(cards, "driver_version", lambda: "580.82.07")
     assert [each.found for each in machine.gpus()] == [
         "8 x NVIDIA H100 80GB HBM3, 79.2 GiB, compute capability 9.0",
         "driver 580.82.07, NCCL 2.30.7",

@@ -1,6 +1,7 @@
 """Reading ahead by threads: order, what fails, what does not answer, and the end of it."""
 
 import os
+import re
 import shutil
 import threading
 
@@ -205,6 +206,47 @@ def test_when_nothing_answers_it_ends_after_three_tries(reader):
     with pytest.raises(DataError, match=r"/files/0: 3 images in a row could not be read within 0\.02 s"):
         source.take(0)
     answer.set()
+
+
+def test_an_image_that_has_no_substitute_gives_way_to_another_of_its_batch_where_that_is_wanted(reader):
+    answer = threading.Event()
+    silent = [6, *(substitute(3, 2, 6, attempt, COUNT) for attempt in (1, 2))]
+    files = Files(**{f"image{image}": answer.wait for image in silent})
+    source = reader(files, timeout=0.1, ahead=0, outlasts=True)
+    assert not set(silent) & {4, 5, 7, 8, 9, 10, 11} - {6}
+    supply = source.take(1)
+    assert supply.index.tolist()[:2] + supply.index.tolist()[3:] == [4, 5, 7] and supply.index[2] in (4, 5, 7)
+    assert supply.data[2].tolist() == [supply.index[2]] and supply.replaced.tolist() == [False, False, True, False]
+    assert {failure.image for failure in supply.failures} == set(silent)
+    assert re.match(r"/files/6: 3 images in a row could not be read within 0\.1 s.*reachable", supply.lost)
+    later = source.take(2)
+    assert later.index.tolist() == [8, 9, 10, 11] and later.lost == supply.lost
+    answer.set()
+
+
+def test_a_batch_of_which_nothing_can_be_read_repeats_an_earlier_image_and_the_first_one_is_an_error(reader):
+    answer, lost = threading.Event(), threading.Event()
+    files = Files(**{f"image{image}": lambda: lost.is_set() and answer.wait() for image in range(COUNT)})
+    source = reader(files, timeout=0.05, ahead=0, outlasts=True, size=2 * THREADS)
+    assert not source.take(0).replaced.any()
+    lost.set()
+    supply = source.take(1)
+    assert set(supply.index.tolist()) == {0} and supply.lost
+    first = reader(files, timeout=0.05, ahead=0, outlasts=True)
+    with pytest.raises(DataError, match="reachable"):
+        first.take(0)
+    answer.set()
+
+
+def test_failures_that_are_no_silence_are_outlasted_too(reader):
+    def refuse():
+        raise OSError(5, "Input/output error")
+
+    files = Files(**{f"image{image}": refuse for image in range(4, COUNT)})
+    source = reader(files, ahead=0, outlasts=True)
+    source.take(0)
+    supply = source.take(1)
+    assert set(supply.index.tolist()) <= {0, 1, 2, 3} and supply.replaced.all()
 
 
 def test_waiting_ends_when_nobody_waits_any_more(reader):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from command_process import free_port
 from forked import start
 from hypothesis import given
 from hypothesis import strategies as st
@@ -303,12 +304,6 @@ def said(output: str) -> list[list]:
 
 
 TWO_RANKS = [[0, 2, 0, 2, 3.0], [1, 2, 1, 2, 3.0]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_deepspeed_launcher_starts_two_ranks(program):

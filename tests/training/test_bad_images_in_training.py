@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from bad_files import BAD
 from drawn_images import draw_tree
 from interrupted_run import RECIPE, Run, losses, steps_logged
@@ -15,9 +19,12 @@ from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.pipelines import Failure, Manifest
+from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import checkpoint
+from unigrad_fast.training import checkpoint, loop
 from unigrad_fast.training.bad_images import MOST_TOLD, BadImages
+from unigrad_fast.training.telemetry import Telemetry
 
 EPOCHS, STEPS_PER_EPOCH = 5, 3
 KINDS = {**BAD, "removed": os.remove, "stalled": lambda path: (os.remove(path), os.mkfifo(path))}
@@ -80,6 +87,7 @@ def test_a_job_with_too_many_bad_files_stops_on_all_ranks_with_the_list(data, tm
     assert "more than data.max_bad_fraction = 0.03 allows" in said
     assert listed(output).keys() <= {str(path) for path in spoiled}
     assert latest(output) is not None, "what was learnt is saved"
+    assert "allows" in (output / "stopped.txt").read_text()
 
 
 def test_a_folder_with_too_many_bad_files_is_refused_before_any_work(data, tmp_path):
@@ -117,6 +125,43 @@ def test_a_step_that_is_repeated_replaces_what_it_replaced_before(data, workers,
     settings = small_config(str(data / "train"), **further).model_copy(update={"output": tmp_path / "run"})
     (settings.output).mkdir()
     assert workers(1).run(steps_with_a_stalled_file, settings, str(images_of(data)[20])) == [{}]
+
+
+def run_whose_storage_is_lost_to_rank_one(settings) -> tuple[str, int, int]:
+    """What a run ends with, its step then, and that of the newest checkpoint."""
+    trainer, rank = make_trainer(settings), dist.get_rank()
+    read, answer = Manifest.read, threading.Event()
+
+    def read_or_wait(manifest: Manifest, image: int) -> bytes:
+        if rank == 1 and trainer.steps_done >= 2:
+            answer.wait()
+        return read(manifest, image)
+
+    lengths = trainer.total_steps, trainer.steps_per_epoch
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Manifest, "read", read_or_wait))
+            telemetry = stack.enter_context(Telemetry(settings.output, settings, *lengths, rank, 0, None))
+            preemption = stack.enter_context(Preemption())
+            loop.run(trainer, telemetry, None, preemption)
+    except RunStopped as error:
+        return str(error), trainer.steps_done, Reader(latest(settings.output)).about["step"]
+    finally:
+        answer.set()
+    return "", trainer.steps_done, -1
+
+
+def test_a_rank_that_can_read_no_more_has_all_stop_together_after_a_checkpoint(data, workers, tmp_path):
+    further = {"data__read_timeout": 0.3, "data__max_bad_fraction": 1.0, "engine__accumulation_steps": 2}
+    settings = small_config(str(data / "train"), **further).model_copy(update={"output": tmp_path / "run"})
+    settings.output.mkdir()
+    (first, second) = workers(2).run(run_whose_storage_is_lost_to_rank_one, settings)
+    assert first == second
+    said, step, saved = first
+    assert "is the storage reachable? Saved after step" in said and said.endswith(
+        f"{step}; the same command goes on from there"
+    )
+    assert saved == step and 2 <= step < 12
 
 
 def stopped_and_continued(settings) -> dict:

@@ -79,8 +79,10 @@ def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
         assert run.wait_for(lambda: steps_logged(output) >= began + 4)  # noqa: B023
         run.signal(signal.SIGTERM)
         assert run.end()[0] == [75, 75]
+        assert (output / "preempted.txt").read_text().startswith("status 75: saved after step ")
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
+    assert not (output / "preempted.txt").exists()
     require_equal(output, undisturbed, LAST)
     again = Run(data, output, 2).end()
     assert again[0] == [0, 0] and "complete; there is nothing left to do" in again[1]

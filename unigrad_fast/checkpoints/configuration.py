@@ -22,6 +22,7 @@ DECIDING = (
 # What another machine may need otherwise: RUN/config.yaml may change it.
 OF_THE_MACHINE = (
     *("data.decode", "data.threads", "data.read_timeout", "data.max_bad_fraction", "evaluation.batch_size"),
+    "engine.device",
 )
 
 

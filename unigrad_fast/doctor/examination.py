@@ -37,12 +37,13 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
         from unigrad_fast.runtime import process_group
 
         with contextlib.ExitStack() as stack:
+            unusable_gpu = any(each.name == "GPU" and each.is_problem for each in found)  # which a run refuses
             launch = process_group.launch_environment(os.environ)
             if launch.size > 1:
                 refuse(found)  # before the others wait for this rank
                 console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}")
             try:
-                world = stack.enter_context(process_group.session())
+                world = stack.enter_context(process_group.session("cpu" if unusable_gpu else "auto"))
             except Exception as error:
                 if verbose:
                     traceback.print_exc()

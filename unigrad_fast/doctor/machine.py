@@ -8,12 +8,12 @@ import re
 import resource
 import shutil
 import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
+from unigrad_fast.runtime import cards
 from unigrad_fast.runtime.validation import count
 
 GIB = 2**30
@@ -60,45 +60,23 @@ def _disk() -> Finding:
 
 
 def gpus() -> list[Finding]:
-    torch, driver = sys.modules.get("torch"), driver_version()
+    torch = sys.modules.get("torch")
     if torch is None:
         return []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
-    if usable:
+    found = cards.find()
+    if found.usable:
         kinds = Counter(
             f"{gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
-            for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+            for gpu in map(torch.cuda.get_device_properties, range(found.usable))
         )
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         return [
             *(Finding("GPU", f"{number} x {gpu}") for gpu, number in kinds.items()),
-            Finding("driver, NCCL", f"driver {driver or 'of unknown version'}, NCCL {nccl}"),
+            Finding("driver, NCCL", f"driver {found.driver or 'of unknown version'}, NCCL {nccl}"),
         ]
-    if driver is None:
-        return [Finding("GPU", "none")]
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if found.hidden:
         return [Finding("GPU", "hidden by CUDA_VISIBLE_DEVICES", "note", "unset CUDA_VISIBLE_DEVICES")]
-    if not torch.version.cuda:
-        found = f"there is a driver ({driver}), but this torch is built for the CPU alone"
-        return [Finding("GPU", found, "wrong", "pip install --force-reinstall torch torchvision")]
-    reason = str(caught[0].message).partition("(Triggered")[0].splitlines()[0] if caught else "torch sees no GPU"
-    remedy = (
-        "`nvidia-smi` must list the GPUs: ask the scheduler for some (--gpus-per-node), start a container with --gpus "
-        "all; CUDA 13 needs driver 580 or newer, CUDA 12 driver 525"
-    )
-    return [Finding("GPU", f"driver {driver}, but: {reason}", "wrong", remedy)]
-
-
-def driver_version() -> str | None:
-    """Version of NVIDIA's kernel driver."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
-    return match[1] if match else "unknown"
+    return [Finding("GPU", found.problem, "wrong", found.remedy) if found.problem else Finding("GPU", "none")]
 
 
 def _limits(cores: int) -> list[Finding]:

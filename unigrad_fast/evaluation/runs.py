@@ -211,12 +211,12 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
-            world = stack.enter_context(process_group.session())
+            reader = open_checkpoint(run, asked.checkpoint)
+            config, told = configuration(run, reader)
+            world = stack.enter_context(process_group.session(config.engine.device))
         stack.push(preemption.settle)
         console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was done yet"):
-            reader = open_checkpoint(run, asked.checkpoint)
-            config, told = configuration(run, reader)
             for line in told:
                 console.print(f"warning: {line}", soft_wrap=True)
             config = asked.of(config)

@@ -17,7 +17,8 @@ from unigrad_fast.runtime.quiet import without_warnings
 def quiet_deepspeed(verbose: bool = False) -> ModuleType:
     """Import DeepSpeed so that it needs no compiler and says nothing but errors.
 
-    Must come before any other import of DeepSpeed. Without a GPU it selects DeepSpeed's CPU accelerator.
+    Must come before any other import of DeepSpeed. Without a GPU, or where `process_group` chose the CPU, it takes
+    DeepSpeed's CPU accelerator.
 
     Args:
         verbose: show its warnings, and its log from level INFO on.
@@ -31,7 +32,7 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
         import deepspeed
         import deepspeed.ops
 
-        if not torch.cuda.is_available():
+        if os.environ.get("DS_ACCELERATOR") == "cpu":
             # What it asks of its operators, which of them could be compiled, some answer on stdout.
             with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
                 compilable = deepspeed.ops.__compatible_ops__

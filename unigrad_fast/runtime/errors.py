@@ -5,7 +5,7 @@ from unigrad_fast.pipelines.errors import DataError
 INTERRUPTED = 130  # as shells have it after Ctrl-C, so that their loops end too
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
-__all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RunStopped", "UserError"]
+__all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RankLost", "RunStopped", "UserError"]
 
 
 class UserError(Exception):
@@ -14,6 +14,10 @@ class UserError(Exception):
 
 class RunStopped(Exception):
     """The run ended itself, say after non-finite values (exit status 3); the message says why."""
+
+
+class RankLost(RunStopped):
+    """Another rank died, hangs or cannot be reached; the message names it. No decision of the run's own."""
 
 
 class Preempted(Exception):

@@ -1,9 +1,9 @@
 """Leaving in good order when the scheduler takes the machine away, the terminal is closed, or somebody types Ctrl-C.
 
 SIGTERM, SIGUSR1, SIGHUP and SIGINT ask all ranks to save and leave; a signal that was ignored before, as by `nohup`,
-stays so. One rank that was told is enough: the ranks tell each other at the end of each step, in a collective of two
-numbers on the host whose result is read one step later, so that none waits for it; the second number says that a rank
-has news of another kind. A second signal ends the process at once; schedulers, terminals and launchers that pass a
+stays so. One rank that was told is enough: the ranks tell each other at the end of each step, in a collective of three
+numbers on the host whose result is read one step later, so that none waits for it; the others say that a rank has news,
+or cannot go on. A second signal ends the process at once; schedulers, terminals and launchers that pass a
 signal on both reach a process within moments, so that what follows the first within two seconds is taken for the same.
 """
 
@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -30,6 +31,9 @@ SAME_SIGNAL_SECONDS = 2.0
 class Preemption:
     """Watches for the signals; a context manager, to be entered in the main thread.
 
+    Args:
+        note: called with status and message where the process leaves at once, before it does.
+
     Attributes:
         asked: the signal that this process was sent, if any.
         status: with which the run ends, once `agreed` said that it has to.
@@ -38,7 +42,8 @@ class Preemption:
     and a thread of our own reads it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[int, str], None] = lambda status, said: None) -> None:
+        self.note = note
         self.asked: signal.Signals | None = None
         self.status = PREEMPTED
         self._nothing_to_save = False
@@ -69,24 +74,25 @@ class Preemption:
         if kind is None and sent is not None:
             sent[0].wait()
 
-    def agreed(self, news: bool = False) -> tuple[bool, bool]:
-        """At the end of each step, on all ranks: whether one of them was asked to end, or had news, a step before.
+    def agreed(self, news: bool = False, ends: bool = False) -> tuple[bool, bool, bool]:
+        """At the end of each step, on all ranks: whether a step before one was asked to end, had news, cannot go on.
 
         Args:
             news: something that this rank wants all to hear of. It is told until all do.
+            ends: this rank cannot go on, so that all are to end.
         """
         before, self._sent = self._sent, None
-        asked = told = False
+        asked = told = ended = False
         if before is not None:
             work, flags = before
             work.wait()
             self.status = INTERRUPTED if flags[0] == INTERRUPTED else PREEMPTED
-            asked, told = (bool(flag) for flag in flags)
-        if not asked:
+            asked, told, ended = (bool(flag) for flag in flags)
+        if not (asked or ended):
             # The status of Ctrl-C is the greater one.
-            flags = torch.tensor([0 if self.asked is None else _status(self.asked), int(news and not told)])
+            flags = torch.tensor([0 if self.asked is None else _status(self.asked), int(news and not told), int(ends)])
             self._sent = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
-        return asked, told
+        return asked, told, ended
 
     @contextmanager
     def nothing_to_save(self, done: str):
@@ -123,6 +129,7 @@ class Preemption:
     def _leave(self) -> None:
         word = "interrupted" if self.asked == signal.SIGINT else f"preempted by {self.asked.name}"
         _say(f"{word}: {self._done}")
+        self.note(_status(self.asked), self._done)
         os._exit(_status(self.asked))
 
 

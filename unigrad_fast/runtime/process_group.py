@@ -5,7 +5,7 @@ words; without a launcher a run is one process, which needs no network.
 
 A rank that dies is noticed by its launcher, which ends the others (torchrun, `srun --kill-on-bad-exit=1`), and on gloo
 by the others themselves, whose next collective fails when the connection breaks (after 0.1 s on one machine). One that
-hangs is noticed when a collective has taken COLLECTIVE_TIMEOUT. `tests/training/test_interruption.py` kills ranks.
+hangs is noticed when a collective has taken its timeout. `attendance` says which one it was.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ import torch
 import torch.distributed as dist
 
 from unigrad_fast.pipelines.cores import usable_cores
-from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
+from unigrad_fast.runtime import devices
+from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.rendezvous import meet, told
 
 Result = TypeVar("Result")
 
-# Ranks may wait for one that lists millions of files.
-COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may wait for one that lists millions of files
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+NCCL_MARGIN = 1.5  # its timeout, by that of the collectives on the host
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
 
@@ -66,6 +67,8 @@ class World:
         local_rank, local_size: this process among those on its machine.
         device: what this process computes on.
         backend: of collectives on the device's tensors, "gloo" or "nccl". CPU tensors always go through gloo.
+        hosts: the machine of each rank, by name.
+        store: what the ranks share beside collectives.
     """
 
     rank: int
@@ -74,6 +77,8 @@ class World:
     local_size: int
     device: torch.device
     backend: str
+    hosts: tuple[str, ...] = ()
+    store: dist.Store | None = None
 
 
 def launch_environment(environ: Mapping[str, str]) -> Launch:
@@ -213,28 +218,40 @@ def _port(environ: Mapping[str, str]) -> int:
 _changed: dict[str, str | None] = {}  # environment variables that `start` set, with what they were before
 
 
-def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT) -> World:
+def start(
+    device: str = "auto",
+    rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> World:
     """Join the run's processes: initialise torch.distributed and choose this process's device.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is a GPU.
         rendezvous_timeout: how long to wait for the other processes.
+        timeout: that a collective may take.
 
     Raises:
-        UserError: the environment is wrong, there is no GPU for this process, or not all processes came.
+        UserError: the environment is wrong, not all processes came, or not all have the device: no GPU, one that torch
+            cannot use, or GPUs on some machines only.
     """
     launch = launch_environment(os.environ)
     require_room(launch.size)
-    chosen = _choose_device(device, launch)
+    mine = devices.choose(device, launch.local_rank, launch.local_size, own_card=launch.launcher == "slurm")
+    chosen = mine.device
     # DeepSpeed wants it, as the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
     _set("LOCAL_WORLD_SIZE", str(launch.local_size))  # the loader divides the cores by it
+    if chosen.type == "cpu":
+        _set("DS_ACCELERATOR", "cpu")  # else DeepSpeed takes a GPU where there is one
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device does, while a host name may not resolve, without a network say.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     _take_fair_share(launch.local_size)
     try:
         store = _meet(launch, rendezvous_timeout)
+        hosts = tuple(each.host for each in devices.agree(store, launch.rank, launch.size, mine))
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
         with told(
             f"rank {launch.rank} of {launch.size}: all processes are there, but not all reach each other; {WAYS}"
         ):
@@ -243,9 +260,12 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
                 store=store,
                 rank=launch.rank,
                 world_size=launch.size,
-                timeout=COLLECTIVE_TIMEOUT,
+                timeout=timeout,
                 device_id=chosen if chosen.type == "cuda" else None,
             )
+    except UserError:
+        _restore()
+        raise
     except (RuntimeError, ValueError) as error:
         _restore()
         if launch.size == 1:
@@ -263,6 +283,8 @@ def start(device: str = "auto", rendezvous_timeout: timedelta = RENDEZVOUS_TIMEO
         local_size=launch.local_size,
         device=chosen,
         backend="nccl" if chosen.type == "cuda" else "gloo",
+        hosts=hosts,
+        store=store,
     )
 
 
@@ -286,13 +308,13 @@ def stop() -> None:
 
 
 @contextmanager
-def session(device: str = "auto") -> Iterator[World]:
+def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
     """`start`, and `stop` at the end.
 
     After an error the process group is left as it is where ranks compute on GPUs: the others may wait in a collective
     that will not come, and to leave in order would be to wait for them.
     """
-    world = start(device)
+    world = start(device, timeout=timeout)
     try:
         yield world
     except BaseException:
@@ -300,6 +322,25 @@ def session(device: str = "auto") -> Iterator[World]:
             stop()
         raise
     stop()
+
+
+@contextmanager
+def patient(timeout: timedelta) -> Iterator[None]:
+    """While inside, collectives may take long: one rank does what the others wait for. Afterwards `timeout` again."""
+    limit(max(timeout, COLLECTIVE_TIMEOUT))
+    try:
+        yield
+    finally:
+        limit(timeout)
+
+
+def limit(timeout: timedelta) -> None:
+    """How long a collective may take from now on, in every group that there is, those of libraries too."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            # What the host waits for fails first, with an error that can be explained; NCCL ends the process.
+            backend._set_default_timeout(timeout * NCCL_MARGIN if backend.name() == "nccl" else timeout)
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:
@@ -310,7 +351,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
     failure: Exception | None = None
     try:
         result = work()
-    except (DataError, OSError, RunStopped, UserError) as error:
+    except (DataError, OSError, Preempted, RunStopped, UserError) as error:
         failure = error
     for each in gather(failure):
         if each is not None:
@@ -332,25 +373,6 @@ def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     assert launch.address is not None and launch.port is not None
     return meet(launch.rank, launch.size, launch.address, launch.port, timeout)
-
-
-def _choose_device(device: str, launch: Launch) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device is {device!r}, expected auto, cpu or cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise UserError("device is cuda, but torch sees no GPU; use cpu, or install a torch for your driver")
-    # Launchers that give each process a GPU of its own show it that one alone.
-    index = 0 if count == 1 and launch.launcher == "slurm" else launch.local_rank
-    if index >= count:
-        raise UserError(
-            f"{launch.local_size} processes on this machine, but torch sees {count} GPUs; "
-            f"start {count} processes per machine"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _set(name: str, value: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import nn
 
 from unigrad_fast import config
 from unigrad_fast.optimization.gated import Gated
+from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
 
@@ -51,6 +54,7 @@ def build_engine(
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16", "lower_precision_safe_modules": []},
         },
     )
+    process_group.limit(timedelta(minutes=settings.timeout))  # in DeepSpeed's own groups too, which it has made now
     if settings.zero_stage == 0:
         # Only now: DeepSpeed's broadcast of the parameters takes contiguous tensors alone. At the other stages they
         # are slices of one flat tensor, and the channels-last input alone decides the layout of what follows.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +18,7 @@ from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
+from unigrad_fast.runtime.attendance import attended
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
@@ -22,7 +26,7 @@ from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
-from unigrad_fast.training import checkpoint, needs, run_folder
+from unigrad_fast.training import checkpoint, ending, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.step_graph import own_stream
 from unigrad_fast.training.telemetry import Telemetry
@@ -50,20 +54,28 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
     watch = processors.Watch()
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
+        if not numbered:
+            preemption.note = partial(ending.note_preemption, config.output)
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
-            world = stack.enter_context(process_group.session())
+            timeout = timedelta(minutes=config.engine.timeout)
+            world = stack.enter_context(process_group.session(config.engine.device, timeout))
+        at = stack.enter_context(attended(world, timeout))
         stack.push(preemption.settle)
+        if not numbered:
+            on_all_ranks(lambda: ending.begin_anew(config.output, os.environ) if world.rank == 0 else None)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
         if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
-        with preemption.nothing_to_save("the images were being listed; nothing was done"):
+        listing = "the images were being listed; nothing was done"
+        with preemption.nothing_to_save(listing), process_group.patient(timeout):
             train, val, said = read_manifests(config, world)
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         stack.enter_context(tensor_float32(config.engine.tf32))
         stack.enter_context(fastest_convolutions(world.device))
         stack.enter_context(own_stream(config, world.device))
-        with run_folder.occupied(config, world, numbered) as config:
+        with run_folder.occupied(config, world, numbered) as config, ending.noted(config.output, world):
+            preemption.note = partial(ending.note_preemption, config.output)
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
             probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None
@@ -72,7 +84,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
                 warnings += filter(None, [watch.crowded()])
             try:
                 with begun(trainer, saved, train, queries.obstacle, warnings) as telemetry:
-                    run(trainer, telemetry, probe, preemption)
+                    run(trainer, telemetry, probe, preemption, at)
             except Preempted as error:
                 if not numbered:
                     raise
@@ -103,8 +115,18 @@ def begun(
         yield telemetry
 
 
-def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
-    """The loop over all steps that are left, with its evaluations, savings and reports."""
+def run(
+    trainer: Trainer,
+    telemetry: Telemetry,
+    probe: KNNProbe | None,
+    preemption: Preemption,
+    at: Callable[[str], None] = lambda stage: None,
+) -> None:
+    """The loop over all steps that are left, with its evaluations, savings and reports.
+
+    Args:
+        at: is told the stage that this rank is at.
+    """
     if trainer.steps_done == trainer.total_steps and (trainer.config.output / "summary.json").exists():
         telemetry.say("this run is complete; there is nothing left to do")
         return
@@ -117,11 +139,12 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         with needs.step(trainer.config, trainer.world, trainer.steps_done):
             trainer.warm_up()
     while trainer.steps_done < trainer.total_steps:
+        at(f"step {trainer.steps_done + 1}")
         try:
             with needs.step(trainer.config, trainer.world, trainer.steps_done):
                 waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
-            # Other ranks know nothing of it, and after a first micro-batch F is between two steps.
+            # Not one image was read. Other ranks know nothing of it, and after a micro-batch F is between two steps.
             if trainer.world.size == trainer.accumulation == 1:
                 tell_bad_images(trainer, telemetry)
                 save(trainer, telemetry)
@@ -129,16 +152,20 @@ def run(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preempti
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
 
-        preempted, bad = preemption.agreed(trainer.bad_images.waiting)
-        if preempted or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
+        preempted, bad, lost = preemption.agreed(trainer.bad_images.waiting, ends=bool(trainer.lost))
+        if preempted or lost or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
             report(trainer, telemetry, before=trainer.steps_done)
             tell_bad_images(trainer, telemetry)
             save(trainer, telemetry)
         elif bad:
             tell_bad_images(trainer, telemetry)
+        if lost:
+            why = next(filter(None, gather(trainer.lost)))
+            raise RunStopped(f"{why} Saved after step {trainer.steps_done}; the same command goes on from there")
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command goes on from there"
             raise Preempted(done, preemption.status)
+        at(f"what follows step {trainer.steps_done}")
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 
@@ -225,7 +252,7 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         telemetry.say(f"evaluation is off: {obstacle}")
     elif obstacle is not None:
         telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
-    if said := few_images(config, world):
+    for said in filter(None, (few_images(config, world), short_timeout(config, world))):
         telemetry.warn(said)
     if world.size > 1 and not config.model.sync_batch_norm:
         telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
@@ -240,6 +267,18 @@ def few_images(config: Config, world: World) -> str | None:
         f"data.batch_size = {config.data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
         f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
         + (", or a smaller engine.accumulation_steps" if config.engine.accumulation_steps > 1 else "")
+    )
+
+
+def short_timeout(config: Config, world: World) -> str | None:
+    """What is said where ranks would give up one of them that only waits for its storage."""
+    patience = 4 * config.data.read_timeout
+    if world.size == 1 or 60 * config.engine.timeout >= patience:
+        return None
+    return (
+        f"engine.timeout = {config.engine.timeout:g} minutes: shorter than a rank may wait for silent files "
+        f"({patience:g} s by data.read_timeout = {config.data.read_timeout:g}), which the others would take for lost; "
+        f"use {patience / 60:.3g}, or a smaller data.read_timeout"
     )
 
 

@@ -15,6 +15,7 @@ from unigrad_fast.runtime.validation import leaves, shown, validate
 HARMLESS = (
     *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
     *("data.read_timeout", "data.max_bad_fraction"),
+    *("engine.device", "engine.timeout"),
     *("objective.placement", "engine.zero_stage", "engine.max_skipped_steps", "engine.target_stream"),
     *("engine.cuda_graph", "engine.recompute_projector"),
     *("checkpoint", "evaluation", "telemetry"),

@@ -53,6 +53,7 @@ class Trainer:
         compute: what a step does on the device, launched operator by operator or as a graph.
         total_steps, steps_done: optimizer steps of the run, and those it has behind it.
         images: what the training images are known by.
+        lost: why this rank can read no more images; empty while it can.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Trainer:
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
-        self.steps_done = 0
+        self.steps_done, self.lost = 0, ""
         self.images = identity(train)
 
         with needs.network(config):
@@ -231,6 +232,7 @@ class Trainer:
             batch = next(batches)
             self._waited += time.perf_counter() - asked
             self.bad_images.note(batch.failures)
+            self.lost = self.lost or batch.lost
             self.phases.mark("data")
             yield batch
 
@@ -291,5 +293,6 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         growth=config.data.growth(),
         hw_decoder_load=config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
+        outlasts=True,
         known=known,
     )

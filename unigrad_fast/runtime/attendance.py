@@ -1,0 +1,231 @@
+"""Who is there: each rank tells through the store that it is alive and how far it is, and when ranks have waited for
+one of them in vain, which one, on which machine.
+
+A thread of each rank writes a line into the store every few seconds, over a connection of its own; the lines are read
+when a collective has failed. Rank 0 hosts the store, or torchrun; when nobody answers there, that is the finding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from unigrad_fast.runtime.errors import RankLost
+from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.rendezvous import say
+
+LONGEST_BEAT = 1.0  # seconds between two lines of a rank
+MISSED = 3  # beats after which a rank counts as silent, though not before
+LEAST_SILENCE = 2.0  # seconds, for a busy machine may keep a thread waiting
+SIGNS = (
+    *("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL"),
+    *("Read error", "Write error", "remote worker", "Socket closed", "connection was closed"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank has written last: beats and collectives so far, its stage, and how it left if it did."""
+
+    beats: int
+    collectives: int
+    stage: str
+    left: str = ""
+
+    def text(self) -> str:
+        return "\t".join((str(self.beats), str(self.collectives), self.stage, self.left))
+
+    @classmethod
+    def read(cls, text: str) -> Line:
+        beats, collectives, stage, left = text.split("\t")
+        return cls(int(beats), int(collectives), stage, left)
+
+
+class Attendance:
+    """One rank's part; `attended` makes it.
+
+    Args:
+        hosts: the machine of each rank.
+        store: that all ranks share.
+        rank: this one.
+        timeout: that ranks wait for each other.
+        ends: this process itself, where it waits for longer than that in a library that raises no error.
+    """
+
+    def __init__(self, hosts: Sequence[str], store: dist.Store, rank: int, timeout: timedelta, ends: bool = False):
+        self.hosts, self.rank, self.ends, self.timeout = hosts, rank, ends, timeout.total_seconds()
+        self.beat = min(LONGEST_BEAT, self.timeout / 20)
+        self.silence = max(MISSED * self.beat, LEAST_SILENCE)
+        self._store = store.clone()
+        self._mine, self._stage = Line(0, 0, "its start"), "its start"
+        self._since = math.inf  # when the last collective was begun
+        self._wake, self._asked, self._ended = threading.Event(), threading.Event(), False
+        self._found: str | None = None
+        self._looked = threading.Event()
+        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True)
+        self._write()
+        self._thread.start()
+
+    def at(self, stage: str) -> None:
+        """Tells, with the next beat, what this rank does now. Before the first stage ranks may wait for long."""
+        self._stage = stage
+        if self._since == math.inf:
+            self._since = time.monotonic()
+
+    def missing(self) -> str | None:
+        """Who is awaited in vain, and what is known of it; None where all are there and equally far."""
+        self._asked.set()
+        self._wake.set()
+        until = time.monotonic() + 2.5 * self.silence
+        while self._thread.is_alive() and time.monotonic() < until:
+            if self._looked.wait(self.beat / 4):
+                return self._found
+        return self._of_the_store()
+
+    def leave(self, why: str) -> None:
+        """Tells the others that this rank ends, and why."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join(self.silence)
+        if not self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._write(left=why)
+
+    def await_readers(self) -> None:
+        """Has rank 0, which hosts the store, stay until the others know who is missing, or had the time to."""
+        if not self._looked.is_set():  # nobody answered there
+            return
+        with suppress(RuntimeError):
+            self._store.add("attendance/known", 1)
+            until = time.monotonic() + 4 * self.silence
+            while self.rank == 0 and self._store.add("attendance/known", 0) < len(self.hosts) - 1:
+                if time.monotonic() > until:
+                    return
+                time.sleep(self.beat / 4)
+
+    def _attend(self) -> None:
+        with suppress(RuntimeError):  # the store is gone; who asks learns of it by the silence
+            while not self._ended:
+                self._wake.wait(self.beat)
+                self._wake.clear()
+                self._write()
+                if self._asked.is_set():
+                    self._found = self._look()
+                    self._asked.clear()
+                    self._looked.set()
+                elif self.ends and time.monotonic() - self._since > 1.1 * self.timeout and (found := self._look()):
+                    self._looked.set()
+                    self._end(found)
+        until = time.monotonic() + 1.1 * self.timeout
+        while self.ends and not self._ended:
+            if time.monotonic() > until:
+                self._end(self._of_the_store())
+            time.sleep(self.beat)
+
+    def _end(self, found: str) -> None:
+        say(f"stopped: {found}; {REMEDY}")
+        self.await_readers()
+        os._exit(3)
+
+    def _of_the_store(self) -> str:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return "torchrun's store does not answer any more: the process or the machine of node 0 is gone or stopped"
+        return f"{self._named(0)} does not answer any more: {GONE}"
+
+    def _write(self, left: str = "") -> None:
+        collectives = _collectives()
+        if collectives != self._mine.collectives and self._since < math.inf:
+            self._since = time.monotonic()
+        self._mine = Line(self._mine.beats + 1, collectives, self._stage, left)
+        self._store.set(_key(self.rank), self._mine.text())
+
+    def _look(self) -> str | None:
+        others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
+        before = self._lines(others)
+        until = time.monotonic() + self.silence
+        while time.monotonic() < until:
+            time.sleep(self.beat / 2)
+            self._write()
+        now = self._lines(others)
+        # What one rank has found holds for all, who may see no more than that the finder has left.
+        if self._store.check(["attendance/found"]):
+            return self._store.get("attendance/found").decode()
+        found = self._judged(before, now)
+        if found:
+            self._store.set("attendance/found", found)
+        return found
+
+    def _judged(self, before: dict[int, Line], now: dict[int, Line]) -> str | None:
+        for rank, line in now.items():
+            if line.left:
+                return f"{self._named(rank)} has left at {line.stage}: {line.left}"
+        for rank, line in now.items():
+            if line.beats == before[rank].beats:
+                return f"{self._named(rank)} does not answer any more, last heard of at {line.stage}: {GONE}"
+        for rank, line in now.items():
+            if line.collectives < self._mine.collectives:
+                return f"{self._named(rank)} is still at {line.stage}, where the others wait for it"
+        return None
+
+    def _lines(self, ranks: Sequence[int]) -> dict[int, Line]:
+        texts = self._store.multi_get([_key(rank) for rank in ranks])
+        return {rank: Line.read(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}"
+
+
+GONE = "its process has ended or stands still, or its machine or the network is gone"
+REMEDY = "the same command goes on from the newest checkpoint"
+
+
+@contextmanager
+def attended(world: World, timeout: timedelta) -> Iterator[Callable[[str], None]]:
+    """While inside, ranks know of each other; yields what they tell their stage with.
+
+    Raises:
+        RankLost: instead of the error of a collective that failed because another rank is not there any more.
+    """
+    if world.size == 1 or world.store is None:
+        yield lambda stage: None
+        return
+    ends = world.device.type == "cuda"
+    attendance = Attendance(world.hosts, world.store, world.rank, timeout, ends)
+    try:
+        yield attendance.at
+    except BaseException as error:
+        missing = attendance.missing() if _is_of_a_collective(error) else None
+        said = missing or f"{type(error).__name__}: {error}"
+        if missing:
+            attendance.await_readers()
+        attendance.leave(" ".join(said.split()))
+        if missing is None:
+            raise
+        if ends:  # what is under way on the GPU would keep the process from ending
+            say(f"stopped: {missing}; {REMEDY}")
+            os._exit(3)
+        raise RankLost(f"{missing}; {REMEDY}") from error
+    attendance.leave("its work is done")
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def _collectives() -> int:
+    """How many this rank has begun; one that others wait for has begun fewer."""
+    with suppress(RuntimeError):  # the groups are being taken down
+        return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+    return 0
+
+
+def _key(rank: int) -> str:
+    return f"attendance/{rank}"
