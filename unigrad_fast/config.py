@@ -236,6 +236,8 @@ class KNN(Node):
 class Evaluation(Node):
     every: int = Field(default=10, ge=0)
     """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
+    at_start: bool = True
+    """Whether the encoder is judged before the first step too, which takes as long as any later time."""
     crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
     batch_size: int = Field(default=256, ge=1, le=2**16)

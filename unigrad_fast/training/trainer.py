@@ -192,8 +192,10 @@ class Trainer:
 
     def is_evaluation_due(self) -> bool:
         """Whether the encoder is judged after the steps done: before the first, after the last, every so often."""
+        if self.steps_done == 0:
+            return self.config.evaluation.at_start
         every = self.config.evaluation.every * self.steps_per_epoch
-        return self.steps_done in (0, self.total_steps) or bool(every and self.steps_done % every == 0)
+        return self.steps_done == self.total_steps or bool(every and self.steps_done % every == 0)
 
     def learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
