@@ -52,7 +52,7 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What gives the product of rounded queries with rows of a bank, by the norm of these, fp32 [Q, B] on the device."""
+    """What gives the product of rounded queries with a bank by the norm of its rows, fp32 [Q, B] on the device."""
     bank_BD = bank_BD.to(device)
     inverse_B, factor_BD = (1 / norms(bank_BD)).float(), bank_BD.float()
     return lambda query_QD: (query_QD.to(device).float() @ factor_BD.T).mul_(inverse_B)
