@@ -104,6 +104,10 @@ class Data(Node):
     """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
+    read_threads: int = Field(default=32, ge=1, le=MOST_THREADS)
+    """Files that a rank reads at once, which hides the latency of network storage (32: ours)."""
+    read_ahead: int = Field(default=128, ge=0, le=2**20)
+    """MiB of encoded images that a rank reads before they are asked for, and 2 to 64 micro-batches (128: ours)."""
     read_timeout: float = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that does not answer is replaced by another image."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)

@@ -1,6 +1,7 @@
 """What a micro-batch of a rank is made of, before it is decoded, and which images could not be used for it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class Supply:
         index: int64 [N], the images that are taken, -1 for none.
         data: their encoded bytes, uint8.
         failures: what could not be used.
+        drawn: the randomness of its augmentation, of whoever makes views of it.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Supply:
     index: np.ndarray
     data: list[np.ndarray]
     failures: list[Failure] = field(default_factory=list)
+    drawn: Any = None
 
     @property
     def replaced(self) -> np.ndarray:

@@ -57,6 +57,7 @@ class KNNProbe:
                     device=self.world.device if data.decode != "cpu" else "cpu",
                     threads=data.threads,
                     timeout=data.read_timeout,
+                    read_threads=data.read_threads,
                 ),
                 self.world.device,
                 dtype,

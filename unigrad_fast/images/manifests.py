@@ -24,8 +24,8 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     """Training manifest, validation manifest (None without `data.val`), and warnings for the user.
 
     Rank 0 lists the images and hands its arrays over. One rank of each other node compares the files of a few images
-    with what rank 0 has seen. Where they are others, as in a copy on a local disk, it lists all of them, to see that the
-    images are the same. All ranks must call this together.
+    with what rank 0 has seen. Where they are others, as in a copy on a local disk, it lists all, to see that the images
+    are the same. All ranks must call this together.
 
     Raises:
         UserError: there is no folder of training images.

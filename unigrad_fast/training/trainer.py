@@ -267,5 +267,8 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         growth=config.data.growth(),
         hw_decoder_load=config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
+        read_threads=config.data.read_threads,
+        read_ahead=config.data.read_ahead * 2**20,
+        pinned=world.device.type == "cuda",
         known=known,
     )
