@@ -213,6 +213,8 @@ class Engine(Node):
     """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
     compile: bool = False
     """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
+    deterministic: bool = False
+    """Whether a GPU repeats a run bit for bit: slower algorithms alone, and JPEG unit unused; untried on a card."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)

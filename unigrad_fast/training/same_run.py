@@ -16,6 +16,7 @@ HARMLESS = (
     *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
     *("data.read_threads", "data.read_ahead", "data.read_timeout", "data.max_bad_fraction"),
     *("objective.placement", "engine.zero_stage", "engine.max_skipped_steps", "engine.target_stream"),
+    "engine.deterministic",
     *("checkpoint", "evaluation", "telemetry"),
 )
 

@@ -265,7 +265,7 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         cutmix=CutMix(**dict(config.data.cutmix)) if config.data.cutmix.probability else None,
         photometric=config.data.photometric,
         growth=config.data.growth(),
-        hw_decoder_load=config.data.hw_decoder_load,
+        hw_decoder_load=0.0 if config.engine.deterministic else config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
         read_threads=config.data.read_threads,
         read_ahead=config.data.read_ahead * 2**20,
