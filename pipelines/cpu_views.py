@@ -19,6 +19,7 @@ def augment(
     parameters: list[Parameters],
     exact: bool,
     pool: ThreadPoolExecutor,
+    pinned: bool = False,
 ) -> list[torch.Tensor]:
     """Views of decoded images, fp32 [N, 3, S, S] each, channels-last and normalised.
 
@@ -27,8 +28,11 @@ def augment(
         parameters: of each view.
         exact: recolour as `photometric` does, and not as `crops`.
         pool: threads that compute with one core each.
+        pinned: into memory from which a GPU copies while this thread goes on.
     """
-    outputs = [torch.empty(len(images), view.size, view.size, 3, dtype=torch.float32) for view in views]
+    outputs = [
+        torch.empty(len(images), view.size, view.size, 3, dtype=torch.float32, pin_memory=pinned) for view in views
+    ]
 
     def some(first: int) -> None:
         part = slice(first, first + CHUNK)

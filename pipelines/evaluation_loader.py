@@ -11,7 +11,7 @@ from . import graph
 from .loader_settings import TIMEOUT, check_rank, device_number, thread_count
 from .manifest import Manifest
 from .reading.damage import Damaged
-from .reading.source import Source
+from .reading.source import THREADS, Source
 from .reading.supply import Failure, Supply
 from .recipes import short_side
 from .stream import Stream
@@ -35,7 +35,7 @@ class EvaluationLoader:
         crop_fraction: side of the crop as a share of the resized image's short side.
         batch_size: images per batch on this rank.
         rank, world_size: which share of the images is taken here.
-        device, threads, timeout: as in `Loader`.
+        device, threads, timeout, read_threads: as in `Loader`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class EvaluationLoader:
         device: str | torch.device = "cpu",
         threads: int | None = None,
         timeout: float = TIMEOUT,
+        read_threads: int = THREADS,
     ) -> None:
         check_rank(rank, world_size)
         self.manifest, self.image_size = manifest, image_size
@@ -56,7 +57,7 @@ class EvaluationLoader:
         self.index = np.arange(rank, len(manifest), world_size)
         self.batch_size = min(batch_size, max(1, len(self.index)))
         self.device_id, self.threads, self.timeout = device_number(device), thread_count(threads), timeout
-        self.damaged = Damaged(manifest)
+        self.read_threads, self.damaged = read_threads, Damaged(manifest, self.threads)
         self.failures: list[Failure] = []
 
     def __len__(self) -> int:
@@ -81,6 +82,7 @@ class EvaluationLoader:
             seed=None,
             known={},
             damaged=self.damaged,
+            threads=self.read_threads,
         )
         with closing(source):
             for supply, (images,) in Stream(source, build, feed, self.device_id).steps(0):

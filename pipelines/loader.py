@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from .background import in_background
 from .batch import Batch
 from .compute_threads import one_thread_each
 from .cpu_views import augment
-from .cutmix import CutMix, draw
+from .cutmix import CutMix, Mix, draw
 from .errors import DataError
 from .loader_settings import (
     TIMEOUT,
@@ -31,10 +32,10 @@ from .loader_settings import (
     too_few,
 )
 from .manifest import Manifest
-from .order import batch_indices
+from .order import batch_indices, begin_order
 from .parameters import Parameters, sample
 from .reading.damage import Damaged
-from .reading.source import Source
+from .reading.source import THREADS, Source
 from .reading.supply import SILENT, Supply
 from .recipes import Growth, View
 from .recipes import recipe as make_recipe
@@ -42,6 +43,19 @@ from .stream import Stream
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
+
+
+MOST_AHEAD = 64  # batches that are read before they are asked for, however small their images are
+INPUTS_AHEAD = 2  # batches whose parameters a thread has ready for a GPU's pipeline
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The views of a step, what is done to its images for each, and how they are mixed."""
+
+    views: tuple[View, ...]
+    parameters: list[Parameters]
+    mix: Mix | None
 
 
 class Loader:
@@ -71,6 +85,10 @@ class Loader:
         timeout: seconds after which a file that does not answer is replaced.
         outlasts: where neither an image nor those in its place can be read, repeat one of the batch, and say so in
             `Batch.lost`, so that the caller may end in good order, instead of raising an error.
+        read_threads: files that are read at once.
+        read_ahead: bytes of encoded images that are read before they are asked for, by their mean size; at least
+            `prefetch` batches, and at most `MOST_AHEAD`.
+        pinned: views that the CPU makes lie in memory from which a GPU can copy at its leisure.
         known: steps and images that failed when the run made them before, and why: they are replaced again.
         override: keywords of `recipe`, such as fields of `View` to replace in every view.
 
@@ -99,16 +117,22 @@ class Loader:
         hw_decoder_load: float = graph.HW_DECODER_LOAD,
         timeout: float = TIMEOUT,
         outlasts: bool = False,
+        read_threads: int = THREADS,
+        read_ahead: int = 0,
+        pinned: bool = False,
         known: Mapping[tuple[int, int], str] | None = None,
         **override: Any,
     ) -> None:
         if not isinstance(recipe, str) and override:
             raise DataError(f"{', '.join(override)} given beside finished views; change the views instead")
-        check_types(manifest, batch_size=batch_size, rank=rank, world_size=world_size, prefetch=prefetch)
+        integers = {"batch_size": batch_size, "rank": rank, "world_size": world_size, "prefetch": prefetch}
+        check_types(manifest, **integers, read_threads=read_threads, read_ahead=read_ahead)
         check_rank(rank, world_size)
         check_division(batch_size, accumulation_steps, world_size)
         if prefetch < 1:
             raise DataError(f"prefetch {prefetch} leaves no batch in the making; use 2, or at least 1")
+        if read_threads < 1:
+            raise DataError(f"{read_threads} threads cannot read images; use at least 1")
         if photometric not in ("dali", "torch"):
             raise DataError(f"photometric {photometric!r} is unknown; use 'dali' or 'torch'")
         if not timeout > 0:
@@ -131,8 +155,11 @@ class Loader:
         self.hw_decoder_load = hw_decoder_load
         self.threads = thread_count(threads)
         self.prefetch, self.timeout, self.outlasts = prefetch, timeout, outlasts
+        self.read_threads, self.pinned = read_threads, pinned
+        batch_bytes = max(1, manifest.total_bytes // len(manifest) * self.share)
+        self.ahead = max(prefetch, min(MOST_AHEAD, read_ahead // batch_bytes))
         self.known = dict(known or {})
-        self.damaged = Damaged(manifest)
+        self.damaged = Damaged(manifest, self.threads)
         self.leave_out(self.known)
         self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
 
@@ -203,17 +230,17 @@ class Loader:
             )
 
         def feed(supply: Supply) -> list:
-            views, parameters = self._parameters(supply)
-            arrays = [graph.feed(view, p, colours) for view, p in zip(views, parameters, strict=True)]
+            drawn = supply.drawn = self._draw(supply)
+            arrays = [graph.feed(view, p, colours) for view, p in zip(drawn.views, drawn.parameters, strict=True)]
             return [supply.data, *(array for part in arrays for array in part)]
 
         with closing(self._source(stop)) as source:
-            for supply, outputs in Stream(source, build, feed, self.device_id).steps(start):
+            for supply, outputs in Stream(source, build, feed, self.device_id, INPUTS_AHEAD).steps(start):
                 made = [torch.from_dlpack(output.as_tensor()) for output in outputs]
                 if colours:
                     yield supply, [output.permute(0, 3, 1, 2) for output in made]
                 else:
-                    named = zip(*self._parameters(supply), made, strict=True)
+                    named = zip(supply.drawn.views, supply.drawn.parameters, made, strict=True)
                     yield supply, [photometric.apply(view, crop, p) for view, p, crop in named]
 
     def _on_cpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
@@ -228,47 +255,60 @@ class Loader:
             with closing(self._source(stop, stopped)) as source, one_thread_each(self.threads) as pool:
                 for supply, (images,) in Stream(source, build, lambda supply: [supply.data], None).steps(start):
                     decoded = [torch.from_dlpack(image) for image in images]
-                    views, parameters = self._parameters(supply)
-                    yield supply, augment(decoded, views, parameters, self.photometric == "torch", pool)
+                    drawn = supply.drawn = self._draw(supply)
+                    exact = self.photometric == "torch"
+                    yield supply, augment(decoded, drawn.views, drawn.parameters, exact, pool, self.pinned)
 
         return in_background(work, self.prefetch)
 
-    def _parameters(self, supply: Supply) -> tuple[tuple[View, ...], list[Parameters]]:
-        """The views and their parameters; the randomness belongs to the images that were asked for."""
+    def _draw(self, supply: Supply) -> "_Drawn":
+        """The randomness of a step, which belongs to the images that were asked for."""
         views, sizes = self.views_in(supply.epoch), self.manifest.sizes[supply.index]
-        return views, [
+        mix = None
+        if self.cutmix is not None:
+            mix = draw(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, views[0].size)
+        parameters = [
             sample(view, number, self.seed, supply.epoch, supply.asked, sizes) for number, view in enumerate(views)
         ]
+        return _Drawn(views, parameters, mix)
 
     def _source(self, stop: int | None, stopped: Callable[[], bool] = lambda: False) -> Source:
+        latest = -1  # epoch whose successor's order was begun
+
+        def indices(step: int) -> tuple[int, np.ndarray]:
+            nonlocal latest
+            epoch, images = self.indices(step)
+            if epoch > latest:
+                latest = epoch
+                if stop is None or stop > (epoch + 1) * self.steps_per_epoch:
+                    begin_order(self.seed, epoch + 1, len(self.manifest))
+            return epoch, images
+
         return Source(
             self.manifest,
-            self.indices,
+            indices,
             last=stop,
-            ahead=self.prefetch,
+            ahead=self.ahead,
             timeout=self.timeout,
             seed=self.seed,
             known=self.known,
             damaged=self.damaged,
             stopped=stopped,
             outlasts=self.outlasts,
+            threads=self.read_threads,
         )
 
     def _batch(self, supply: Supply, views: list[torch.Tensor]) -> Batch:
         index = torch.from_numpy(supply.index)
         labels = self.manifest.labels
-        mix = None
-        if self.cutmix is not None:
-            size = views[0].shape[-1]
-            mix = draw(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, size)
-            mix = mix.to(views[0].device)
+        mix = supply.drawn.mix
         return Batch(
             views=views,
             index=index,
             label=torch.full_like(index, -1) if labels is None else torch.from_numpy(labels[supply.index]),
             step=supply.step,
             replaced=torch.from_numpy(supply.replaced),
-            mix=mix,
+            mix=None if mix is None else mix.to(views[0].device),
             failures=supply.failures,
             lost=supply.lost,
         )

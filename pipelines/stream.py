@@ -1,12 +1,14 @@
 """What a DALI pipeline makes of each step's images, whatever some of them are."""
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from .background import in_background
 from .errors import DataError
 from .reading.source import Source
 from .reading.supply import Supply
@@ -25,6 +27,7 @@ class Stream:
         build: makes a pipeline of a function that feeds it; its last output is the images' shapes.
         feed: makes a pipeline's input of a supply.
         device_id: the GPU; None for the CPU.
+        ahead: steps whose input a thread makes before the pipeline asks for it; 0 makes it where that runs.
     """
 
     def __init__(
@@ -33,14 +36,16 @@ class Stream:
         build: Callable[[Callable[[Any], list]], "Pipeline"],
         feed: Callable[[Supply], list],
         device_id: int | None,
+        ahead: int = 0,
     ) -> None:
-        self.source, self.build, self.feed, self.device_id = source, build, feed, device_id
+        self.source, self.build, self.feed, self.device_id, self.ahead = source, build, feed, device_id, ahead
 
     def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
         """Supplies and outputs, without the shapes, from a step on."""
         step, last, broken = start, self.source.last, 0
         while last is None or step < last:
             for supply, outputs in self._until_it_breaks(step):
+                self.source.done(step)
                 yield supply, outputs
                 step, broken = step + 1, 0
             broken += 1
@@ -48,16 +53,30 @@ class Stream:
                 raise DataError(f"step {step} has had other bad images {BREAKS} times; are their files being changed?")
 
     def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
+        inputs = in_background(lambda stopped: self._inputs(start, stopped), self.ahead) if self.ahead else None
+        with closing(inputs or self._inputs(start)) as made:
+            yield from self._outputs(made)
+
+    def _inputs(
+        self, step: int, stopped: Callable[[], bool] | None = None
+    ) -> Generator[tuple[Supply, list], None, None]:
+        """Supplies from a step on, and what the pipeline takes of them."""
+        damaged = self.source.damaged
+        if stopped is not None:
+            self.source.stopped = stopped
+        while (supply := self.source.take(step)) is not None:
+            supply.data = [damaged.prepared(image, data) for image, data in zip(supply.index, supply.data, strict=True)]
+            yield supply, self.feed(supply)
+            step += 1
+
+    def _outputs(self, inputs: Iterator[tuple[Supply, list]]) -> Generator[tuple[Supply, tuple], None, None]:
         waiting: deque[Supply] = deque()  # in the pipeline
         damaged = self.source.damaged
 
         def source(info: Any) -> list:
-            supply = self.source.take(start + info.iteration)
-            if supply is None:
-                raise StopIteration
-            supply.data = [damaged.prepared(image, data) for image, data in zip(supply.index, supply.data, strict=True)]
+            supply, arrays = next(inputs)
             waiting.append(supply)
-            return self.feed(supply)
+            return arrays
 
         pipeline = self.build(source)
         stream = None if self.device_id is None else torch.cuda.current_stream(self.device_id)

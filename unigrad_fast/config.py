@@ -104,6 +104,10 @@ class Data(Node):
     """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
+    read_threads: int = Field(default=32, ge=1, le=MOST_THREADS)
+    """Files that a rank reads at once, which hides the latency of network storage (32: ours)."""
+    read_ahead: int = Field(default=128, ge=0, le=2**20)
+    """MiB of encoded images that a rank reads before they are asked for, and 2 to 64 micro-batches (128: ours)."""
     read_timeout: float = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that does not answer is replaced by another image."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
@@ -215,6 +219,8 @@ class Engine(Node):
     """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
     recompute_projector: bool = False
     """Whether backward computes the projector's norms and casts anew; saves nothing at width 2048 (docs/wide.md)."""
+    deterministic: bool = False
+    """Whether a GPU repeats a run bit for bit: slower algorithms alone, and JPEG unit unused; untried on a card."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: int = Field(default=10, ge=1)
@@ -244,6 +250,8 @@ class KNN(Node):
 class Evaluation(Node):
     every: int = Field(default=10, ge=0)
     """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
+    at_start: bool = True
+    """Whether the encoder is judged before the first step too, which takes as long as any later time."""
     crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
     batch_size: int = Field(default=256, ge=1, le=2**16)

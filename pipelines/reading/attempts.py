@@ -84,20 +84,25 @@ class Reading:
             self.turns = [None] * len(self.turns)
             self._left = 0
 
+    def keep(self, place: int, result: object) -> None:
+        """A result that needs no turn; before the others begin."""
+        self.results[place] = result
+        self._left -= 1
+
     def wait(self, timeout: float, threads: Threads, stopped: Callable[[], bool]) -> list[Turn]:
         """Waits until all is read, or until some files have not answered in time; their turns, which are given up."""
         with self.changed:
             while self._left:
-                if self.changed.wait(min(timeout, 1.0)):
-                    continue
                 if stopped():
                     raise InterruptedError("the iteration was closed")
+                if self.changed.wait(min(timeout, 0.1)):
+                    continue
                 threads.relieve(timeout)
                 late = time.monotonic() - timeout
                 stalled = [
                     turn
                     for turn, result in zip(self.turns, self.results, strict=True)
-                    if result is None and turn.began is not None and turn.began < late
+                    if result is None and turn is not None and turn.began is not None and turn.began < late
                 ]
                 for turn in stalled:
                     turn.fail(f"{SILENT} {timeout:g} s")

@@ -45,6 +45,14 @@ class Candidates:
             return asked
         return None if self.seed is None else substitute(self.seed, epoch, asked, attempt, len(self.manifest))
 
+    def before(self, epoch: int, asked: int, taken: int) -> list[int]:
+        """The images that were tried before the one that was taken for the one asked for."""
+        tried: list[int] = []
+        while (image := self.image(epoch, asked, len(tried))) != taken and len(tried) <= TRIES:
+            assert image is not None
+            tried.append(image)
+        return tried
+
     def read(self, step: int, image: int) -> tuple[bytes, str | None]:
         """An image's encoded bytes, and why it cannot be used; None if it can."""
         why = self.known.get((step, image)) or self.damaged.reason(image, step)

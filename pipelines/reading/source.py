@@ -30,6 +30,7 @@ class Source:
         stopped: whether nobody waits any more; asked while files do not answer.
         outlasts: where neither an image nor those in its place can be read, take one that was read, and say so in
             `Supply.lost`, instead of raising an error.
+        threads: that read.
     """
 
     def __init__(
@@ -45,32 +46,77 @@ class Source:
         damaged: Damaged,
         stopped: Callable[[], bool] = lambda: False,
         outlasts: bool = False,
+        threads: int = THREADS,
     ) -> None:
         self.outlasts, self.lost = outlasts, ""
         self._spare: tuple[int, np.ndarray] | None = None  # an image that was read, and its bytes
         self.manifest, self.indices, self.last, self.ahead = manifest, indices, last, ahead
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
         self.candidates = Candidates(manifest, seed, known, damaged)
-        self._threads = Threads(THREADS)
+        self._threads = Threads(threads)
         self._begun: dict[int, Reading] = {}
+        self._taken: dict[int, Supply] = {}  # that may be asked for again
 
     def take(self, step: int) -> Supply | None:
-        """What the step is made of; None after the last one."""
+        """What the step is made of; None after the last one.
+
+        A step that was taken, and is not done yet, is read again only where its image has turned out bad.
+        """
         for number in range(step, step + 1 + self.ahead):
             if number not in self._begun and not (self.last is not None and number >= self.last):
                 self._begun[number] = self._begin(number)
         reading = self._begun.pop(step, None)
-        return None if reading is None else self._finish(reading)
+        if reading is None:
+            return None
+        try:
+            supply = self._finish(reading)
+            # Bad now, not when it was read.
+            while not supply.lost and any(self._is_bad(image, step) for image in supply.index.tolist()):
+                self._taken[step] = supply
+                supply = self._finish(self._begin(step))
+        except InterruptedError:
+            self._begun[step] = reading
+            raise
+        if not supply.lost:  # else places hold images that are not theirs
+            self._taken[step] = supply
+        return supply
+
+    def done(self, step: int) -> None:
+        """The step is not asked for again."""
+        self._taken.pop(step, None)
 
     def close(self) -> None:
         """Ends the threads, as soon as each is done with its file."""
         self._threads.close()
 
     def _begin(self, step: int) -> Reading:
-        reading = Reading(step, *self.indices(step))
-        for place in range(len(reading.asked)):
-            self._threads.call(Turn(self.candidates, reading, place))
+        taken = self._taken.get(step)
+        if taken is None:
+            reading = Reading(step, *self.indices(step))
+            places = range(len(reading.asked))
+        else:
+            reading = Reading(step, taken.epoch, taken.asked)
+            places = self._keep(taken, reading)
+        turns = [Turn(self.candidates, reading, place) for place in places]
+        for turn in turns:
+            self._threads.call(turn)
         return reading
+
+    def _keep(self, taken: Supply, reading: Reading) -> list[int]:
+        """Gives a reading what was read before and is not known to be bad; the places that are to be read again."""
+        again, failures = [], list(taken.failures)
+        for place, image in enumerate(taken.index.tolist()):
+            if not self._is_bad(image, reading.step):
+                reading.keep(place, (image, taken.data[place]))
+                continue
+            again.append(place)
+            for tried in self.candidates.before(reading.epoch, int(taken.asked[place]), image):
+                failures.remove(next(failure for failure in failures if failure.image == tried))
+        reading.failures += failures
+        return again
+
+    def _is_bad(self, image: int, step: int) -> bool:
+        return image >= 0 and self.damaged.reason(image, step) is not None
 
     def _finish(self, reading: Reading) -> Supply:
         until = time.monotonic() + STALLS * self.timeout

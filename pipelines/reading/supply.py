@@ -1,6 +1,7 @@
 """What a micro-batch of a rank is made of, before it is decoded, and which images could not be used for it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Supply:
         data: their encoded bytes, uint8.
         failures: what could not be used.
         lost: why images stand more than once here, for nothing else could be read in time; empty where none do.
+        drawn: the randomness of its augmentation, of whoever makes views of it.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Supply:
     data: list[np.ndarray]
     failures: list[Failure] = field(default_factory=list)
     lost: str = ""
+    drawn: Any = None
 
     @property
     def replaced(self) -> np.ndarray:

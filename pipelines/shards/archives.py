@@ -43,15 +43,19 @@ class Shards:
             files = [files]
         if os.path.exists(os.path.join(root, CLASSES)):
             files.append(CLASSES)
-        states = []
-        for name in files:
-            try:
-                found = os.stat(os.path.join(root, name))
-                require_file(os.path.join(root, name), found)
-            except OSError as error:
-                raise DataError(f"{os.path.join(root, name)}: {reason(error)}; correct the path") from error
-            states.append((found.st_size, found.st_mtime_ns))
-        return cls(root, files, np.array(states, np.int64))
+        return cls(root, files, _states(root, files))
+
+    def found_again(self) -> "Shards":
+        """The same files as this process finds them, where another one has listed them.
+
+        Raises DataError where one is gone or has other bytes.
+        """
+        states = _states(self.root, self.files)
+        if len(other := np.flatnonzero(states[:, 0] != self.states[:, 0])):
+            raise DataError(
+                f"{self.path(other[0])}: has another size here than on rank 0; give all machines the same files"
+            )
+        return Shards(self.root, self.files, states)
 
     @property
     def tars(self) -> list[str]:
@@ -75,6 +79,18 @@ class Shards:
                 return file.read().removesuffix("\n").split("\n")
         except OSError as error:
             raise DataError(f"{path} cannot be read: {reason(error)}; check its permissions") from error
+
+
+def _states(root: str, files: list[str]) -> np.ndarray:
+    states = []
+    for name in files:
+        try:
+            found = os.stat(os.path.join(root, name))
+            require_file(os.path.join(root, name), found)
+        except OSError as error:
+            raise DataError(f"{os.path.join(root, name)}: {reason(error)}; correct the path") from error
+        states.append((found.st_size, found.st_mtime_ns))
+    return np.array(states, np.int64)
 
 
 def tar_files(folder: str) -> list[str]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tarfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from worker_group import WorkerGroup
 
 from unigrad_fast.config import resolve
-from unigrad_fast.images.manifests import are_the_same, identity, read_manifests
+from unigrad_fast.images import manifests
+from unigrad_fast.images.manifests import are_the_same, digest, identity, read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError
 from unigrad_fast.runtime.process_group import World
@@ -99,3 +106,103 @@ def test_images_of_other_names_are_others(tmp_path):
     remembered = identity(Manifest.open(tmp_path))
     (tmp_path / "b.png").rename(tmp_path / "c.png")
     assert not are_the_same(remembered, Manifest.open(tmp_path))
+
+
+def looks(work: Callable[[], object]) -> dict[str, int]:
+    """How often some work of this process asks for the state of files, lists folders and opens images."""
+    counts = {"stat": 0, "scandir": 0, "open": 0}
+
+    def counted(name: str, function: Callable) -> Callable:
+        def call(*given, **named):
+            counts[name] += 1
+            return function(*given, **named)
+
+        return call
+
+    def audit(event: str, given: tuple) -> None:
+        # With an opener of its own, Python's `open` is followed by that of the system, which has no mode.
+        if watching and event == "open" and given[1] is not None and os.fsdecode(given[0]).endswith(".png"):
+            counts["open"] += 1
+
+    watching = [True]
+    sys.addaudithook(audit)  # there is no way to remove it
+    names = {"stat": os.stat, "lstat": os.lstat, "scandir": os.scandir}
+    with ExitStack() as stack:
+        for name, function in names.items():
+            stack.enter_context(mock.patch.object(os, name, counted(name.removeprefix("l"), function)))
+        work()
+    watching.clear()
+    return counts
+
+
+def reading_of_two_nodes(folder: str) -> tuple[dict[str, int], str]:
+    """What this rank of eight asks of the file system while the images are read, and what it gets."""
+    rank = dist.get_rank()
+    config, got = resolve("quickstart", {"data": {"train": folder, "val": None}}), []
+    world = World(rank, 8, rank % 4, 4, torch.device("cpu"), "gloo")
+    counts = looks(lambda: got.append(read_manifests(config, world)[0]))
+    return counts, f"{digest(got[0])} {got[0].labels.sum()} {got[0].path(9_999)}"
+
+
+def test_one_of_eight_ranks_looks_at_ten_thousand_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIGRAD_CACHE", str(tmp_path / "cache"))
+    image = folder(tmp_path / "images", ["a/0.png"]) + "/a/0.png"
+    for number in range(1, 10_000):
+        place = tmp_path / "images" / "abcd"[number % 4]
+        place.mkdir(exist_ok=True)
+        os.link(image, place / f"{number}.png")
+    group = WorkerGroup(8)
+    try:
+        for cached in (False, True):
+            counts, got = zip(*group.run(reading_of_two_nodes, str(tmp_path / "images")), strict=True)
+            assert len(set(got)) == 1
+            first, *others = counts
+            assert 10_000 <= first["stat"] < 10_100 and first["scandir"] < 20
+            assert first["open"] == (0 if cached else 10_000)
+            assert sum(each["stat"] for each in others) < 100, "only one rank of the second node looks at some"
+            assert not any(each["open"] or each["scandir"] for each in others)
+    finally:
+        group.close()
+
+
+def read_beside_a_copy(source: str) -> tuple[int, int]:
+    """The second of two nodes sees another file at the path; how often a rank lists, and what it can read there."""
+    rank = dist.get_rank()
+    opened, traces = Manifest.open, manifests._traces
+    listings = []
+
+    def listing(folder: Path) -> Manifest:
+        listings.append(folder)
+        return opened(folder)
+
+    def elsewhere(manifest: Manifest) -> list:
+        for path in Path(source).iterdir():
+            os.utime(path, (7, 7))
+        return traces(manifest)
+
+    config = resolve("quickstart", {"data": {"train": source, "val": None}})
+    with (
+        mock.patch.object(Manifest, "open", listing),
+        mock.patch.object(manifests, "_traces", elsewhere if rank else traces),
+    ):
+        train, _, _ = read_manifests(config, World(rank, 2, 0, 1, torch.device("cpu"), "gloo"))
+    return len(listings), len([train.read(image) for image in range(len(train) if rank else 0)])
+
+
+def test_a_node_with_a_copy_of_its_own_lists_it_and_reads_its_shards(workers, tmp_path):
+    images = folder(tmp_path / "images", ["a/1.jpg", "b/2.jpg"])
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "one.tar", "w") as tar:
+        tar.add(images, "images")
+    assert workers(2).run(read_beside_a_copy, str(tmp_path / "shards")) == [(1, 0), (1, 2)]
+
+
+def test_shards_of_other_sizes_on_another_node_are_refused(tmp_path):
+    images = folder(tmp_path / "images", ["a/1.jpg", "b/2.jpg"])
+    with tarfile.open(tmp_path / "one.tar", "w") as tar:
+        tar.add(images, "images")
+    shards = Manifest.open(tmp_path / "one.tar", cache=tmp_path / "cache").shards
+    with open(tmp_path / "one.tar", "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(DataError, match=r"one\.tar: has another size here than on rank 0; give all machines the same"):
+        shards.found_again()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
+from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
@@ -82,3 +83,29 @@ def test_cudnn_tries_its_algorithms_on_a_gpu_while_a_run_lasts(monkeypatch):
     monkeypatch.setattr(CUDNN, "deterministic", True)
     with fastest_convolutions(torch.device("cuda")):
         assert not CUDNN.benchmark
+
+
+def repeating() -> tuple:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        CUDNN.deterministic,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_algorithms_repeat_their_results_where_that_is_asked_for_and_then_as_before(monkeypatch, workspace):
+    monkeypatch.setattr(CUDNN, "benchmark", False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    before = repeating()
+    with deterministic(False):
+        assert repeating() == before
+    with pytest.raises(KeyError), deterministic(True), fastest_convolutions(torch.device("cuda")):
+        assert repeating() == (True, False, False, True, workspace or ":4096:8")
+        assert not CUDNN.benchmark, "its trials may end otherwise at the next start"
+        raise KeyError
+    assert repeating() == before

@@ -55,7 +55,8 @@ def listed(output: Path) -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_every_kind_of_bad_file_planted_in_a_running_job_is_replaced_and_listed(data, tmp_path):
     output = tmp_path / "run"
-    run = Run(data, output, 2, "--data.max_bad_fraction", "0.2", "--data.read_timeout", "3")
+    given = ("--data.max_bad_fraction", "0.2", "--data.read_timeout", "3", "--data.read_ahead", "0")
+    run = Run(data, output, 2, *given)
     assert run.wait_for(lambda: steps_logged(output) > 0)
     planted = dict(zip(KINDS, images_of(data)[::7], strict=False))
     assert planted.keys() == KINDS.keys()
@@ -77,7 +78,7 @@ def test_every_kind_of_bad_file_planted_in_a_running_job_is_replaced_and_listed(
 @pytest.mark.timeout(600)
 def test_a_job_with_too_many_bad_files_stops_on_all_ranks_with_the_list(data, tmp_path):
     output = tmp_path / "run"
-    run = Run(data, output, 2, "--data.max_bad_fraction", "0.03")
+    run = Run(data, output, 2, "--data.max_bad_fraction", "0.03", "--data.read_ahead", "0")
     assert run.wait_for(lambda: steps_logged(output) > 0)
     spoiled = images_of(data)[::8]
     for path in spoiled:

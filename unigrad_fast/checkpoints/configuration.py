@@ -21,8 +21,8 @@ DECIDING = (
 )
 # What another machine may need otherwise: RUN/config.yaml may change it.
 OF_THE_MACHINE = (
-    *("data.decode", "data.threads", "data.read_timeout", "data.max_bad_fraction", "evaluation.batch_size"),
-    "engine.device",
+    *("data.decode", "data.threads", "data.read_threads", "data.read_ahead", "data.read_timeout"),
+    *("data.max_bad_fraction", "evaluation.batch_size", "engine.device"),
 )
 
 

@@ -17,6 +17,7 @@ bank itself stays where it is (10.5 GB in fp32) and visits the device block by b
 Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbours.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,25 +92,24 @@ def weighted_knn(
             f"train features have {train_features.shape[1]} dimensions and val features "
             f"{val_features.shape[1]}; both must come from one encoder"
         )
-    if k == "auto":
-        k = 200 if len(train_features) >= LARGE_BANK else 20
+    k = neighbours(k, len(train_features))
     if k < 1 or chunk < 1 or not temperature > 0:
         raise ValueError(f"k ({k}), chunk ({chunk}) and temperature ({temperature}) must be positive")
-    k = min(k, len(train_features))
 
-    # In this order of the bank a smaller position is a smaller class, which is how ties are decided.
-    train_labels, order = train_labels.cpu().sort(stable=True)
-    val_labels = val_labels.cpu()
+    train_labels, val_labels = train_labels.cpu(), val_labels.cpu()
     classes = int(max(train_labels.max(), val_labels.max())) + 1
     own_queries, own_labels = val_features[rank::world_size], val_labels[rank::world_size]
     hits = torch.zeros(2, dtype=torch.int64)
     if len(own_labels):
-        device = device or train_features.device
-        similarity, position = _neighbours(train_features, order, own_queries, k, chunk, device)
-        neighbour_label = train_labels[position]
-        for rows in torch.arange(len(own_labels)).split(chunk):
-            place = _rank_of_truth(similarity[rows], neighbour_label[rows], own_labels[rows], classes, temperature)
-            hits += torch.stack([(place < 1).sum(), (place < 5).sum()])
+        device = torch.device(device or train_features.device)
+        dtype = torch.float64 if train_features.dtype == torch.float64 else torch.float32
+
+        def similarity_to(bank_rows: Tensor) -> Callable[[Tensor], Tensor]:
+            unit_bank_BD = normalize(bank_rows.to(device, dtype), dim=1)
+            return lambda rows: normalize(rows.to(device, dtype), dim=1) @ unit_bank_BD.T
+
+        found = nearest(train_features, train_labels, own_queries, k, chunk, similarity_to)
+        hits += count_hits(*(each.cpu() for each in found), own_labels, classes, temperature, chunk)
     if world_size > 1:
         dist.all_reduce(hits)
     top1, top5 = hits.tolist()
@@ -124,6 +124,11 @@ def weighted_knn(
     )
 
 
+def neighbours(k: int | Literal["auto"], bank: int) -> int:
+    """How many of so many images vote."""
+    return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
+
+
 def _check(features: Tensor, labels: Tensor, name: str) -> None:
     if features.ndim != 2 or labels.shape != features.shape[:1] or len(labels) == 0:
         raise ValueError(
@@ -135,45 +140,62 @@ def _check(features: Tensor, labels: Tensor, name: str) -> None:
         raise ValueError(f"{name} features contain non-finite values")
 
 
-def _neighbours(
-    bank_BD: Tensor, order: Tensor, query_QD: Tensor, k: int, chunk: int, device: torch.device | str
+def nearest(
+    bank_BD: Tensor,
+    label_B: Tensor,
+    query_QD: Tensor,
+    k: int,
+    chunk: int,
+    similarity_to: Callable[[Tensor], Callable[[Tensor], Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Similarity and position of the k rows of bank_BD[order] nearest to each query, [Q, K] on the CPU."""
-    dtype = torch.float64 if bank_BD.dtype == torch.float64 else torch.float32
+    """Similarity and label of the k rows of the bank nearest to each query, [Q, K] each, where they are computed.
 
-    def unit(rows: Tensor) -> Tensor:
-        return normalize(rows.to(device, dtype), dim=1)
-
-    blocks = [(start, min(start + chunk, len(query_QD))) for start in range(0, len(query_QD), chunk)]
-    best: list[tuple[Tensor, Tensor] | None] = [None] * len(blocks)
+    Args:
+        similarity_to: of some rows of the bank, what gives the similarities [Q, B] of some queries to them.
+    """
+    blocks = query_QD.split(chunk)
+    best: list = [None] * len(blocks)
     # The bank is the outer loop: it is the larger one, and so it travels to the device once.
-    for bank_start in range(0, len(bank_BD), chunk):
-        rows = order[bank_start : bank_start + chunk].to(bank_BD.device)
-        unit_bank_BD = unit(bank_BD[rows])
-        position_B = torch.arange(bank_start, bank_start + len(rows), device=device)
-        for number, (start, stop) in enumerate(blocks):
-            similarity_QB = unit(query_QD[start:stop]) @ unit_bank_BD.T
-            found = _largest(similarity_QB, position_B.expand_as(similarity_QB), k)
-            if best[number] is not None:
-                both = [torch.cat(pair, dim=1) for pair in zip(best[number], found, strict=True)]
-                found = _largest(*both, k)
+    for bank_rows, label in zip(bank_BD.split(chunk), label_B.split(chunk), strict=True):
+        similarity = similarity_to(bank_rows)
+        for number, rows in enumerate(blocks):
+            similarity_QB = similarity(rows)
+            found = largest(similarity_QB, label.to(similarity_QB.device).expand_as(similarity_QB), k)
+            if (before := best[number]) is not None:
+                found = largest(*(torch.cat(pair, dim=1) for pair in zip(before, found, strict=True)), k)
             best[number] = found
-    return torch.cat([s for s, _ in best]).cpu(), torch.cat([p for _, p in best]).cpu()
+    return torch.cat([each[0] for each in best]), torch.cat([each[1] for each in best])
 
 
-def _largest(similarity: Tensor, position: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest similarities of each row with their positions; of equal ones those placed first."""
+def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest similarities of each row with their labels; of equal ones those of the smaller classes."""
     if similarity.shape[1] <= k:
-        return similarity, position
+        return similarity, label
     value, column = similarity.topk(k, dim=1)
     # topk leaves open which of equal values it takes, which matters only where it left some of them out.
     tied = ((similarity >= value[:, -1:]).sum(dim=1) > k).nonzero()[:, 0]
     if len(tied):
-        by_position = position[tied].argsort(dim=1)
-        by_value = similarity[tied].gather(1, by_position).argsort(dim=1, descending=True, stable=True)
-        column[tied] = by_position.gather(1, by_value[:, :k])
+        by_label = label[tied].argsort(dim=1)
+        by_value = similarity[tied].gather(1, by_label).argsort(dim=1, descending=True, stable=True)
+        column[tied] = by_label.gather(1, by_value[:, :k])
         value = similarity.gather(1, column)
-    return value, position.gather(1, column)
+    return value, label.gather(1, column)
+
+
+def count_hits(
+    similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float, chunk: int
+) -> Tensor:
+    """For how many queries the true class wins the votes, and is among the best five; int64 [2], all on the CPU.
+
+    Args:
+        similarity, label: of each query's nearest, [Q, K].
+        truth: int64 [Q].
+    """
+    hits = torch.zeros(2, dtype=torch.int64)
+    for rows in torch.arange(len(truth)).split(chunk):
+        place = _rank_of_truth(similarity[rows], label[rows], truth[rows], classes, temperature)
+        hits += torch.stack([(place < 1).sum(), (place < 5).sum()])
+    return hits
 
 
 def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float) -> Tensor:

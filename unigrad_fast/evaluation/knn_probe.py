@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation.features import extract
-from unigrad_fast.evaluation.knn import KNNResult, weighted_knn
-from unigrad_fast.pipelines import Manifest
+from unigrad_fast.evaluation.knn import KNNResult
+from unigrad_fast.evaluation.sharded_knn import sharded_knn
+from unigrad_fast.evaluation.shares import read_share
+from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
 
 
@@ -43,31 +44,27 @@ class KNNProbe:
         Raises RunStopped where a feature is not finite or too many images cannot be used.
         """
         data, settings = self.config.data, self.config.evaluation
-        (*bank, bank_left_out), (*queries, queries_left_out) = (
-            extract(
+        bank, queries = (
+            read_share(
                 backbone,
-                manifest,
-                image_size=image_size or data.image_size,
-                crop_fraction=crop_fraction or settings.crop_fraction,
-                batch_size=settings.batch_size,
-                device=self.world.device,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                autocast_dtype=dtype,
-                threads=data.threads,
-                decode="cpu" if data.decode == "cpu" else None,
-                timeout=data.read_timeout,
-                max_bad_fraction=data.max_bad_fraction,
+                EvaluationLoader(
+                    manifest,
+                    image_size or data.image_size,
+                    crop_fraction or settings.crop_fraction,
+                    settings.batch_size,
+                    rank=self.world.rank,
+                    world_size=self.world.size,
+                    device=self.world.device if data.decode != "cpu" else "cpu",
+                    threads=data.threads,
+                    timeout=data.read_timeout,
+                    read_threads=data.read_threads,
+                ),
+                self.world.device,
+                dtype,
+                data.max_bad_fraction,
             )
             for manifest in (self.train, self.val)
         )
-        result = weighted_knn(
-            *bank,
-            *queries,
-            settings.knn.k,
-            settings.knn.temperature,
-            device=self.world.device,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
-        return replace(result, left_out=(*bank_left_out.told("training"), *queries_left_out.told("validation")))
+        result = sharded_knn(bank, queries, self.world, settings.knn.k, settings.knn.temperature)
+        told = (*bank.left_out.told("training"), *queries.left_out.told("validation"))
+        return replace(result, left_out=told)

@@ -102,6 +102,7 @@ class LinearProbe:
             device=self.world.device if data.decode != "cpu" else "cpu",
             threads=data.threads,
             timeout=data.read_timeout,
+            read_threads=data.read_threads,
         )
 
     def left_out(self, loader: EvaluationLoader, kind: str) -> int:

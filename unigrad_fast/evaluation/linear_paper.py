@@ -78,6 +78,8 @@ def paper(
         accumulation_steps=parts,
         threads=data.threads,
         timeout=data.read_timeout,
+        read_threads=data.read_threads,
+        read_ahead=data.read_ahead * 2**20,
     )
     steps_per_epoch = loader.steps_per_epoch // parts
     training = _Training(probe, schedule, steps_per_epoch)

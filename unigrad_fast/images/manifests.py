@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,18 @@ import numpy as np
 from unigrad_fast.config import Config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, from_first, gather, on_all_ranks
 
+COMPARED = 16  # files by which a node knows those that rank 0 has listed
 SAMPLED = 256  # images whose sizes a run remembers
 
 
 def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
     """Training manifest, validation manifest (None without `data.val`), and warnings for the user.
 
-    One rank per node reads first, and fills the cache for the others. All ranks must call this together.
+    Rank 0 lists the images and hands its arrays over. One rank of each other node compares the files of a few images
+    with what rank 0 has seen. Where they are others, as in a copy on a local disk, it lists all, to see that the images
+    are the same. All ranks must call this together.
 
     Raises:
         UserError: there is no folder of training images.
@@ -29,22 +34,20 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     if config.data.train is None:
         raise UserError("data.train = null: no training images; give their folder with --data.train FOLDER")
     folders = [folder for folder in (config.data.train, config.data.val) if folder is not None]
-    manifests: list[Manifest] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-
-        def read() -> None:
-            manifests.extend(Manifest.open(folder) for folder in folders)
-
-        for turn in (True, False):
-            on_all_ranks(read if (world.local_rank == 0) == turn else lambda: None)
-    digests = gather([digest(manifest) for manifest in manifests])
+        first = on_all_ranks(lambda: [_list(folder) for folder in folders] if world.rank == 0 else [])
+        told = from_first(first)
+        alone = world.rank != 0 and _sees_others(folders, told, world)
+        own = first + on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
+    digests = gather([digest(listed.manifest) for listed in own])
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):
-            if theirs[number] != digests[0][number]:
+            if theirs and theirs[number] != digests[0][number]:
                 raise DataError(
                     f"{folder}: ranks 0 and {rank} see different images there; give all machines the same files"
                 )
+    manifests = on_all_ranks(lambda: [_taken(*pair) for pair in zip(told, own or told, strict=True)])
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
         said.append(
@@ -52,6 +55,48 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
             "nothing; give images that are not trained on"
         )
     return manifests[0], manifests[1] if config.data.val is not None else None, said
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What a rank found in a folder, and of some files inode, bytes and modification time in ns: a copy has others."""
+
+    folder: Path
+    manifest: Manifest
+    traces: list[tuple[int, int, int]]
+
+
+def _list(folder: Path) -> _Listed:
+    manifest = Manifest.open(folder)
+    return _Listed(folder, manifest, _traces(manifest))
+
+
+def _traces(manifest: Manifest) -> list[tuple[int, int, int]]:
+    """Of some images' files, or of their shards. Raises OSError where one is gone."""
+    some = np.unique(np.linspace(0, len(manifest) - 1, COMPARED).astype(int))
+    if manifest.index is None or manifest.shards is None:
+        paths = [manifest.path(image) for image in some.tolist()]
+    else:
+        paths = [manifest.shards.path(shard) for shard in np.unique(manifest.index.shard[some]).tolist()]
+    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, paths)]
+
+
+def _sees_others(folders: list[Path], told: list[_Listed], world: World) -> bool:
+    """Whether this rank is to list for itself: its paths are others, or it is the one of its node that compares."""
+    if folders != [listed.folder for listed in told]:
+        return True
+    try:
+        return world.local_rank == 0 and any(_traces(listed.manifest) != listed.traces for listed in told)
+    except OSError:
+        return True
+
+
+def _taken(told: _Listed, own: _Listed) -> Manifest:
+    """What rank 0 has listed, with the shards as they are here; where the path is another one, what this rank has."""
+    if own.folder != told.folder:
+        return own.manifest
+    shards = told.manifest.shards
+    return told.manifest if shards is None else replace(told.manifest, shards=shards.found_again())
 
 
 def digest(manifest: Manifest) -> str:

@@ -14,7 +14,7 @@ from unigrad_fast.runtime.errors import UserError
 FILES = 64  # that a process of a run opens, with a good margin
 FILES_PER_RANK = 4  # for its connections to each of the others
 WANTED_FILES = 4096
-THREADS = 64  # of a process of a run: torch, DALI, gloo, the loader, the progress bar; on many cores more
+THREADS = 96  # of a process of a run: torch, DALI, gloo, the loader, the progress bar; on many cores more
 
 
 def require_room(ranks: int = 1, threads: int = THREADS) -> None:

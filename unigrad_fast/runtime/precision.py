@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.utils.deterministic
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -60,6 +62,36 @@ def tensor_float32(allowed: bool) -> Iterator[None]:
                 torch.set_float32_matmul_precision(products)
         for each, value in zip(settings, before, strict=True):
             each.fp32_precision = value
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """While inside, torch takes algorithms alone whose results repeat bit for bit, where that is wanted.
+
+    To be entered before the first matrix product on a GPU, for cuBLAS reads its variable then. An operation that has no
+    such algorithm raises RuntimeError and names itself.
+    """
+    if not wanted:
+        yield
+        return
+    fill, variable = torch.utils.deterministic, "CUBLAS_WORKSPACE_CONFIG"
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, cudnn, workspace = (
+        fill.fill_uninitialized_memory,
+        torch.backends.cudnn.deterministic,
+        os.environ.get(variable),
+    )
+    try:
+        torch.use_deterministic_algorithms(True)
+        fill.fill_uninitialized_memory = False  # it finds mistakes, and takes time
+        torch.backends.cudnn.deterministic = True
+        os.environ[variable] = workspace or ":4096:8"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        fill.fill_uninitialized_memory, torch.backends.cudnn.deterministic = filled, cudnn
+        if workspace is None:
+            os.environ.pop(variable, None)
 
 
 @contextmanager

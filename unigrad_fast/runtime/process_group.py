@@ -368,6 +368,15 @@ def gather(value: Result) -> list[Result]:
     return values
 
 
+def from_first(value: Result) -> Result:
+    """The picklable value of rank 0, on every rank; what the others give is not looked at."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
     if launch.size == 1:
         return dist.HashStore()

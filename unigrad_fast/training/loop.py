@@ -20,7 +20,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.attendance import attended
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
-from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
+from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
@@ -72,6 +72,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         if saved is not None:
             on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
         stack.enter_context(tensor_float32(config.engine.tf32))
+        stack.enter_context(deterministic(config.engine.deterministic))
         stack.enter_context(fastest_convolutions(world.device))
         stack.enter_context(own_stream(config, world.device))
         with run_folder.occupied(config, world, numbered) as config, ending.noted(config.output, world):

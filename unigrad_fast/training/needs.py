@@ -63,7 +63,7 @@ def step(config: Config, world: World, done: int) -> AbstractContextManager[None
 def evaluation(config: Config, probe: KNNProbe, done: int) -> AbstractContextManager[None]:
     images = len(probe.train) + len(probe.val)
     what = f"the features of {images:,} images, {config.evaluation.batch_size} at once, for the evaluation"
-    remedy = "a smaller evaluation.batch_size or evaluation.every 0 needs less"
+    remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false leave it out"
     return room_for(what, None, remedy, *_loss(config, done))
 
 

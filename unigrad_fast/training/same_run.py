@@ -14,10 +14,10 @@ from unigrad_fast.runtime.validation import leaves, shown, validate
 # What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
 HARMLESS = (
     *("output", "recipe", "data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"),
-    *("data.read_timeout", "data.max_bad_fraction"),
+    *("data.read_threads", "data.read_ahead", "data.read_timeout", "data.max_bad_fraction"),
     *("engine.device", "engine.timeout"),
     *("objective.placement", "engine.zero_stage", "engine.max_skipped_steps", "engine.target_stream"),
-    *("engine.cuda_graph", "engine.recompute_projector"),
+    *("engine.cuda_graph", "engine.recompute_projector", "engine.deterministic"),
     *("checkpoint", "evaluation", "telemetry"),
 )
 

@@ -190,8 +190,10 @@ class Trainer:
 
     def is_evaluation_due(self) -> bool:
         """Whether the encoder is judged after the steps done: before the first, after the last, every so often."""
+        if self.steps_done == 0:
+            return self.config.evaluation.at_start
         every = self.config.evaluation.every * self.steps_per_epoch
-        return self.steps_done in (0, self.total_steps) or bool(every and self.steps_done % every == 0)
+        return self.steps_done == self.total_steps or bool(every and self.steps_done % every == 0)
 
     def learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
@@ -291,8 +293,11 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         cutmix=CutMix(**dict(config.data.cutmix)) if config.data.cutmix.probability else None,
         photometric=config.data.photometric,
         growth=config.data.growth(),
-        hw_decoder_load=config.data.hw_decoder_load,
+        hw_decoder_load=0.0 if config.engine.deterministic else config.data.hw_decoder_load,
         timeout=config.data.read_timeout,
         outlasts=True,
+        read_threads=config.data.read_threads,
+        read_ahead=config.data.read_ahead * 2**20,
+        pinned=world.device.type == "cuda",
         known=known,
     )
