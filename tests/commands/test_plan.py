@@ -108,11 +108,6 @@ def test_the_page_has_every_width_on_every_number_of_gpus():
     assert list(written()) == [(str(width), str(cards)) for width in planning.WIDTHS for cards in planning.CARDS]
 
 
-@pytest.mark.long
-def test_rows_of_the_page_are_what_the_planner_says():
-    assert_written((16384,))
-
-
 @pytest.mark.slow
 def test_all_rows_of_the_page_are_what_the_planner_says():
     assert_written(planning.WIDTHS)

@@ -65,5 +65,5 @@ def _advise(config: Config) -> None:
         size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
         for line in advice_here(config, launch_environment(os.environ).size, size):
             print(f"plan: {line}", flush=True)
-    except (UserError, RuntimeError, MemoryError) as error:  # the run's own error is what counts
+    except Exception as error:  # whatever it is, the run's own error and its status are what counts
         print(f"plan: the step could not be counted: {error}", flush=True)
