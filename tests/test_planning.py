@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unigrad_fast import dry_run, planning
+from unigrad_fast.config import Config
 from unigrad_fast.dry_run import inside_and_between, latency, meeting_seconds, sent
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
@@ -129,22 +130,32 @@ class Spy(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def measured(config: Any) -> tuple[int, int, float, int]:
+def alive() -> int:
+    """Bytes of the memory of all tensors of this process; DeepSpeed keeps shapes as tensors on meta, which have none.
+
+    Of what lasts the profiler's events cannot say it: on two ranks it misses now and then that the gathered weights
+    were given back, which then seem to last.
+    """
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return dry_run._stored([each for each in tensors if each.device.type == "cpu"])
+
+
+def measured(config: Config) -> tuple[int, int, float, int]:
     """Bytes that last, those that pass at most, bytes sent and collectives of the second step of a real rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    gc.collect()  # garbage in circles, of other trainers here and of DeepSpeed's start, is no part of what lasts
+    before = alive()
     with thin():
-        with allocations() as lasting:
-            trainer = dry_run._trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
-            batches = [dry_run._batch(config, size) for _ in range(config.engine.accumulation_steps)]
-            trainer.step(0, iter(batches))
-            gc.collect()
+        trainer = dry_run._trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
+        batches = [dry_run._batch(config, size) for _ in range(config.engine.accumulation_steps)]
+        trainer.step(0, iter(batches))
+        views = sum(view.nbytes for batch in batches for view in batch.views)
+        lasting = alive() - before - views
         with allocations() as passing:
             trainer.step(1, iter(batches))
         with Spy() as spy:
             trainer.step(2, iter(batches))
-    views = sum(view.nbytes for batch in batches for view in batch.views)
-    return lasting[-1] - views, max(passing), spy.bytes, spy.count
+    return lasting, max(passing), spy.bytes, spy.count
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_memory_and_bytes_are_those_of_two_real_ranks(workers, stage, placement)
     config = configured(2, 8, engine=engine, objective={"placement": placement}, model=model)
     with thin():
         plan = Counted.of(config, 2, CARD, as_cuda=False).plan()
-    lasting, passing, moved, count = workers(2).run(measured, config)[0]
-    assert (moved, count) == (plan.inside, plan.meetings)
     bucket = BUCKET if stage else 0
-    assert lasting + passing - bucket == pytest.approx(plan.peak - bucket, rel=0.1)
+    for lasting, passing, moved, count in workers(2).run(measured, config):
+        assert (moved, count) == (plan.inside, plan.meetings)
+        assert lasting + passing - bucket == pytest.approx(plan.peak - bucket, rel=0.1)
