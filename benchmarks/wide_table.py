@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
+from unigrad_fast.planning import WIDTHS
 
-WIDTHS, CARDS, IMAGES = (2048, 4096, 8192, 16384, 32768, 65536), (1, 8, 64), 128
+CARDS, IMAGES = (1, 8, 64), 128
 FEATURES, DEPTH = 2048, 3  # of ResNet-50, and of the paper's projector
-ROOM = 72 * 2**30  # bytes of a card with 80 GiB, less a tenth for what is not counted
 MOST = "activations, gradients and what passes"
 
 SIZES = (
@@ -61,7 +61,7 @@ class Setting:
 def size_row(width: int, ranks: int) -> str:
     """A row of the first table."""
     walks = {stage: Setting(width, ranks, stage).walk() for stage in ((0,) if ranks == 1 else (0, 1, 2))}
-    fitting = [stage for stage, found in walks.items() if sum(found.peak.values()) <= ROOM]
+    fitting = [stage for stage, found in walks.items() if sum(found.peak.values()) <= Card.of("h100").room]
     found = walks[fitting[0] if fitting else max(walks)]
     kinds = {
         "weights": ("weights",),

@@ -24,6 +24,7 @@ FLOORS = (
     ("evaluation",),
     ("training",),
     ("dry_run",),
+    ("planning",),
     ("doctor", "benchmarks"),
     ("commands",),
     ("cli",),

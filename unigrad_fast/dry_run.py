@@ -16,6 +16,7 @@ operators return and what lasts; what a kernel takes for itself while it runs is
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -42,6 +43,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
@@ -49,6 +51,7 @@ from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import checkpoint, engine
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.fragments import Fragments, PartitionedFragments, WholeFragments
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -76,6 +79,19 @@ class Collectives:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """One collective: its kind, the bytes of all that is gathered, reduced or exchanged, and whose it is: "norms",
+    "objective" or "weights", that is gradients, weights and what the optimizer exchanges."""
+
+    kind: str
+    size: int
+    whose: str
+
+
+PASSING = ("activations", "weights in bf16", "gathered", "gradients", "buckets", "temporaries")
+
+
 @dataclass
 class Walk:
     """One step.
@@ -84,12 +100,25 @@ class Walk:
         parts, collectives: by name.
         peak: bytes in use at the fullest moment, by kind.
         waits: what would have made the host wait.
+        met: the collectives one by one.
+        fullest: by phase of the step what passes at its fullest moment, bytes by kind of `PASSING`.
+        parameters, largest: elements of the online network, and of its largest tensor.
+        features: width of the backbone's output.
+        checkpoint: bytes of one.
+        placement: of F.
     """
 
     parts: dict[str, Part] = field(default_factory=lambda: {name: Part() for name in PARTS})
     collectives: dict[str, Collectives] = field(default_factory=lambda: defaultdict(Collectives))
     peak: dict[str, int] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
+    met: list[Meeting] = field(default_factory=list)
+    fullest: dict[str, dict[str, int]] = field(default_factory=dict)
+    parameters: int = 0
+    largest: int = 0
+    features: int = 0
+    checkpoint: int = 0
+    placement: str = ""
 
     @property
     def meetings(self) -> int:
@@ -114,7 +143,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a GPU, in FLOP/s, bytes/s and seconds; their sources stand in `cards.json`."""
+    """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; their sources stand in `cards.json`."""
 
     name: str
     convolution: float
@@ -123,6 +152,16 @@ class Card:
     collective: float
     bus: float
     launch: float
+    size: float
+    network: float
+    ring_hop: float
+    network_hop: float
+    tree_hop: float
+
+    @property
+    def room(self) -> float:
+        """Bytes that a step may take as it is counted: a tenth of the memory is left for what is not."""
+        return 0.9 * self.size
 
     @classmethod
     def of(cls, key: str) -> Card:
@@ -139,7 +178,51 @@ class Card:
             collective=1e-6 * figures["collective_us"][0],
             bus=1e9 * figures["bus_gbs"][0],
             launch=1e-6 * figures["launch_us"][0],
+            size=2**30 * figures["memory_gib"][0],
+            network=1e9 * figures["network_gbs"][0],
+            ring_hop=1e-6 * figures["ring_hop_us"][0],
+            network_hop=1e-6 * figures["network_hop_us"][0],
+            tree_hop=1e-6 * figures["tree_hop_us"][0],
         )
+
+
+def sent(kind: str, size: float, ranks: int) -> float:
+    """Bytes that a rank sends in a collective whose largest tensor takes `size`: a ring's, or each to each."""
+    return size * (ranks - 1) / ranks * (2 if kind == "reduce" else 1)
+
+
+def inside_and_between(kind: str, moved: float, ranks: int, nodes: int) -> tuple[float, float]:
+    """Of the bytes that a rank sends those to its own node, and its part of what the node sends to others.
+
+    A ring goes through the nodes one after the other, so of a node's cards one sends outwards; in an exchange each
+    sends to all.
+    """
+    if nodes == 1:
+        return moved, 0.0
+    cards = ranks // nodes
+    between = moved * (ranks - cards) / (ranks - 1) if kind == "exchange" else moved / cards
+    return moved - between, between
+
+
+def latency(kind: str, ranks: int, nodes: int, card: Card) -> float:
+    """Seconds of a collective however small it is: its start, and the hops between nodes as NCCL counts them.
+
+    A gather's ring has as many hops as ranks, a reduction's tree grows with the logarithm of the nodes, and an
+    exchange's sends lie beside each other.
+    """
+    if nodes == 1:
+        return card.collective
+    if kind == "reduce":
+        return card.collective + 2 * math.log2(nodes) * card.tree_hop
+    if kind == "exchange":
+        return card.collective + card.network_hop
+    return card.collective + (nodes - 1) * ((ranks // nodes - 1) * card.ring_hop + card.network_hop)
+
+
+def meeting_seconds(kind: str, moved: float, ranks: int, nodes: int, card: Card) -> float:
+    """Of one collective: its latency, or its bytes over the bus or the network where that is more."""
+    _, between = inside_and_between(kind, moved, ranks, nodes)
+    return max(latency(kind, ranks, nodes, card), moved / card.bus, between / card.network)
 
 
 def require_walkable(config: Config, ranks: int) -> None:
@@ -287,21 +370,51 @@ class _Count(TorchDispatchMode):
         super().__init__()
         self.found, self.card, self.ranks = found, card, ranks
         self.phase = "data"
-        self.lasting = _lasting(trainer)
+        self.trainer, self.lasting = trainer, _lasting(trainer)
         self.memory = _Memory(self.lasting)
+        self._exchanging = ""  # what the objective does now
+        parameters = list(trainer.online.module.parameters())
+        self._weights = {_key(p) for p in parameters}
+        buckets = trainer.reduction.buckets if trainer.reduction else ()
+        self._sizes = {p.numel() for p in parameters} | {bucket.numel for bucket in buckets}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._name_gradient)
+        found.parameters = sum(p.numel() for p in parameters)
+        found.largest = max(p.numel() for p in parameters)
+        found.features = trainer.online.module.backbone.feature_dim
+        found.checkpoint = checkpoint.size(trainer)
+        found.placement = trainer.objective.placement
 
     def __enter__(self):
         def mark(clock: PhaseClock, phase: str) -> None:
             order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
             following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
+            if phase == "backward":
+                for tensor in tree_leaves(getattr(self.trainer.online.optimizer, "averaged_gradients", {})):
+                    self.memory.name(tensor, "gradients")
             self.phase = following[phase]
 
-        self._patch = mock.patch.object(PhaseClock, "mark", mark)
-        self._patch.start()
+        def noted(name: str) -> Callable[..., Any]:
+            function = getattr(objective_ranks, name)
+
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                self._exchanging = name
+                try:
+                    return function(*arguments, **keywords)
+                finally:
+                    self._exchanging = ""
+
+            return call
+
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(PhaseClock, "mark", mark))
+        for name in ("begin_gather", "exchange_columns"):
+            self._patches.enter_context(mock.patch.object(objective_ranks, name, noted(name)))
         return super().__enter__()
 
     def __exit__(self, *error: object):
-        self._patch.stop()
+        self._patches.close()
+        self.found.fullest = self.memory.fullest
         sizes = {kind: _stored(tensors) for kind, tensors in self.lasting.items()}
         self.found.peak = {**sizes, "activations, gradients and what passes": self.memory.most}
         return super().__exit__(*error)
@@ -311,7 +424,7 @@ class _Count(TorchDispatchMode):
         result = operator(*args, **kwargs)
         name = operator._schema.name
         short = name.partition("::")[2]
-        self.memory.take(result)
+        self.memory.take(result, functools.partial(self._passing, short, args), self.phase)
         if short in VIEWS:
             return result
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -325,12 +438,31 @@ class _Count(TorchDispatchMode):
     def _collective(self, operands: list[Tensor], short: str) -> None:
         kind, size = counted(short, operands)
         each = self.found.collectives[kind]
-        moved = size * (self.ranks - 1) / self.ranks * (2 if kind == "reduce" else 1)
-        if short == "allgather_":  # the results, then what each rank gives
-            moved = _bytes(operands[-1]) * (self.ranks - 1)
+        # Of a gather into a list: the results, then what each rank gives.
+        whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
         each.count += 1
         each.bytes += size
-        each.seconds += max(self.card.collective, moved / self.card.bus)
+        each.seconds += meeting_seconds(kind, sent(kind, whole, self.ranks), self.ranks, 1, self.card)
+        of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
+        whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
+        self.found.met.append(Meeting(kind, whole, whose))
+
+    def _passing(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
+        """The kind of what an operator returns, as far as that is known now; to activations belong their gradients."""
+        if self._exchanging == "begin_gather":
+            return "gathered"
+        if short in ("_to_copy", "to") and _key(args[0]) in self._weights:
+            return "weights in bf16"
+        if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
+            return "buckets"
+        if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
+            return "activations"  # pieces of gradients are flat
+        return "activations" if self.phase in ("target", "online", "objective") else "temporaries"
+
+    def _name_gradient(self, parameter: Tensor) -> None:
+        """After backward gave it, it lies where it stays: alone, in a bucket of `reduction`, or in DeepSpeed's."""
+        if parameter.grad is not None and self.memory.kind(parameter.grad) != "buckets":
+            self.memory.name(parameter.grad, "gradients")
 
     def _operator(self, operator, name, short, operands, results, args, kwargs, result) -> None:
         part = self.found.parts[self._part(name, short)]
@@ -406,13 +538,17 @@ def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
 
 
 class _Memory:
-    """Bytes in use that were not there before, now and at most."""
+    """Bytes in use that were not there before, now and at most, and by kind at the fullest moment of each phase."""
 
     def __init__(self, lasting: Mapping[str, list[Tensor]]):
         self.now = self.most = 0
-        self._known = {t.untyped_storage()._cdata for tensors in lasting.values() for t in tensors}
+        self.fullest: dict[str, dict[str, int]] = {}
+        self._known = {_key(t) for tensors in lasting.values() for t in tensors}
+        self._kinds: dict[int, str] = {}
+        self._by_kind = dict.fromkeys(PASSING, 0)
+        self._most_of: dict[str, int] = {}
 
-    def take(self, result: object) -> None:
+    def take(self, result: object, kind_of: Callable[[Tensor], str], phase: str) -> None:
         """An operator's results."""
         for tensor in tree_leaves(result):
             if not isinstance(tensor, Tensor):
@@ -424,11 +560,30 @@ class _Memory:
             self._known.add(key)
             self.now += storage.nbytes()
             self.most = max(self.most, self.now)
+            kind = self._kinds[key] = kind_of(tensor)
+            self._by_kind[kind] += storage.nbytes()
+            if self.now > self._most_of.get(phase, 0):
+                self._most_of[phase] = self.now
+                self.fullest[phase] = dict(self._by_kind)
             weakref.finalize(storage, self._give_back, key, storage.nbytes())
+
+    def kind(self, tensor: Tensor) -> str | None:
+        """Of memory in use; None of what lasts."""
+        return self._kinds.get(_key(tensor))
+
+    def name(self, tensor: object, kind: str) -> None:
+        """What is known later of memory that is in use."""
+        if not isinstance(tensor, Tensor) or (key := _key(tensor)) not in self._kinds:
+            return
+        size = tensor.untyped_storage().nbytes()
+        self._by_kind[self._kinds[key]] -= size
+        self._by_kind[kind] += size
+        self._kinds[key] = kind
 
     def _give_back(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+        self._by_kind[self._kinds.pop(key)] -= size
 
 
 def _changed(operator, args, kwargs) -> list[Tensor]:
@@ -444,6 +599,11 @@ def _changed(operator, args, kwargs) -> list[Tensor]:
 def _stored(tensors: list[Tensor]) -> int:
     """Bytes of the memory in which they lie."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _key(tensor: Tensor) -> int:
+    """Of the memory in which it lies."""
+    return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> int:

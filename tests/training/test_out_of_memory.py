@@ -88,6 +88,25 @@ def test_memory_that_ends_in_a_step_says_what_is_kept(images, tmp_path, capsys, 
     assert line.endswith("there is no checkpoint yet") == (status == 3)
 
 
+def test_memory_that_ends_in_a_step_asks_the_planner(images, tmp_path, capsys, monkeypatch):
+    whole = Trainer.step
+
+    def fail(self: Trainer, number: int, batches) -> float:
+        if number == 2:  # the planner walks two steps
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total ...")
+        return whole(self, number, batches)
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    with thin():
+        assert cli.main([*arguments(images, tmp_path, 32), "--data.image_size", "64"]) == 3
+    shown = capsys.readouterr()
+    assert "plan: counted for a GPU, a rank at its fullest moment: " in shown.out
+    assert (
+        "plan: expected to be enough: engine.accumulation_steps 2 (" in shown.out and "; data.batch_size " in shown.out
+    )
+    assert "out of memory while making step 3" in shown.err
+
+
 def test_memory_that_ends_in_an_evaluation_names_its_keys(images, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(KNNProbe, "__call__", lambda *_: np.empty(1 << 50))
     with thin():

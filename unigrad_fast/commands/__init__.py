@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unigrad_fast.commands import bench, checkpoint, data, doctor, evaluate, pretrain, weights
+from unigrad_fast.commands import bench, checkpoint, data, doctor, evaluate, plan, pretrain, weights
 from unigrad_fast.runtime.validation import Node
 
 COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "data preview": (data.DataPreview, data.data_preview),
     "checkpoint show": (checkpoint.CheckpointShow, checkpoint.checkpoint_show),
     "checkpoint verify": (checkpoint.CheckpointVerify, checkpoint.checkpoint_verify),
+    "plan": (plan.Plan, plan.plan),
     "bench step": (bench.BenchStep, bench.bench_step),
     "bench loader": (bench.BenchLoader, bench.bench_loader),
     "bench kernels": (bench.BenchKernels, bench.bench_kernels),

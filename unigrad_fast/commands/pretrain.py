@@ -8,7 +8,8 @@ from pathlib import Path
 from unigrad_fast.commands.requirements import require_dali, require_folders, require_named_output
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.memory import ran_out
 from unigrad_fast.runtime.validation import absolute
 
 
@@ -45,4 +46,24 @@ def pretrain(options: Pretrain) -> None:
     config.check_world(launch_environment(os.environ).size)
     from unigrad_fast.training import loop
 
-    loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)
+    try:
+        loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)
+    except (UserError, RunStopped) as error:
+        if ran_out(error):
+            _advise(config)
+        raise
+
+
+def _advise(config: Config) -> None:
+    """Prints what the planner says of a step that had too little memory."""
+    import torch
+
+    from unigrad_fast.planning import advice_here
+    from unigrad_fast.runtime.process_group import launch_environment
+
+    try:
+        size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+        for line in advice_here(config, launch_environment(os.environ).size, size):
+            print(f"plan: {line}", flush=True)
+    except Exception as error:  # whatever it is, the run's own error and its status are what counts
+        print(f"plan: the step could not be counted: {error}", flush=True)

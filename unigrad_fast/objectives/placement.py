@@ -31,21 +31,38 @@ def choose(width: int, images: int, views: int, ranks: int) -> str:
 
 def replicated_seconds(width: int, images: int, views: int, ranks: int) -> float:
     """Of the update with half of the products, for F is symmetric, the product, and one gather."""
-    targets, online = 2 * images, views * images
-    update = max(ranks * targets * width * (width + TRIANGLE) / PRODUCT, 5 * width**2 / MEMORY)
-    product = max(2 * online * width**2 / PRODUCT, HALF * width**2 / MEMORY)
-    gather = COLLECTIVE if ranks > 1 else 0.0
-    return update + product + gather + _from_others(HALF * targets * width * ranks, ranks)
+    return _seconds("replicated", width, images, views, ranks)
 
 
 def sharded_seconds(width: int, images: int, views: int, ranks: int) -> float:
     """Of the update and the product of a share of the rows with the embeddings of all ranks, and three collectives."""
+    return _seconds("sharded", width, images, views, ranks)
+
+
+def compute_seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
+    """Of the update and the product alone."""
     targets, online = 2 * images, views * images
+    if placement == "replicated":
+        update = max(ranks * targets * width * (width + TRIANGLE) / PRODUCT, 5 * width**2 / MEMORY)
+        return update + max(2 * online * width**2 / PRODUCT, HALF * width**2 / MEMORY)
     update = max(2 * targets * width**2 / PRODUCT, (2 * FULL + HALF) * width**2 / ranks / MEMORY)
-    product = max(2 * online * width**2 / PRODUCT, HALF * width**2 / ranks / MEMORY)
-    sent = HALF * (targets + online) * width * ranks + FULL * online * width
-    return update + product + 3 * COLLECTIVE + _from_others(sent, ranks)
+    return update + max(2 * online * width**2 / PRODUCT, HALF * width**2 / ranks / MEMORY)
 
 
-def _from_others(size: float, ranks: int) -> float:
-    return size * (ranks - 1) / ranks / BUS
+def exchanged(placement: str, width: int, images: int, views: int, ranks: int) -> list[tuple[str, int]]:
+    """The collectives of one update and product: kind, and bytes of all that is gathered or exchanged.
+
+    As they are counted here; each rank also gives a row that says how many images it has.
+    """
+    if ranks == 1:
+        return []
+    targets, online = HALF * 2 * images * width * ranks, HALF * views * images * width * ranks
+    if placement == "replicated":
+        return [("gather", targets)]
+    return [("gather", targets), ("gather", online), ("exchange", FULL * views * images * width)]
+
+
+def _seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
+    sent = exchanged(placement, width, images, views, ranks)
+    passing = sum(size for _, size in sent) * (ranks - 1) / ranks / BUS
+    return compute_seconds(placement, width, images, views, ranks) + len(sent) * COLLECTIVE + passing

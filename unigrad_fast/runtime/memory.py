@@ -18,6 +18,7 @@ SIGNS = re.compile(
 ASKED = re.compile(
     r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)|allocate ([\d.]+) ([KMGTPE]iB|bytes) for an array", re.IGNORECASE
 )
+RAN_OUT = "memory ran out"  # a note on the explained error, for whoever can say more
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 
 
@@ -62,4 +63,11 @@ def room_for(
         expected = expected() if callable(expected) else expected
         needs = "" if expected is None else f", which takes about {byte_size(expected)}"
         ending = f"; {state}" if state else ""
-        raise kind(f"out of memory while making {what}{needs}{asked_for(error)}; {remedy}{ending}") from None
+        explained = kind(f"out of memory while making {what}{needs}{asked_for(error)}; {remedy}{ending}")
+        explained.__notes__ = [RAN_OUT]
+        raise explained from None
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it is one that `room_for` has explained."""
+    return RAN_OUT in getattr(error, "__notes__", ())

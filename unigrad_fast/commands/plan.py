@@ -1,0 +1,236 @@
+"""`unigrad-fast plan`."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from unigrad_fast.benchmarks.record import require_folder
+from unigrad_fast.config import Config
+from unigrad_fast.recipes import DEFAULT_RECIPE
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.outputs import require_file, write_files
+from unigrad_fast.runtime.validation import AbsolutePath, byte_size, count, shown
+
+if TYPE_CHECKING:
+    from unigrad_fast.planning import Counted
+    from unigrad_fast.planning import Plan as Planned
+
+CARDS_OF_A_NODE = 8
+HEADER = (
+    "| C | GPUs | ZeRO stage | F | GiB of a rank | fits | GB inside a node | GB between nodes | ms | images/s "
+    "| hours for 100 epochs | bound by |"
+)
+
+
+class Plan(Config):
+    """Say what a run takes on GPUs that need not be there; takes the keys of pretrain."""
+
+    recipe: str = DEFAULT_RECIPE
+    """Recipe, as pretrain's."""
+    gpus: int = Field(default=8, ge=1, le=4096)
+    """GPUs in all."""
+    nodes: int = Field(default=1, ge=1, le=4096)
+    """Machines that they are in, equally many in each."""
+    card: Literal["h100", "a100"] = "h100"
+    """What they are; its figures stand in cards.json, with their sources."""
+    images: int | None = Field(default=None, ge=2, le=2**16)
+    """Images at once on each GPU, in place of data.batch_size; null is what data.batch_size gives each."""
+    dataset_images: int = Field(default=1_281_167, ge=1)
+    """Training images (ImageNet's)."""
+    image_kilobytes: float = Field(default=110.0, gt=0)
+    """Size of an image file on average (ImageNet's)."""
+    sweep: bool = False
+    """Instead, widths 2048 to 65536 on 8 to 512 GPUs of 8 to a node, as a table and a plot."""
+    output: AbsolutePath = Path("plan")
+    """Folder for the JSON file, and of a sweep the table and the plot."""
+    overwrite: bool = False
+    """Replace files of the same names."""
+
+
+def plan(options: Plan) -> None:
+    if options.sweep and (ignored := sorted(options.model_fields_set & {"gpus", "nodes"})):
+        value = shown(getattr(options, ignored[0]))
+        raise UserError(f"{ignored[0]} = {value}: not used with sweep true; leave it out")
+    config = _configuration(options)
+    require_folder(options.output)
+    name = f"{Path(config.recipe).stem}-{options.card}"
+    name += "-sweep" if options.sweep else f"-{options.gpus}x{config.model.projector.width}"
+    files = [options.output / f"{name}{ending}" for ending in (".json", *((".md", ".png") if options.sweep else ()))]
+    for file in files:
+        require_file(file)
+    contents = _sweep(config, options) if options.sweep else _single(config, options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_files(dict(zip(files, contents, strict=True)), options.overwrite)
+    print(f"written: {', '.join(map(str, files))}")
+
+
+def _configuration(options: Plan) -> Config:
+    """That of a run, with the images that each GPU has."""
+    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
+    if options.images is not None:
+        batch = options.images * options.gpus * options.engine.accumulation_steps
+        tree["data"] = options.data.model_copy(update={"batch_size": batch})
+    return Config(**tree)
+
+
+def _single(config: Config, options: Plan) -> list[bytes]:
+    from unigrad_fast.dry_run import Card
+    from unigrad_fast.planning import Counted, require_cluster
+    from unigrad_fast.runtime.console import new_console
+
+    require_cluster(options.gpus, options.nodes)
+    counted = Counted.of(config, options.gpus, Card.of(options.card))
+    found = counted.plan(options.nodes)
+    around = counted.around(found, options.dataset_images, 1e3 * options.image_kilobytes)
+    remedies = [] if found.peak <= counted.card.room else list(counted.remedies(found, counted.card.room))
+    console = new_console(soft_wrap=True)
+    for table in _tables(counted, found):
+        console.print(table)
+    for line in (*_said(counted, found, around, options), *_verdict(counted, found, remedies)):
+        console.print(line)
+    content: dict[str, Any] = {
+        "recipe": config.recipe,
+        "width": counted.width,
+        "card": options.card,
+        **found.as_json(),
+        "room": counted.card.room,
+        "fits": found.peak <= counted.card.room,
+        "hours_for_100_epochs": found.hours(options.dataset_images),
+        "checkpoint, counted": around.pop("checkpoint"),
+        "around, expected": around,
+        "would_fit": [{"change": key, **each.as_json()} for key, each in remedies],
+    }
+    return [_json(content)]
+
+
+def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
+    from unigrad_fast.benchmarks.tables import table_of_figures
+
+    setting, card = found.setting, counted.card
+    title = (
+        f"{counted.config.recipe}, width {counted.width}: {setting.ranks} x {card.name} in "
+        f"{count(setting.nodes, 'node')}, {setting.images} images at once on each, batch {setting.batch}, "
+        f"ZeRO stage {setting.stage}, "
+        f"F {setting.placement}"
+    )
+    headers = ("memory of a rank, counted", "GiB at the fullest moment", "GiB at its own")
+    memory = table_of_figures(*headers, title=title, title_justify="left")
+    for kind, size in found.memory.items():
+        memory.add_row(kind, f"{size / 2**30:.2f}", f"{found.most[kind] / 2**30:.2f}")
+    memory.add_section()
+    memory.add_row("peak", f"{found.peak / 2**30:.2f}", "", style="bold")
+    yield memory
+    time = table_of_figures("time of a step, expected", "ms")
+    for part, seconds in found.seconds.items():
+        time.add_row(part, f"{1e3 * seconds:.2f}")
+    time.add_section()
+    time.add_row("step, nothing overlaps", f"{1e3 * found.step:.2f}", style="bold")
+    yield time
+
+
+def _said(counted: Counted, found: Planned, around: dict[str, float], options: Plan) -> Iterator[str]:
+    yield (
+        f"counted: {found.meetings} collectives; a rank sends {found.inside / 1e9:.3f} GB per step inside its node, "
+        f"and {found.between / 1e9:.3f} GB to other nodes"
+    )
+    yield (
+        f"expected: {found.images_per_second:,.0f} images/s; {found.hours(options.dataset_images):.1f} hours for 100 "
+        f"epochs of {options.dataset_images:,} images"
+    )
+    yield (
+        f"counted: a checkpoint of {byte_size(around['checkpoint'])}; expected: {byte_size(around['disk'])} of disk "
+        f"for those that are kept, {byte_size(around['host_per_node'])} of host memory on each node"
+    )
+    yield (
+        f"expected of the storage: {around['reads']:,.0f} reads/s, {around['reads_per_node']:,.0f} from each node, "
+        f"{around['read_bytes'] / 1e9:.2f} GB/s"
+    )
+    if found.bound_by_latency:
+        share = found.waiting / found.step
+        yield (
+            f"WARNING: bound by latency: launches and {found.meetings} collectives take {100 * share:.0f} % of the "
+            "step, however few images there are (expected); take fewer GPUs, or more images on each"
+        )
+
+
+def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Planned]]) -> Iterator[str]:
+    room = f"{counted.card.room / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
+    if found.peak <= counted.card.room:
+        yield f"fits: {found.peak / 2**30:.2f} of {room}"
+        return
+    yield f"does not fit: {found.peak / 2**30:.2f} GiB, and there are {room}"
+    for key, each in remedies:
+        yield f"would fit: {key}: {each.peak / 2**30:.2f} GiB and {1e3 * each.step:.0f} ms, expected"
+    if not remedies:
+        yield "no stage, placement, batch or accumulation would fit: take a smaller model.projector.width"
+
+
+def _sweep(config: Config, options: Plan) -> list[bytes]:
+    from unigrad_fast.dry_run import Card
+    from unigrad_fast.planning import CARDS, WIDTHS, sweep
+
+    images = options.images or config.images_at_once(CARDS_OF_A_NODE)
+    card = Card.of(options.card)
+    lines, rows = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)], []
+    print("\n".join(lines))
+    for width, found, fits in sweep(config, WIDTHS, CARDS, images, card, CARDS_OF_A_NODE):
+        hours = found.hours(options.dataset_images)
+        rows.append({"width": width, "fits": fits, "hours_for_100_epochs": hours, **found.as_json()})
+        lines.append(row(width, found, fits, hours))
+        print(lines[-1], flush=True)
+    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.room)]
+
+
+def row(width: int, found: Planned, fits: bool, hours: float) -> str:
+    """Of a sweep's table."""
+    setting = found.setting
+    cells = (
+        f"{width}",
+        f"{setting.ranks}",
+        f"{setting.stage}",
+        setting.placement,
+        f"{found.peak / 2**30:.1f}",
+        "yes" if fits else "no",
+        f"{found.inside / 1e9:.2f}",
+        f"{found.between / 1e9:.2f}",
+        f"{1e3 * found.step:.0f}",
+        f"{found.images_per_second:,.0f}",
+        f"{hours:.1f}",
+        "latency" if found.bound_by_latency else "work",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _plot(rows: Sequence[dict[str, Any]], room: float) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), dpi=130, layout="constrained")
+    memory, speed = figure.subplots(1, 2)
+    for number, width in enumerate(dict.fromkeys(row["width"] for row in rows)):
+        chosen = [row for row in rows if row["width"] == width]
+        cards = [row["ranks"] for row in chosen]
+        memory.plot(cards, [row["peak"] / 2**30 for row in chosen], "o-", color=f"C{number}", label=f"C = {width}")
+        speed.plot(cards, [row["images_per_second"] for row in chosen], "o-", color=f"C{number}")
+    for axes, title in ((memory, "GiB of a rank, by arithmetic on a walk"), (speed, "images/s, expected")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(cards, [str(each) for each in cards])
+        axes.set_xlabel("GPUs")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    memory.axhline(room / 2**30, color="#777777", linestyle="--", label="room")
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8)
+    content = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(content)
+    return content.getvalue()
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()

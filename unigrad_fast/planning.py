@@ -1,0 +1,399 @@
+"""What a run takes of a cluster, before the job is sent: memory, traffic, time, storage, and what would take less.
+
+One walk of the dry run counts the step as it is set. All else is arithmetic on that walk: other stages, placements,
+batches and numbers of cards. A `Plan` says which of the two it is: "counted" are memory, collectives and bytes of the
+step that was walked, "expected" those of another; times are always expected, from the figures of `cards.json`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from unigrad_fast.config import Config
+from unigrad_fast.dry_run import (
+    Card,
+    Meeting,
+    Walk,
+    inside_and_between,
+    latency,
+    meeting_seconds,
+    sent,
+    walk,
+)
+from unigrad_fast.objectives.placement import choose, compute_seconds, exchanged
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import byte_size
+from unigrad_fast.training import engine
+
+WIDTHS, CARDS = (2048, 4096, 8192, 16384, 32768, 65536), (8, 16, 32, 64, 128, 256, 512)
+IMAGENET, IMAGE_BYTES = 1_281_167, 110_000  # images of its training set, and bytes of one on average
+BUCKET = 4 * engine.BUCKET  # bytes
+PROCESS = 5 << 30  # bytes of the host: torch, CUDA's context, DALI's queues, files read ahead; assumed, not measured
+# Share of the step; chosen so that ResNet-50 on 8 H100 is bound below 96 images (0.114; 0.123 at 88), as a run warns.
+LATENCY_BOUND = 0.12
+PER_IMAGE = ("convolution", "normalisation", "activation", "linear", "other")  # parts that grow with the images
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the arithmetic may change of a step.
+
+    Attributes:
+        nodes: that share the ranks equally.
+        images: at once on each rank; accumulation: micro-batches.
+    """
+
+    ranks: int
+    nodes: int
+    stage: int
+    placement: str
+    images: int
+    accumulation: int
+
+    @property
+    def batch(self) -> int:
+        """`data.batch_size`."""
+        return self.images * self.accumulation * self.ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step on a cluster.
+
+    Attributes:
+        origin: of memory, collectives and bytes, "counted" or "expected".
+        memory: bytes of a rank at its fullest moment, by kind; most: of each kind at its own.
+        seconds: expected, by part, the collectives among them; nothing overlaps.
+        inside, between: bytes that a rank sends to its own node, and its part of what the node sends to others.
+        waiting: of the seconds those of launches and of the collectives' latency, however few images there are.
+    """
+
+    setting: Setting
+    origin: str
+    memory: dict[str, int]
+    most: dict[str, int]
+    seconds: dict[str, float]
+    inside: float
+    between: float
+    meetings: int
+    waiting: float
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def step(self) -> float:
+        """Expected seconds."""
+        return sum(self.seconds.values())
+
+    @property
+    def images_per_second(self) -> float:
+        return self.setting.batch / self.step
+
+    @property
+    def bound_by_latency(self) -> bool:
+        return self.waiting > LATENCY_BOUND * self.step
+
+    def hours(self, images: int, epochs: int = 100) -> float:
+        """Of so many epochs over so many images, without evaluations."""
+        return epochs * (images // self.setting.batch) * self.step / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self.setting),
+            "batch_size": self.setting.batch,
+            "memory, sent, meetings": self.origin,
+            "memory": self.memory,
+            "most": self.most,
+            "peak": self.peak,
+            "inside": round(self.inside),
+            "between": round(self.between),
+            "meetings": self.meetings,
+            "times": "expected",
+            "seconds": self.seconds,
+            "step_seconds": self.step,
+            "images_per_second": self.images_per_second,
+            "waiting_seconds": self.waiting,
+            "bound_by_latency": self.bound_by_latency,
+        }
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A walk, what was walked, and for which card."""
+
+    config: Config
+    ranks: int
+    card: Card
+    found: Walk
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Counted:
+        """Walks; see `dry_run.walk`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return cls(config, ranks, card, walk(config, ranks, card, as_cuda))
+
+    @property
+    def views(self) -> int:
+        return len(self.config.data.views())
+
+    @property
+    def width(self) -> int:
+        return self.config.model.projector.width
+
+    def setting(self, nodes: int = 1) -> Setting:
+        settings, images = self.config.engine, self.config.images_at_once(self.ranks)
+        stage, accumulation = settings.zero_stage, settings.accumulation_steps
+        return Setting(self.ranks, nodes, stage, self.found.placement, images, accumulation)
+
+    def plan(self, nodes: int = 1) -> Plan:
+        """Of the step that was walked."""
+        passing = list(self.found.fullest.values())
+        return self._plan(self.setting(nodes), "counted", self.found.peak, passing, self.found.met)
+
+    def changed(self, setting: Setting) -> Plan:
+        """Of the same networks in another setting, of no lower stage, by arithmetic."""
+        base = self.setting()
+        lasting = self._lasting(base, setting)
+        passing = [self._passing(phase, kinds, base, setting) for phase, kinds in self.found.fullest.items()]
+        return self._plan(setting, "expected", lasting, passing, list(self._meetings(base, setting)))
+
+    def remedies(self, plan: Plan, room: float) -> Iterator[tuple[str, Plan]]:
+        """Keys that need less than the plan does, in words and as plans; those that fit, the cheapest first.
+
+        The stages and the placement by themselves, then together, with them the smallest accumulation that fits, and
+        alone the largest batch.
+        """
+        base, width = plan.setting, self.width
+        stages = [stage for stage in (1, 2) if stage > base.stage and base.ranks > 1]
+        placements = ["sharded"] if base.placement == "replicated" and 1 < base.ranks <= width else []
+        keys = [({"stage": stage}, f"engine.zero_stage {stage}") for stage in stages]
+        keys += [({"placement": each}, f"objective.placement {each}") for each in placements]
+        if stages and placements:
+            keys.append(({"stage": 2, "placement": "sharded"}, "engine.zero_stage 2 and objective.placement sharded"))
+        lowest = replace(base, **(keys[-1][0] if keys else {}))
+        also = f"{keys[-1][1]} and " if keys else ""
+        for parts in range(2, base.images // 2 + 1):
+            if base.images % parts or not self._divides(base.images // parts):
+                continue
+            change = {"images": base.images // parts, "accumulation": base.accumulation * parts}
+            if self.changed(replace(lowest, **change)).peak <= room:
+                key = f"{also}engine.accumulation_steps {change['accumulation']}"
+                keys.append(({**asdict(lowest), **change}, key))
+                break
+        step = 8 if base.images > 16 else 1
+        for images in range((base.images - 1) // step * step, 1, -step):
+            smaller = replace(base, images=images)
+            if self._divides(images) and self.changed(smaller).peak <= room:
+                keys.append(({"images": images}, f"data.batch_size {smaller.batch}"))
+                break
+        for change, key in keys:
+            found = self.changed(replace(base, **change))
+            if found.peak <= room and found.peak < plan.peak:
+                yield key, found
+
+    def around(self, plan: Plan, images: int, image_bytes: float) -> dict[str, float]:
+        """What the run takes besides cards: bytes of host memory per node and of disk, and reads per second.
+
+        A checkpoint's bytes are counted; the rest is expected.
+        """
+        ranks, nodes = plan.setting.ranks, plan.setting.nodes
+        bank = 4 * images * self.found.features if self.config.evaluation.every else 0  # on every rank, in fp32
+        keep, every = self.config.checkpoint.keep, self.config.checkpoint.keep_every
+        kept_for_good = self.config.schedule.epochs // every if every else 0
+        reads = plan.images_per_second
+        return {
+            "checkpoint": self.found.checkpoint,
+            "disk": self.found.checkpoint * (keep + 1 + kept_for_good),  # one is written before the oldest goes
+            "host_per_node": ranks // nodes * (PROCESS + bank + self.found.checkpoint / ranks),
+            "reads": reads,
+            "reads_per_node": reads / nodes,
+            "read_bytes": reads * image_bytes,
+        }
+
+    def _divides(self, images: int) -> bool:
+        """Whether a rank may have so many images at once."""
+        cutmix = self.config.data.cutmix
+        return not cutmix.probability or images % cutmix.group == 0
+
+    def _lasting(self, base: Setting, new: Setting) -> dict[str, float]:
+        """`Walk.peak` in another setting."""
+        peak = dict(self.found.peak)
+        share = (base.ranks if base.stage else 1) / (new.ranks if new.stage else 1)
+        whole = base.ranks if base.placement == "sharded" else 1
+        peak["momentum"] *= share
+        peak["correlation"] *= whole / (new.ranks if new.placement == "sharded" else 1)
+        if new.stage:
+            peak["master weights"] = peak["weights"] / new.ranks
+        return peak
+
+    def _passing(self, phase: str, kinds: Mapping[str, int], base: Setting, new: Setting) -> dict[str, float]:
+        """`Walk.fullest` of a phase in another setting."""
+        images = new.images / base.images
+        found: dict[str, float] = dict(kinds)
+        found["activations"] *= images
+        had, has = (sum(self._gathered(phase, each)) for each in (base, new))
+        found["gathered"] = has * kinds["gathered"] / had if had and kinds["gathered"] else has
+        if phase == "backward" and new.stage > base.stage:
+            # Fitted to walks of ResNet-50 at widths 16384 to 65536 on 8 cards, not derived: where a gradient is larger
+            # than a bucket, stage 1 has half of it less than stage 0, and stage 2 all of it, with a second bucket.
+            large = 4 * self.found.largest if 4 * self.found.largest > BUCKET else 0
+            buckets = (BUCKET * (stage if large else min(stage, 1)) for stage in (new.stage, base.stage))
+            found["buckets"] += next(buckets) - next(buckets)
+            found["temporaries"] = max(0.0, found["temporaries"] - (new.stage - base.stage) / 2 * large)
+        if new.accumulation > 1 and phase in ("target", "online", "objective", "backward"):
+            whole = 4 * self.found.parameters / (new.ranks if new.stage == 2 else 1)
+            found["gradients"] = max(found["gradients"], whole)
+        return found
+
+    def _gathered(self, phase: str, setting: Setting) -> list[int]:
+        """Bytes of what the objective gathers that are there in a phase; the exchanged columns are not."""
+        sizes = exchanged(setting.placement, self.width, setting.images, self.views, setting.ranks)
+        gathers = [size for kind, size in sizes if kind == "gather"]
+        ahead = setting.placement == "sharded"  # the update of its targets begins before the online branch
+        return {"objective": gathers, "online": gathers[:1] if ahead else []}.get(phase, [])
+
+    def _meetings(self, base: Setting, new: Setting) -> Iterator[Meeting]:
+        """`Walk.met` in another setting."""
+        times = new.accumulation // base.accumulation
+        for each in self.found.met:
+            if each.whose == "norms":
+                size = each.size * new.ranks // base.ranks if each.kind == "gather" else each.size
+                yield from [replace(each, size=size)] * times
+            elif each.whose == "weights":
+                yield each
+        for kind, size in exchanged(new.placement, self.width, new.images, self.views, new.ranks):
+            yield from [Meeting(kind, size, "objective")] * new.accumulation
+        if new.stage and not base.stage:  # the moved weights
+            yield Meeting("gather", 4 * self.found.parameters, "weights")
+
+    def _plan(
+        self,
+        setting: Setting,
+        origin: str,
+        lasting: Mapping[str, float],
+        phases: Sequence[Mapping[str, float]],
+        met: Sequence[Meeting],
+    ) -> Plan:
+        ranks, nodes, card = setting.ranks, setting.nodes, self.card
+        memory = [_by_kind(lasting, passing) for passing in phases]
+        fullest = max(memory, key=lambda kinds: sum(kinds.values()))
+        most = {kind: max(kinds[kind] for kinds in memory) for kind in fullest}
+        launches = sum(part.launches for part in self.found.parts.values())
+        seconds = self._seconds(setting)
+        floor, inside, between = launches * card.launch, 0.0, 0.0
+        for each in met:
+            moved = sent(each.kind, each.size, ranks)
+            within, without = inside_and_between(each.kind, moved, ranks, nodes)
+            inside, between = inside + within, between + without
+            floor += latency(each.kind, ranks, nodes, card)
+            name = f"collectives: {each.kind}"
+            seconds[name] = seconds.get(name, 0.0) + meeting_seconds(each.kind, moved, ranks, nodes, card)
+        return Plan(setting, origin, fullest, most, seconds, inside, between, len(met), floor)
+
+    def _seconds(self, new: Setting) -> dict[str, float]:
+        """Expected of each part; those of the walk where nothing is changed."""
+        base = self.setting()
+        images = new.images / base.images
+        times = new.accumulation / base.accumulation
+        seconds = {}
+        for name, part in self.found.parts.items():
+            seconds[name] = part.seconds
+            if name in PER_IMAGE:
+                seconds[name] = times * max(images * part.seconds, part.launches * self.card.launch)
+            elif name == "casts":
+                seconds[name] *= times
+        had, has = (
+            each.accumulation * compute_seconds(each.placement, self.width, each.images, self.views, each.ranks)
+            for each in (base, new)
+        )
+        # What is gathered passes memory some three times: fitted to walks of width 16384 on 64 and 512 cards.
+        had, has = (
+            seconds + 3 * each.accumulation * sum(self._gathered("objective", each)) / self.card.memory
+            for seconds, each in ((had, base), (has, new))
+        )
+        seconds["objective"] = max(seconds["objective"] + has - had, has)
+        if new.stage:
+            seconds["optimizer"] *= (base.ranks if base.stage else 1) / new.ranks
+        return seconds
+
+
+def _by_kind(lasting: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, int]:
+    """`Plan.memory` of what lasts, by the kinds of `Walk.peak`, and what passes, by those of `PASSING`."""
+    kinds = {
+        "parameters": lasting["weights"],
+        "master weights": lasting.get("master weights", 0),
+        "momentum": lasting["momentum"],
+        "gradients": passing["gradients"],
+        "target": lasting["target"] + lasting["the target's weights in bf16"],
+        "F": lasting["correlation"],
+        "activations": passing["activations"] + passing["gathered"],
+        "buckets": passing["buckets"],
+        "other": lasting["running statistics"] + passing["weights in bf16"] + passing["temporaries"],
+    }
+    return {kind: round(size) for kind, size in kinds.items()}
+
+
+def require_cluster(ranks: int, nodes: int) -> None:
+    """Raises UserError unless the nodes have equally many cards."""
+    if ranks % nodes:
+        candidates = dict.fromkeys(max(nodes, each) for each in (ranks // nodes * nodes, (ranks // nodes + 1) * nodes))
+        raise UserError(
+            f"gpus = {ranks}: does not divide over {nodes} nodes; use {' or '.join(str(each) for each in candidates)}"
+        )
+
+
+def sweep(
+    config: Config, widths: Sequence[int], cards: Sequence[int], images: int, card: Card, per_node: int
+) -> Iterator[tuple[int, Plan, bool]]:
+    """Width, plan and whether it fits: each width on each number of cards, with so many images on every one.
+
+    One walk of each width on a node's cards at stage 0, the rest by arithmetic; at the lowest stage that fits, or the
+    highest. F lies where `objective.placement` says, "auto" by its own counting.
+    """
+    walked_on = max(2, per_node)
+    for width in widths:
+        model = config.model.model_copy(
+            update={"projector": config.model.projector.model_copy(update={"width": width})}
+        )
+        walked = config.model_copy(
+            update={
+                "model": model,
+                "data": config.data.model_copy(update={"batch_size": images * walked_on}),
+                "engine": config.engine.model_copy(update={"zero_stage": 0, "accumulation_steps": 1}),
+            }
+        )
+        counted = Counted.of(walked, walked_on, card)
+        for ranks in cards:
+            nodes = math.ceil(ranks / per_node)
+            placement = config.objective.placement
+            if placement == "auto":
+                placement = choose(width, images, counted.views, ranks)
+            plans = [
+                counted.changed(Setting(ranks, nodes, stage, placement, images, 1))
+                for stage in ((0,) if ranks == 1 else (0, 1, 2))
+            ]
+            fitting = [plan for plan in plans if plan.peak <= card.room]
+            yield width, (fitting or plans[-1:])[0], bool(fitting)
+
+
+def advice_here(config: Config, ranks: int, size: float | None) -> Iterator[str]:
+    """What a run that had too little memory is told: what its step takes by kind, and what would take less.
+
+    Args:
+        size: bytes of the card that it ran on; None is a host, of which nothing is known.
+    """
+    counted = Counted.of(config, ranks, replace(Card.of("h100"), size=math.inf if size is None else size))
+    plan = counted.plan()
+    kinds = ", ".join(f"{kind} {byte_size(size)}" for kind, size in plan.memory.items() if 100 * size > plan.peak)
+    yield f"counted for a GPU, a rank at its fullest moment: {byte_size(plan.peak)}; {kinds}"
+    # Where that is less than the card has, other things lie beside it.
+    room = min(counted.card.room, 0.8 * plan.peak)
+    remedies = [f"{key} ({byte_size(found.peak)})" for key, found in counted.remedies(plan, room)]
+    yield f"expected to be enough: {'; '.join(remedies) or 'a smaller model.projector.width, or more GPUs'}"
