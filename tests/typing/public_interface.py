@@ -10,7 +10,7 @@ from typing_extensions import assert_type
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.kernels import unigrad_gradient, unit_embeddings, update_correlation_
-from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
+from unigrad_fast.objectives import ObjectiveOutput, Row, UniGrad, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest
 from unigrad_fast.training.optimizers import LARS
 
@@ -26,6 +26,10 @@ def use_the_objective() -> None:
     assert_type(objective.correlation, Tensor)
     objective(online=online, target=target)
     build("unigrad", width=8, balance=50.0)
+    build("simclr", width=8, temperature=0.2)(online=online, target=target)
+    build("moco", width=8, form="original", bank_size=16)
+    build(row="j", width=8, balance=20.0)
+    build(row=Row("l2", "identity", 1.0, "own_batch", "batch", "two"), width=8)
 
 
 def use_the_kernels() -> None:

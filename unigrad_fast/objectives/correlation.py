@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import effective_rank, mirror_, round_into_, unchecked
+from unigrad_fast.objectives.state import moved
 from unigrad_fast.objectives.surroundings import require_no_capture
 
 STATE = ("correlation", "updates")
@@ -167,7 +168,7 @@ class MovingCorrelation(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MovingCorrelation:
         self.whole()
         with torch.inference_mode(False):
-            correlation_CC, updates = (_moved(tensor, fn) for tensor in (self.correlation, self.updates))
+            correlation_CC, updates = (moved(tensor, fn) for tensor in (self.correlation, self.updates))
             if self.correlation.is_meta and not correlation_CC.is_meta:
                 correlation_CC, updates = correlation_CC.zero_(), updates.zero_()
             if correlation_CC is not self.correlation or updates is not self.updates:
@@ -221,13 +222,3 @@ class MovingCorrelation(nn.Module):
             else:
                 self.correlation.copy_(correlation)
                 self.updates.copy_(updates)
-
-
-def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor where `fn`, which moves or converts a module's tensors, puts it, in its own dtype."""
-    # `fn` is shown whole numbers: it does not convert those, or so seldom that it shows.
-    bits = tensor.view(torch.int64 if tensor.element_size() == 8 else torch.int32)
-    moved = fn(bits)
-    if moved is bits:
-        return tensor
-    return moved.view(tensor.dtype) if moved.dtype == bits.dtype else tensor.to(moved.device)

@@ -391,22 +391,3 @@ class UniGrad(nn.Module):
                 stacklevel=2,
             )
         return {**self.__dict__, **FLEETING, "process_group": None, "_layouts": {}}
-
-
-def build(method: str, width: int, **settings) -> nn.Module:
-    """The objective of a method by its name.
-
-    Args:
-        method: "unigrad".
-        width: C, the embedding width.
-        settings: keyword arguments of the objective.
-
-    Raises:
-        ValueError: an unknown name, with the known ones.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; use one of {', '.join(METHODS)}")
-    return METHODS[method](width=width, **settings)
-
-
-METHODS: dict[str, type[nn.Module]] = {"unigrad": UniGrad}

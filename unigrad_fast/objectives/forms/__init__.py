@@ -1,0 +1,6 @@
+"""Methods as their gradient: `ROWS`, the paper's table of methods, and the objective that computes a row."""
+
+from .form import GradientForm
+from .rows import AUTHORS, ROWS, Row
+
+__all__ = ["AUTHORS", "ROWS", "GradientForm", "Row"]

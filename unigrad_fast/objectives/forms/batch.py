@@ -1,0 +1,146 @@
+"""A batch as a row of the table normalises it, of this rank and of all, and the way back to the embeddings.
+
+Shape suffixes: V views, N images of this rank, K images of all ranks, M = V·N rows, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unigrad_fast.kernels import functional
+from unigrad_fast.objectives.layout import Layout
+from unigrad_fast.objectives.over_ranks import Gathered
+
+BATCH_NORM_EPSILON = 1e-5
+
+
+@dataclass
+class Units:
+    """ℓ2-normalised embeddings of this rank: online [M, C] with inverse norms [M], and of the targets [2·N, C]."""
+
+    online: Tensor
+    inverse_norm: Tensor
+    target: Tensor
+
+
+@dataclass
+class Batch:
+    """Normalised embeddings; rows that are not finite are 0.
+
+    Attributes:
+        normalisation: "l2", "batch_norm" or "none".
+        online, target: u [V, N, C] and m [2, N, C] of this rank.
+        all_online, all_target: of all ranks, as many views [·, K, C] as the row needs.
+        gathered: how many images there are, and where this rank's lie among the K.
+        deviation: [V, 1, C], √(var + ε) of batch norm.
+        finite: [V, N, 1], whether a row of the online branch is finite.
+    """
+
+    normalisation: str
+    online: Tensor
+    target: Tensor
+    all_online: Tensor
+    all_target: Tensor
+    gathered: Gathered
+    deviation: Tensor | None
+    finite: Tensor
+
+    @property
+    def exact(self) -> torch.dtype:
+        return torch.promote_types(self.online.dtype, torch.float32)
+
+
+def units(online: Sequence[Tensor], target: Sequence[Tensor], layout: Layout) -> Units:
+    """ℓ2-normalised embeddings; which rows are finite is left in `layout`."""
+    unit_MC, inverse_norm_M = functional.unit_embeddings(
+        [*online, *target],
+        layout.unit_dtype,
+        layout.nonfinite,
+        raised=layout.raised,
+        ticket=layout.ticket,
+        since=layout.rows,
+    )
+    return Units(unit_MC[: layout.rows], inverse_norm_M[: layout.rows], unit_MC[layout.rows :])
+
+
+def batch_of(
+    normalisation: str,
+    needs: tuple[int, int],
+    online: Sequence[Tensor],
+    target: Sequence[Tensor],
+    found: Units,
+    layout: Layout,
+    gather: Callable[[Tensor], Gathered],
+) -> Batch:
+    """Normalise the embeddings, and gather those of all ranks.
+
+    Args:
+        normalisation: "l2", "batch_norm" or "none".
+        needs: how many online and target views of all ranks the row needs.
+        found: of this batch.
+        gather: gives [·, N, C] of all ranks.
+    """
+    views, images = len(online), layout.images
+    finite_VN1 = (layout.nonfinite == 0).view(views + 2, images, 1)
+    if normalisation == "l2":
+        online_VNC = found.online.unflatten(0, (views, images))
+        target_2NC = found.target.unflatten(0, (2, images))
+    else:
+        exact = torch.promote_types(layout.unit_dtype, torch.float32)
+        rows = torch.stack([view.to(exact) for view in (*online, *target)])
+        rows = torch.where(finite_VN1, rows, 0.0)
+        online_VNC, target_2NC = rows[:views], rows[views:]
+    if normalisation == "batch_norm":
+        needs = (views, 2)  # statistics are those of all ranks
+    parts = [part for part in (online_VNC[: needs[0]], target_2NC[: needs[1]]) if len(part)]
+    own_VNC = parts[0] if len(parts) == 1 else torch.cat(parts)
+    gathered, deviation = gather(own_VNC), None
+    all_VKC = gathered.rows
+    if normalisation == "batch_norm":
+        all_VKC, deviation_V1C = _standardised(gathered)
+        own_VNC = all_VKC[:, gathered.own]
+        online_VNC, target_2NC, deviation = own_VNC[:views], own_VNC[views:], deviation_V1C[:views]
+    return Batch(
+        normalisation,
+        online_VNC,
+        target_2NC,
+        all_VKC[: needs[0]],
+        all_VKC[needs[0] :],
+        gathered,
+        deviation,
+        finite_VN1[:views],
+    )
+
+
+def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
+    """(x − mean) / √(var + ε) of each view of all ranks, 0 where there is no image; and the root."""
+    count = gathered.count.clamp_min(1)
+    centred_VKC = gathered.rows - gathered.rows.sum(1, keepdim=True) / count
+    if gathered.is_image is not None:
+        centred_VKC = centred_VKC * gathered.is_image[:, None]
+    variance_V1C = centred_VKC.square().sum(1, keepdim=True) / count
+    deviation_V1C = (variance_V1C + BATCH_NORM_EPSILON).sqrt()
+    return centred_VKC / deviation_V1C, deviation_V1C
+
+
+def through_normalisation(
+    step_VNC: Tensor, batch: Batch, found: Units, scale: float, total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """dL/dz of g = dL/du times `scale`, as derivative of the normalisation: [M, C].
+
+    Args:
+        total: gives the sum over ranks.
+    """
+    if batch.normalisation == "l2":
+        step_MC, unit_MC = step_VNC.flatten(0, 1), found.online.to(step_VNC.dtype)
+        step_MC = step_MC - unit_MC * (unit_MC * step_MC).sum(-1, keepdim=True)
+        return step_MC * (found.inverse_norm * scale).unsqueeze(-1)
+    if batch.deviation is not None:
+        sums_2VC = total(torch.stack([step_VNC.sum(1), (step_VNC * batch.online).sum(1)]))
+        mean_2V1C = (sums_2VC / batch.gathered.count.clamp_min(1)).unsqueeze(2)
+        step_VNC = (step_VNC - mean_2V1C[0] - batch.online * mean_2V1C[1]) / batch.deviation
+    return torch.where(batch.finite, step_VNC, 0.0).flatten(0, 1).mul_(scale)

@@ -1,0 +1,275 @@
+"""The objective of a row of the table: its gradient, computed without autograd, and the loss that is reported.
+
+    g  = scale · (−positive + balance · negative)             gradient with respect to u, of one view's mean over images
+    dz = g through the normalisation, averaged over views     gradient with respect to z
+
+Shape suffixes: V views, N images of this rank, K images of all ranks, M = V·N rows, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unigrad_fast.kernels import attach_gradient, functional
+from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.objectives.bank import Bank
+from unigrad_fast.objectives.checks import require_whole
+from unigrad_fast.objectives.correlation import MovingCorrelation
+from unigrad_fast.objectives.eigen_predictor import EigenPredictor
+from unigrad_fast.objectives.forms import losses, negatives
+from unigrad_fast.objectives.forms.batch import Batch, Units, batch_of, through_normalisation, units
+from unigrad_fast.objectives.forms.negatives import Negative
+from unigrad_fast.objectives.forms.rows import Row
+from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, take_batch_
+from unigrad_fast.objectives.positives import positives
+from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
+from unigrad_fast.objectives.targets import require_target
+
+METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
+
+
+class GradientForm(OverRanks):
+    """A row of the table.
+
+    Its state (F, W_h, the bank) is part of the state dict, and no buffers. In training mode all ranks call it together;
+    in evaluation mode state is read and stays as it is, and all that is returned is this rank's.
+
+    Args:
+        width: C.
+        row: the row.
+        target: what `target` is given: "momentum", the embeddings of a momentum encoder; "stop_gradient" and
+            "weight_sharing", which is the same in gradient form, the online branch's global views.
+        process_group, most_images: see `OverRanks`.
+
+    Raises:
+        ValueError: weights shared where embeddings collapse then; `both_terms` with a momentum target.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        row: Row,
+        target: str = "momentum",
+        process_group: dist.ProcessGroup | None = None,
+        most_images: int | None = None,
+    ):
+        super().__init__(process_group, most_images)
+        require_whole("width", width)
+        require_target("gradient form with a predictor", target, collapses=row.positive == "predictor")
+        if row.both_terms and target == "momentum":
+            raise ValueError("both_terms is the gradient of shared weights; use target='weight_sharing'")
+        self.width, self.row, self.target = int(width), row, target
+        self.average = MovingCorrelation(self.width) if row.negative == "moving_average" else None
+        self.direct = EigenPredictor(self.width) if row.positive == "predictor" else None
+        self.bank = Bank(row.bank_size, self.width) if row.samples == "bank" else None
+        self._layouts: dict[Any, Layout] = {}
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, target={self.target}, row={self.row}"
+
+    def forward(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None = None) -> ObjectiveOutput:
+        """The loss of one batch, whose backward gives the row's gradient.
+
+        Args:
+            online: V ≥ 2 tensors [N, C] as the projector gives them; global views first, local crops follow.
+            target: two tensors [N, C], of the global views; no gradient flows into them.
+            mix: how the online global views were mixed; see `UniGrad`.
+
+        Returns:
+            `ObjectiveOutput`; metrics are `objective` (see `losses`), `positive_cosine` of the ℓ2-normalised u and m⁺,
+            `negative_term` (u·negative) and `surrogate` (u·g, what the authors' code reports).
+
+        Raises:
+            ValueError: a shape that does not fit; mixing where the samples would be mixed; more images than agreed on.
+        """
+        require_views(online, target, self.width)
+        layout = self._layout(online, target)
+        self._require_batch(len(online), mix, layout)
+        if self.training:
+            require_no_recomputation()
+        with torch.no_grad(), without_autocast(layout.device):
+            found = units(online, target, layout)
+            batch = batch_of(
+                self.row.normalisation,
+                self._needs(len(online)),
+                online,
+                target,
+                found,
+                layout,
+                self._gather(layout),
+            )
+            positive_VNC = positives(batch.target.to(batch.exact), len(online), mix)
+            negative = self._negative(batch, positive_VNC, layout)
+            if self._is_plain:
+                gradient_MC, terms = self._fused(found, negative, layout, mix)
+            else:
+                gradient_MC, terms = self._composed(batch, found, positive_VNC, negative, mix)
+            if self.training and self.bank is not None:
+                self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
+        loss = attach_gradient(terms, gradient_MC, embeddings=online)
+        # `data` is no view: what is done to one of them in place is nothing to the others.
+        named = dict(zip(METRICS, (term.data for term in terms.unbind()), strict=True))
+        nonfinite = batch.gathered.raised[0].to(terms.dtype)
+        unit_MC = found.online[: 2 * layout.images]
+        return ObjectiveOutput(loss, named, nonfinite, unit_MC, self.over_ranks, self.process_group)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the kernel of UniGrad's gradient computes it: −f·m⁺ + λ·negative of ℓ2-normalised embeddings."""
+        row = self.row
+        return row.normalisation == "l2" and row.positive == "identity" and not row.centred
+
+    @property
+    def _flag(self) -> int:
+        """Which of the flags keeps state from taking a batch: of its source."""
+        return 0 if self.row.source == "online" else 1
+
+    def _negative(self, batch: Batch, positive_VNC: Tensor, layout: Layout) -> Negative:
+        row = self.row
+        if self.bank is not None:
+            return negatives.softmax_of_bank(row, batch, positive_VNC, self.bank)
+        if row.negative == "softmax":
+            return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, self._gather(layout))
+        if row.negative == "cross_batch":
+            return negatives.cross_batch(row, batch)
+        if self.average is not None:
+            return Negative(self._moving(batch, layout, self.average))
+        return negatives.own_batch(row, batch)
+
+    def _moving(self, batch: Batch, layout: Layout, average: MovingCorrelation) -> Tensor:
+        """u·F or u·G, after F has taken the batch."""
+        row, online_MC = self.row, batch.online.flatten(0, 1)
+        dtype = layout.product_dtype if self.direct is None else batch.exact
+        operand = average.operand(batch.online, dtype)  # on this device and in this dtype before it takes the batch
+        if self.training:
+            take_batch_(average, self._samples(batch), row.decay, batch.gathered.raised[self._flag])
+            operand = average.operand(batch.online, dtype)
+        if self.direct is None:
+            return functional.correlation_product(online_MC, operand).view(batch.online.shape)
+        exact_MC = online_MC.to(batch.exact)
+        matrix_CC = self.direct.follow(operand, average.updates, row.every, row.predictor, row.epsilon)
+        if row.predictor == "full":
+            product_MC = exact_MC @ matrix_CC @ matrix_CC
+        else:
+            product_MC, largest = exact_MC @ operand, self.direct.largest
+            if row.predictor == "authors":
+                product_MC = product_MC / largest.clamp_min(torch.finfo(largest.dtype).tiny)
+                product_MC.add_(exact_MC, alpha=row.epsilon**2)
+            else:
+                product_MC.addcmul_(exact_MC, (row.epsilon * largest).square())
+        return product_MC.view(batch.online.shape)
+
+    def _fused(self, found: Units, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
+        row, rows = self.row, max(1, layout.rows)
+        factor = row.positive_factor * (2 if row.both_terms else 1)
+        scale = losses.constant_scale(row)
+        first, second, ratio = layout.positives(mix)
+        gradient_MC, sums = functional.embedding_gradient(
+            negative.gradient.flatten(0, 1),
+            found.online,
+            found.inverse_norm,
+            found.target,
+            balance=row.weight / factor,
+            scale=factor * scale / rows,
+            first=first,
+            second=second,
+            ratio=ratio,
+            ticket=layout.ticket,
+        )
+        _, cosine, product, surrogate, _ = sums.unbind()
+        cosine, product = cosine / (factor * scale), product / (factor * scale)
+        objective = losses.of_means(row, cosine * row.positive_factor, product, negative)
+        return gradient_MC, torch.stack([objective, cosine, product, surrogate])
+
+    def _composed(
+        self, batch: Batch, found: Units, positive_VNC: Tensor, negative: Negative, mix: Mix | None
+    ) -> tuple[Tensor, Tensor]:
+        row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
+        online_VNC = batch.online.to(batch.exact)
+        towards_VNC = self._pulled(positive_VNC, negative)
+        along_VN1 = (online_VNC * towards_VNC).sum(-1, keepdim=True)
+        product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
+        push_VNC = row.weight * negative.gradient
+        scale: Tensor | float = losses.constant_scale(row)
+        if row.balance == "dynamic":
+            push_VNC = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0) * negative.gradient
+        if row.scale == "predictor" and self.direct is not None:
+            length_VN1 = torch.linalg.vector_norm(online_VNC @ self.direct.matrix, dim=-1, keepdim=True)
+            scale = torch.where(length_VN1 > 0, 1 / length_VN1, 0.0)
+        step_VNC = push_VNC - towards_VNC
+        if negative.centred is not None:
+            step_VNC += online_VNC - row.weight * losses.variance_term(row, batch, negative.centred)
+        step_VNC *= scale
+        gradient_MC = through_normalisation(step_VNC, batch, found, 1 / rows, self._total)
+        objective = losses.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
+        unit_2NC = found.target.to(batch.exact).view_as(batch.target)
+        unit_VNC = found.online.to(batch.exact).view_as(online_VNC)
+        cosine = (unit_VNC * positives(unit_2NC, len(online_VNC), mix)).sum() / rows
+        surrogate = (online_VNC * step_VNC).sum() / rows
+        return gradient_MC, torch.stack([objective, cosine, product_VN1.sum() / rows, surrogate])
+
+    def _pulled(self, positive_VNC: Tensor, negative: Negative) -> Tensor:
+        """The positive gradient."""
+        row = self.row
+        if self.direct is not None:
+            return positive_VNC @ self.direct.matrix
+        if negative.diagonal is not None:
+            return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
+        return row.positive_factor * positive_VNC
+
+    def _samples(self, batch: Batch) -> Gathered:
+        """Both global views of all ranks, of the branch that samples come from."""
+        rows_2KC = batch.all_online[:2] if self.row.source == "online" else batch.all_target
+        return replace(batch.gathered, rows=rows_2KC)
+
+    def _needs(self, views: int) -> tuple[int, int]:
+        """How many online and target views of all ranks the row needs."""
+        if self.row.negative in ("cross_batch", "own_batch"):
+            return views, 2 if self.row.negative == "cross_batch" else 0
+        return (2, 0) if self.row.source == "online" else (0, 2)
+
+    def _gather(self, layout: Layout) -> Callable[[Tensor], Gathered]:
+        """What gathers rows of a batch."""
+        state = self.average or self.bank
+        updates = layout.raised.new_zeros((), dtype=torch.int64) if state is None else state.updates.to(layout.device)
+        return lambda own_VNC: self.gather(own_VNC, layout.raised, updates)
+
+    def _total(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks."""
+        if self.over_ranks:
+            dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def _require_batch(self, views: int, mix: Mix | None, layout: Layout) -> None:
+        row = self.row
+        if row.both_terms and views > 2:
+            raise ValueError(f"both_terms is of two global views, not of {views} views; leave local crops out")
+        if mix is None:
+            return
+        if row.source == "online" or row.negative == "cross_batch":
+            remedy = "; use correlation_source='target'" if row.negative == "moving_average" else ""
+            raise ValueError(
+                f"CutMix is refused for negative {row.negative!r} here: its samples are online embeddings, which are "
+                f"those of mixed images{remedy}"
+            )
+        require_mix(mix, layout.images, layout.device)
+
+    def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
+        device, exact = online[0].device, torch.promote_types(common_dtype([*online, *target]), torch.float32)
+        unit_dtype = exact
+        if exact != torch.float64 and use_triton(device):
+            enabled = torch.is_autocast_enabled(device.type)
+            unit_dtype = torch.get_autocast_dtype(device.type) if enabled else common_dtype(online)
+        key = (len(online), online[0].shape[0], device, unit_dtype)
+        if key not in self._layouts:
+            require_no_capture("a batch of this shape")
+            self._layouts[key] = Layout.of(*key[:3], unit_dtype, unit_dtype, self.row.decay)
+        return self._layouts[key]

@@ -1,0 +1,116 @@
+"""The negative gradients of the table, from samples that every rank has.
+
+Shape suffixes: V views, N images of this rank, K samples, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unigrad_fast.objectives.bank import Bank
+from unigrad_fast.objectives.forms.batch import Batch
+from unigrad_fast.objectives.forms.rows import Row
+from unigrad_fast.objectives.over_ranks import Gathered
+from unigrad_fast.objectives.positives import positives
+from unigrad_fast.objectives.weighted_sums import similarity_sum, softmax_of_samples, softmax_sum
+
+
+@dataclass
+class Centred:
+    """ũ [V, N, C], and variances [V, 1, C] over the images of all ranks, N−1 of them free."""
+
+    online: Tensor
+    variance: Tensor
+
+
+@dataclass
+class Negative:
+    """The negative gradient, and what else the row needs of its samples.
+
+    Attributes:
+        gradient: [V, N, C].
+        log_VN: of a softmax, log Σ exp(u·v/τ).
+        diagonal: [V, 1, C] of positive "diagonal", diag(W) = Σ u·m⁺/N.
+        centred: of a centred row.
+    """
+
+    gradient: Tensor
+    log_VN: Tensor | None = None
+    diagonal: Tensor | None = None
+    centred: Centred | None = None
+
+
+def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) -> Negative:
+    """Of the positive and the bank: with the positive among the samples it is InfoNCE's gradient."""
+    query_MC = batch.online.flatten(0, 1)
+    keys = bank.ready(batch.online)
+    bias_K = keys.bias(batch.exact)
+    sum_MC, log_M = softmax_sum(
+        query_MC, keys.keys, row.temperature, bias_K=bias_K, positive_NC=positive_VNC.flatten(0, 1)
+    )
+    return Negative(sum_MC.view_as(positive_VNC), log_M.view(positive_VNC.shape[:2]))
+
+
+def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callable[[Tensor], Gathered]) -> Negative:
+    """Of both global views of all ranks."""
+    is_image, exact = batch.gathered.is_image, batch.exact
+    sample_KC = samples_2KC.flatten(0, 1)
+    bias_K = None if is_image is None else torch.where(is_image, 0.0, -torch.inf).to(exact).repeat(2)
+    views, per_view = len(batch.online), samples_2KC.shape[1]
+
+    def own(view: int) -> int | None:
+        is_sample = view < 2 and row.samples == "batch_without_self"
+        return view * per_view + batch.gathered.own.start if is_sample else None
+
+    if row.samples == "batch":  # all views at once
+        sum_MC, log_M = softmax_sum(batch.online.flatten(0, 1), sample_KC, row.temperature, bias_K=bias_K)
+        return Negative(sum_MC.view(batch.online.shape), log_M.view(batch.online.shape[:2]))
+    parts = [
+        softmax_sum(batch.online[view], sample_KC, row.temperature, bias_K=bias_K, own=own(view))
+        for view in range(views)
+    ]
+    gradient_VNC, log_VN = (torch.stack(part) for part in zip(*parts, strict=True))
+    if row.both_terms:
+        log_K = gather(log_VN.unsqueeze(-1)).rows.flatten()
+        if is_image is not None:
+            log_K = torch.where(is_image.repeat(2), log_K, torch.inf)
+        gradient_VNC += torch.stack(
+            [
+                softmax_of_samples(batch.online[view], sample_KC, row.temperature, log_K, own=own(view))
+                for view in range(views)
+            ]
+        )
+    return Negative(gradient_VNC, log_VN)
+
+
+def cross_batch(row: Row, batch: Batch) -> Negative:
+    """Σ (m⁺·m⁺_v)/N·v: the samples are of the same view, their weights of what they are pulled to."""
+    own_2NC, all_2KC = (batch.target, batch.all_target)
+    if row.negative_target == "stop_gradient":
+        own_2NC, all_2KC = batch.online[:2], batch.all_online[:2]
+    own_VNC, all_VKC = (positives(towards, len(batch.online), None) for towards in (own_2NC, all_2KC))
+    count = batch.gathered.count.clamp_min(1)
+    sums = [similarity_sum(*views) for views in zip(own_VNC, all_VKC, batch.all_online, strict=True)]
+    diagonal_V1C = None
+    if row.positive == "diagonal":
+        towards_VKC = positives(batch.all_target, len(batch.online), None)
+        diagonal_V1C = (batch.all_online * towards_VKC).sum(1, keepdim=True, dtype=batch.exact) / count
+    return Negative(torch.stack(sums).div_(count), diagonal=diagonal_V1C)
+
+
+def own_batch(row: Row, batch: Batch) -> Negative:
+    """Σ (u·v)/N·v, or of both less their mean."""
+    own_VNC, all_VKC, centred = batch.online, batch.all_online, None
+    count = batch.gathered.count.clamp_min(2 if row.centred else 1)
+    if row.centred:
+        mean_V1C = all_VKC.sum(1, keepdim=True) / count
+        own_VNC, all_VKC = own_VNC - mean_V1C, all_VKC - mean_V1C
+        if batch.gathered.is_image is not None:
+            all_VKC = all_VKC * batch.gathered.is_image[:, None]
+        centred = Centred(own_VNC, all_VKC.square().sum(1, keepdim=True) / (count - 1))
+    sums = [similarity_sum(own, samples, samples) for own, samples in zip(own_VNC, all_VKC, strict=True)]
+    return Negative(torch.stack(sums).div_(count), centred=centred)

@@ -1,0 +1,194 @@
+"""The paper's table of methods as data: gradient = scale · (−positive + balance · negative), for one view.
+
+N is the number of images of all ranks; 1/N, the mean over images, stands in no scale. The sums are over the samples v:
+
+    positive   identity        f·m⁺                        f is `positive_factor`
+               diagonal        A·m⁺                        A = I − (1−λ)·diag(W), W = uᵀm⁺/N
+               predictor       W_h·m⁺                      W_h of the eigenvectors of F
+    balance    a number        λ
+               dynamic         λ = u·W_h·m⁺ / u·G·u        G is what the negative multiplies with
+    negative   softmax         Σ s_v·v                     s = softmax(u·v/τ)
+               moving_average  Σ ρ_v·(u·v)·v = F·u         with W_h: G·u, see `predictor`
+               cross_batch     Σ (m⁺·m⁺_v)/N·v
+               own_batch       Σ (u·v)/N·v                 with `centred`, of ũ and ṽ; then also u/λ − B·ũ
+    scale      temperature     1/τ
+               predictor       1/‖W_h·u‖
+               two, one        2, 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Literal, get_args, get_type_hints
+
+from unigrad_fast.objectives.checks import require_number, require_whole
+
+SAMPLES = {
+    "softmax": ("batch", "batch_without_self", "bank"),
+    "moving_average": ("all",),
+    "cross_batch": ("batch",),
+    "own_batch": ("batch",),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; another method is another value.
+
+    Attributes:
+        normalisation: of both branches; batch norm over the images of all ranks.
+        positive, balance, negative, scale: as above.
+        samples: of the sums: "batch": targets of both global views of all ranks (for `cross_batch` and `own_batch` the
+            same view of all ranks); "batch_without_self": but for the row's own; "bank": the positive and a bank of
+            targets; "all": the moving average F.
+        temperature: τ.
+        bank_size: keys of the bank.
+        decay: ρ of F.
+        correlation_source: branch that F is made of, "online" (the paper's formula) or "target" (the authors' code).
+        epsilon: ε, what small eigenvalues are lifted by.
+        predictor: "paper": W_h = U(√Λ + ε·λ_max)Uᵀ, G = F + ε²·λ_max²·I; "full": G = W_h·W_h, nothing dropped;
+            "authors": W_h = U(√(Λ/λ_max) + ε)Uᵀ, G = F/λ_max + ε²·I.
+        every: steps from one decomposition of F to the next.
+        positive_factor: f.
+        centred: whether `own_batch` has samples less their mean, and the terms of VICReg that ℓ2 makes needless.
+        variance, floor, variance_epsilon: VICReg's λ₂, γ and the ε under its root.
+        both_terms: of `batch_without_self` with shared weights: what a row receives as others' sample, too.
+        negative_target: "target", or "stop_gradient": samples come from the online branch, positives from the target.
+
+    Raises:
+        ValueError, TypeError: parts that do not fit each other, an unknown name, a number out of range.
+    """
+
+    normalisation: Literal["l2", "batch_norm", "none"]
+    positive: Literal["identity", "diagonal", "predictor"]
+    balance: float | Literal["dynamic"]
+    negative: Literal["softmax", "moving_average", "cross_batch", "own_batch"]
+    samples: Literal["batch", "batch_without_self", "bank", "all"]
+    scale: Literal["temperature", "predictor", "two", "one"]
+    temperature: float = 0.2
+    bank_size: int = 65536
+    decay: float = 0.99
+    correlation_source: Literal["online", "target"] = "online"
+    epsilon: float = 0.3
+    predictor: Literal["paper", "full", "authors"] = "paper"
+    every: int = 1
+    positive_factor: float = 1.0
+    centred: bool = False
+    variance: float = 1.0
+    floor: float = 1.0
+    variance_epsilon: float = 1e-4
+    both_terms: bool = False
+    negative_target: Literal["target", "stop_gradient"] = "target"
+
+    def __post_init__(self) -> None:
+        self._require_values()
+        for fault, remedy in (
+            (
+                self.samples not in SAMPLES[self.negative] and f"samples {self.samples!r}",
+                f"negative {self.negative!r} takes {' or '.join(SAMPLES[self.negative])}",
+            ),
+            (
+                self.positive == "predictor" and self.negative != "moving_average" and "positive 'predictor'",
+                "W_h is made of F, which only negative 'moving_average' keeps",
+            ),
+            (
+                self.positive == "diagonal" and self.negative != "cross_batch" and "positive 'diagonal'",
+                "A is made of W, which belongs to negative 'cross_batch'",
+            ),
+            (
+                self.balance == "dynamic" and self.positive != "predictor" and "balance 'dynamic'",
+                "it is a ratio with W_h; use positive 'predictor', or a number",
+            ),
+            (
+                self.scale == "predictor" and self.positive != "predictor" and "scale 'predictor'",
+                "it is 1/‖W_h·u‖; use positive 'predictor'",
+            ),
+            (
+                self.centred and (self.negative != "own_batch" or self.balance == 0) and "centred",
+                "it belongs to negative 'own_batch', with a balance above 0",
+            ),
+            (
+                self.both_terms and self.samples != "batch_without_self" and "both_terms",
+                "it belongs to samples 'batch_without_self'",
+            ),
+        ):
+            if fault:
+                raise ValueError(f"{fault} does not fit: {remedy}")
+
+    @property
+    def weight(self) -> float:
+        """λ, where it is a number; else 0."""
+        return 0.0 if self.balance == "dynamic" else float(self.balance)
+
+    @property
+    def source(self) -> str:
+        """Branch that the samples come from, "online" or "target"."""
+        if self.negative == "own_batch" or self.negative_target == "stop_gradient":
+            return "online"
+        return self.correlation_source if self.negative == "moving_average" else "target"
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Names of the settings that change what is computed."""
+        has = {"balance"}
+        if self.negative == "softmax" or self.scale == "temperature":
+            has |= {"temperature"}
+        if self.samples == "bank":
+            has |= {"bank_size"}
+        if self.negative == "moving_average":
+            has |= {"decay", "correlation_source"}
+        if self.positive == "predictor":
+            has |= {"epsilon", "predictor", "every"}
+        if self.positive == "identity":
+            has |= {"positive_factor"}
+        if self.centred:
+            has |= {"variance", "floor", "variance_epsilon"}
+        if self.samples == "batch_without_self":
+            has |= {"both_terms"}
+        return frozenset(has | ({"negative_target"} if self.negative != "own_batch" else set()))
+
+    def _require_values(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, allowed = (
+                getattr(self, field.name),
+                [name for part in (hints[field.name], *get_args(hints[field.name])) for name in get_args(part)],
+            )
+            names = [name for name in allowed if isinstance(name, str)]
+            if isinstance(value, str) and names and value not in names:
+                raise ValueError(f"{field.name} {value!r} is unknown; use one of {', '.join(names)}")
+        if self.balance != "dynamic":
+            require_number("balance", self.balance)
+        for name in ("temperature", "positive_factor", "variance_epsilon"):
+            require_number(name, getattr(self, name), exclusive=True)
+        for name in ("epsilon", "variance", "floor", "decay"):
+            require_number(name, getattr(self, name))
+        for name in ("bank_size", "every"):
+            require_whole(name, getattr(self, name))
+        if self.decay >= 1:
+            raise ValueError(f"decay {self.decay} is outside [0, 1); use 0.99 (the paper's)")
+
+
+#                normalisation positive     balance    negative          samples               scale
+ROWS: Mapping[str, Row] = MappingProxyType({
+    "a": Row("l2",         "identity",  1.0,       "softmax",        "bank",               "temperature"),
+    "b": Row("l2",         "identity",  1.0,       "softmax",        "batch_without_self", "temperature"),
+    "d": Row("l2",         "predictor", "dynamic", "moving_average", "all",                "predictor"),
+    "e": Row("l2",         "identity",  100.0,     "moving_average", "all",                "one"),
+    "f": Row("batch_norm", "diagonal",  5e-3,      "cross_batch",    "batch",              "two"),
+    "g": Row("batch_norm", "identity",  5e-3,      "cross_batch",    "batch",              "two"),
+    "h": Row("l2",         "identity",  50.0,      "cross_batch",    "batch",              "two"),
+    "i": Row("none",       "identity",  4e-5,      "own_batch",      "batch",              "two", centred=True),
+    "j": Row("l2",         "identity",  25.0,      "own_batch",      "batch",              "two"),
+})  # fmt: skip
+
+# What a method's name stands for: the authors' code, and where they published none the row that they unify to.
+AUTHORS: Mapping[str, Row] = MappingProxyType({
+    "moco": ROWS["a"],
+    "simclr": replace(ROWS["b"], samples="batch"),
+    "byol_directpred": replace(ROWS["d"], predictor="authors", correlation_source="target"),
+    "barlow_twins": ROWS["h"],
+    "vicreg": ROWS["j"],
+})  # fmt: skip

@@ -1,0 +1,7 @@
+"""The original losses, in plain torch with autograd."""
+
+from .asymmetric import BYOL, DirectPred, SimSiam
+from .contrastive import MoCo, SimCLR
+from .decorrelation import BarlowTwins, VICReg
+
+__all__ = ["BYOL", "BarlowTwins", "DirectPred", "MoCo", "SimCLR", "SimSiam", "VICReg"]

@@ -1,0 +1,91 @@
+"""InfoNCE: MoCo with its bank, SimCLR with the batch (the paper, section "Contrastive Learning Methods").
+
+    L = mean of −log( exp(cos(u, m⁺)/τ) / Σ_v exp(cos(u, v)/τ) )
+
+Shape suffixes: V views, N images of this rank, M = V·N rows, K samples, C embedding width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unigrad_fast.objectives.bank import Bank
+from unigrad_fast.objectives.checks import require_number, require_whole
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
+
+
+class MoCo(OriginalLoss):
+    """MoCo: the samples are the positive and the bank, into which this batch's targets go afterwards.
+
+    Args:
+        width: C.
+        temperature: τ (0.2, as MoCo v2).
+        bank_size: K keys (65,536, as MoCo). The bank begins empty.
+        target, process_group, most_images: see `OriginalLoss`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        temperature: float = 0.2,
+        bank_size: int = 65536,
+        target: str = "momentum",
+        process_group: dist.ProcessGroup | None = None,
+        most_images: int | None = None,
+    ):
+        super().__init__(width, target, process_group, most_images)
+        require_number("temperature", temperature, exclusive=True)
+        require_whole("bank_size", bank_size)
+        self.temperature = float(temperature)
+        self.bank = Bank(int(bank_size), self.width)
+
+    def loss_of(self, views: Views) -> Tensor:
+        unit_VNC, target_2NC = unit(views.online), unit(views.target)
+        bank = self.bank.ready(unit_VNC)
+        positive_VN1 = (unit_VNC * views.positives(target_2NC)).sum(-1, keepdim=True)
+        # Cloned: the bank moves before backward reads it.
+        key_VNK = unit_VNC @ bank.keys.clone().T + bank.bias(unit_VNC.dtype)
+        logit_VNK = torch.cat([positive_VN1, key_VNK], dim=-1) / self.temperature
+        loss = mean(logit_VNK.logsumexp(-1) - logit_VNK[..., 0])
+        if self.training:
+            batch = self.gather(target_2NC.detach(), views.raised, bank.updates)
+            bank.take_(batch, batch.raised[1])
+        return loss
+
+
+class SimCLR(OriginalLoss):
+    """SimCLR: the samples are the targets of both global views of all ranks, but for a view's own.
+
+    Args:
+        width: C.
+        temperature: τ (0.2, as the authors' code).
+        target, process_group, most_images: see `OriginalLoss`; SimCLR itself shares weights.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        temperature: float = 0.2,
+        target: str = "momentum",
+        process_group: dist.ProcessGroup | None = None,
+        most_images: int | None = None,
+    ):
+        super().__init__(width, target, process_group, most_images)
+        require_number("temperature", temperature, exclusive=True)
+        self.temperature = float(temperature)
+
+    def loss_of(self, views: Views) -> Tensor:
+        unit_VNC, target_2NC = unit(views.online), unit(views.target)
+        positive_VN = (unit_VNC * views.positives(target_2NC)).sum(-1) / self.temperature
+        samples = self.gather(target_2NC, views.raised, views.raised.new_zeros((), dtype=torch.int64))
+        sample_KC = samples.rows.flatten(0, 1)
+        logit_VNK = unit_VNC @ sample_KC.T / self.temperature
+        images = samples.rows.shape[1]
+        is_none_VNK = torch.zeros_like(logit_VNK, dtype=torch.bool)
+        for view in range(2):
+            is_none_VNK[view].diagonal(view * images + samples.own.start).fill_(True)
+        if samples.is_image is not None:
+            is_none_VNK |= ~samples.is_image.repeat(2)
+        return mean(logit_VNK.masked_fill(is_none_VNK, -torch.inf).logsumexp(-1) - positive_VN)

@@ -1,0 +1,142 @@
+"""What the original losses have in common. Shape suffixes: V views, N images of this rank, C embedding width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.checks import require_whole
+from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.over_ranks import OverRanks
+from unigrad_fast.objectives.positives import positives
+from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
+from unigrad_fast.objectives.targets import require_target
+
+
+@dataclass
+class Views:
+    """A batch, in fp32 or better; rows that are not finite are 0, and no gradient flows into them.
+
+    Attributes:
+        online: [V, N, C].
+        target: [2, N, C], of the global views; with gradient where weights are shared.
+        mix: how the online global views were mixed.
+        raised: int32 [2]: whether a row is not finite on this rank, of both branches and of the target's.
+    """
+
+    online: Tensor
+    target: Tensor
+    mix: Mix | None
+    raised: Tensor
+
+    def positives(self, target_2NC: Tensor) -> Tensor:
+        return positives(target_2NC, len(self.online), self.mix)
+
+
+class OriginalLoss(OverRanks):
+    """A method's loss as its authors wrote it; autograd differentiates it.
+
+    The views' losses are averaged. On several ranks a loss is that of the ranks' batches as one, and backward brings
+    the gradient with respect to this rank's embeddings of the sum of the ranks' losses: the mean over ranks, which
+    the engine takes, is the gradient on one rank.
+
+    Args:
+        width: C.
+        target: "momentum" and "stop_gradient" let no gradient into the targets; with "weight_sharing" it flows into
+            both branches, and `target` is given what `online` is.
+        process_group, most_images: see `OverRanks`.
+
+    Attributes:
+        collapses: whether embeddings become one where weights are shared.
+        refuses_mix: why views cannot be mixed; empty where they can.
+    """
+
+    collapses = False
+    refuses_mix = ""
+
+    def __init__(
+        self,
+        width: int,
+        target: str = "momentum",
+        process_group: dist.ProcessGroup | None = None,
+        most_images: int | None = None,
+    ):
+        super().__init__(process_group, most_images)
+        require_whole("width", width)
+        require_target(type(self).__name__, target, self.collapses)
+        self.width, self.target = int(width), target
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, target={self.target}"
+
+    def forward(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None = None) -> ObjectiveOutput:
+        """The loss of one batch.
+
+        Args:
+            online: V ≥ 2 tensors [N, C] as the projector gives them; global views first, local crops follow.
+            target: two tensors [N, C], of the global views.
+            mix: how the online global views were mixed; see `UniGrad`.
+
+        Returns:
+            `ObjectiveOutput`; metrics are `objective`, the loss, and `positive_cosine`, u·m⁺.
+
+        Raises:
+            ValueError: a shape that does not fit; mixing where the loss cannot take it; more images than agreed on.
+        """
+        require_views(online, target, self.width)
+        if mix is not None:
+            if self.refuses_mix:
+                raise ValueError(f"CutMix is refused for {type(self).__name__}: {self.refuses_mix}")
+            require_mix(mix, online[0].shape[0], online[0].device)
+        if self.training:
+            require_no_recomputation()
+        exact = torch.promote_types(common_dtype([*online, *target]), torch.float32)
+        if self.target != "weight_sharing":
+            target = [view.detach() for view in target]
+        online_VNC, broken = _finite(online, common_dtype(online))
+        target_2NC, broken_target = _finite(target, exact)
+        predicted_VNC, broken_prediction = _finite(self.predicted(online_VNC), exact)
+        with without_autocast(online_VNC.device):
+            raised = torch.stack([broken | broken_target | broken_prediction, broken_target]).to(torch.int32)
+            views = Views(predicted_VNC, target_2NC, mix, raised)
+            loss = self.loss_of(views)
+            with torch.no_grad():
+                unit_VNC = unit(online_VNC.to(exact))
+                cosine = mean((unit_VNC * views.positives(unit(target_2NC))).sum(-1))
+                flag = ranks.largest(raised[0], self.process_group) if self.over_ranks else raised[0]
+        metrics = {"objective": loss.detach().clone(), "positive_cosine": cosine}
+        unit_MC = unit_VNC[:2].flatten(0, 1)
+        return ObjectiveOutput(loss, metrics, flag.to(loss.dtype), unit_MC, self.over_ranks, self.process_group)
+
+    def predicted(self, online_VNC: Tensor) -> Sequence[Tensor] | Tensor:
+        """What the loss is computed from, in autocast where it is on; the online embeddings themselves."""
+        return online_VNC
+
+    def loss_of(self, views: Views) -> Tensor:
+        """The loss, a scalar."""
+        raise NotImplementedError
+
+
+def unit(rows_VNC: Tensor) -> Tensor:
+    """z / max(‖z‖, 1e-12); no gradient flows into a row of zeros."""
+    used_VN1 = (rows_VNC.detach() != 0).any(-1, keepdim=True)
+    return torch.where(used_VN1, normalize(torch.where(used_VN1, rows_VNC, 1.0), dim=-1), 0.0)
+
+
+def mean(terms_VN: Tensor) -> Tensor:
+    """The mean over views and images; 0 without images."""
+    return terms_VN.sum() / max(1, terms_VN.numel())
+
+
+def _finite(views: Sequence[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[V, N, C] with 0 for rows that are not finite, into which no gradient flows; and whether there are such."""
+    rows_VNC = torch.stack([view.to(dtype) for view in views])
+    finite_VN1 = torch.isfinite(rows_VNC.detach()).all(-1, keepdim=True)
+    return torch.where(finite_VN1, rows_VNC, 0.0), ~finite_VN1.all()

@@ -1,0 +1,77 @@
+"""Tensors that are an objective's state: in its state dict, and neither parameters nor buffers.
+
+Every rank makes the same by itself. What sends, averages or converts a model's buffers (DDP, `AveragedModel`, `half`)
+leaves them alone; they follow the module from device to device, never to a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class KeptState(nn.Module):
+    """A module whose `kept` tensors are state.
+
+    A state dict's tensors are taken in their own dtype, so that a run goes on bit for bit.
+
+    Attributes:
+        kept: their names.
+    """
+
+    kept: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeptState:
+        with torch.inference_mode(False):
+            for name in self.kept:
+                tensor = getattr(self, name)
+                there = moved(tensor, fn)
+                setattr(self, name, there.zero_() if tensor.is_meta and not there.is_meta else there)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.kept:
+            destination[prefix + name] = getattr(self, name)
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = {prefix + name: name for name in self.kept}
+        others = {key: value for key, value in state_dict.items() if key not in names}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if strict:
+            missing_keys += [key for key in names if key not in state_dict]
+        for key, name in names.items():
+            own, found = getattr(self, name), state_dict.get(key)
+            if found is None:
+                continue
+            if found.shape != own.shape:
+                error_msgs.append(f"{key} is {list(found.shape)} in the state dict and {list(own.shape)} here")
+                continue
+            with torch.inference_mode(False):
+                assigned = local_metadata.get("assign_to_params_buffers", False)
+                device = found.device if assigned or own.is_meta else own.device
+                setattr(self, name, found.detach().to(device, copy=not assigned))
+
+
+def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor where `fn`, which moves or converts a module's tensors, puts it, in its own dtype."""
+    # `fn` is shown whole numbers: it does not convert those, or so seldom that it shows.
+    bits = tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
+    there = fn(bits)
+    if there is bits:
+        return tensor
+    return there.view(tensor.dtype) if there.dtype == bits.dtype else tensor.to(there.device)

@@ -1,0 +1,144 @@
+"""Sums over samples, weighted by how similar they are to a row; no array is made of all rows by all samples.
+
+Shape suffixes: N rows, K samples, C embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22  # similarities that are held at once
+LEAST = 256  # samples, all the same: products of fewer are slow
+
+
+def product(left_NK: Tensor, right_KC: Tensor) -> Tensor:
+    """left · right, summed and returned in fp32 or better, whatever is multiplied."""
+    exact = torch.promote_types(left_NK.dtype, torch.float32)
+    if left_NK.dtype == exact:
+        return left_NK @ right_KC.to(exact)
+    if left_NK.is_cuda:
+        return torch.mm(left_NK, right_KC, out_dtype=exact)
+    return left_NK.to(exact) @ right_KC.to(exact)
+
+
+def softmax_sum(
+    query_NC: Tensor,
+    key_KC: Tensor,
+    temperature: float,
+    *,
+    bias_K: Tensor | None = None,
+    positive_NC: Tensor | None = None,
+    own: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Σ s_v·v over the samples with s = softmax(u·v/τ), by an online softmax over chunks of them.
+
+    Args:
+        query_NC: u.
+        key_KC: v.
+        temperature: τ.
+        bias_K: 0 for a sample, −∞ for what is none.
+        positive_NC: one more sample for each row.
+        own: the sample that is row 0 itself and no sample for it, `own` + 1 for row 1, and so on.
+
+    Returns:
+        The sums [N, C] and log Σ exp(u·v/τ) [N], in fp32 or better; 0 where there is no sample.
+    """
+    exact = torch.promote_types(query_NC.dtype, torch.float32)
+    rows = query_NC.shape[0]
+    if positive_NC is None:
+        sum_NC = query_NC.new_zeros(query_NC.shape, dtype=exact)
+        most_N1 = query_NC.new_full((rows, 1), torch.finfo(exact).min, dtype=exact)
+        mass_N1 = torch.zeros_like(most_N1)
+    else:
+        sum_NC = positive_NC.to(exact, copy=True)
+        most_N1 = (query_NC.to(exact) * sum_NC).sum(-1, keepdim=True) / temperature
+        mass_N1 = torch.ones_like(most_N1)
+    for chunk, weight_NK in _similarities(query_NC, key_KC, temperature, bias_K):
+        if own is not None:
+            _each_row(weight_NK, own - chunk.start).fill_(-torch.inf)
+        larger_N1 = torch.maximum(most_N1, weight_NK.amax(-1, keepdim=True))
+        shrink_N1 = (most_N1 - larger_N1).exp_()
+        weight_NK.sub_(larger_N1).exp_()
+        mass_N1.mul_(shrink_N1).add_(weight_NK.sum(-1, keepdim=True))
+        most_N1 = larger_N1
+        _add_product_(sum_NC.mul_(shrink_N1), weight_NK, key_KC[chunk])
+    has_N1 = mass_N1 > 0
+    mass_N1 = torch.where(has_N1, mass_N1, 1.0)
+    log_N1 = torch.where(has_N1, most_N1 + mass_N1.log(), 0.0)
+    return sum_NC.div_(mass_N1), log_N1.squeeze(-1)
+
+
+def softmax_of_samples(
+    query_NC: Tensor, key_KC: Tensor, temperature: float, log_K: Tensor, own: int | None = None
+) -> Tensor:
+    """Σ t_v·v with t_v = exp(v·u/τ − log_K[v]): the share that row u has in each sample's own softmax.
+
+    Args:
+        query_NC, key_KC, temperature, own: as in `softmax_sum`.
+        log_K: the samples' log Σ exp; ∞ for what is no sample.
+    """
+    exact = torch.promote_types(query_NC.dtype, torch.float32)
+    sum_NC = query_NC.new_zeros(query_NC.shape, dtype=exact)
+    for chunk, weight_NK in _similarities(query_NC, key_KC, temperature, -log_K):
+        if own is not None:
+            _each_row(weight_NK, own - chunk.start).fill_(-torch.inf)
+        _add_product_(sum_NC, weight_NK.exp_(), key_KC[chunk])
+    return sum_NC
+
+
+def similarity_sum(query_NC: Tensor, key_KC: Tensor, value_KC: Tensor) -> Tensor:
+    """Σ (q·k)·v over the samples, [N, C] in fp32 or better: (q·kᵀ)·v or q·(kᵀ·v), whichever multiplies less."""
+    rows, width = query_NC.shape
+    samples = key_KC.shape[0]
+    if products_first(rows, samples, width):
+        return product(query_NC, product(key_KC.T, value_KC).to(query_NC.dtype))
+    sum_NC = query_NC.new_zeros(query_NC.shape, dtype=torch.promote_types(query_NC.dtype, torch.float32))
+    for chunk, weight_NK in _similarities(query_NC, key_KC, 1.0, None):
+        _add_product_(sum_NC, weight_NK, value_KC[chunk])
+    return sum_NC
+
+
+def products_first(rows: int, samples: int, width: int) -> bool:
+    """Whether q·(kᵀ·v), with a matrix [C, C] in between, takes fewer multiplications than (q·kᵀ)·v."""
+    return width * (samples + rows) < 2 * rows * samples
+
+
+def _similarities(
+    query_NC: Tensor, key_KC: Tensor, temperature: float, bias_K: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """u·v/τ + bias, of some samples after the other, in memory that the next ones take over."""
+    rows, samples = query_NC.shape[0], key_KC.shape[0]
+    step = max(LEAST, CHUNK // max(1, rows))
+    exact = torch.promote_types(query_NC.dtype, torch.float32)
+    room = query_NC.new_empty(rows * min(step, samples), dtype=exact)
+    for first in range(0, samples, step):
+        chunk = slice(first, min(first + step, samples))
+        weight_NK = room[: rows * (chunk.stop - first)].view(rows, chunk.stop - first)
+        if query_NC.dtype == exact:
+            bias = weight_NK.new_zeros(1) if bias_K is None else bias_K[chunk]
+            torch.addmm(
+                bias, query_NC, key_KC[chunk].T, beta=0 if bias_K is None else 1, alpha=1 / temperature, out=weight_NK
+            )
+        else:
+            weight_NK.copy_(product(query_NC, key_KC[chunk].T)).mul_(1 / temperature)
+            if bias_K is not None:
+                weight_NK.add_(bias_K[chunk])
+        yield chunk, weight_NK
+
+
+def _add_product_(sum_NC: Tensor, weight_NK: Tensor, value_KC: Tensor) -> None:
+    if value_KC.dtype == sum_NC.dtype:
+        sum_NC.addmm_(weight_NK, value_KC)
+    else:
+        sum_NC.add_(product(weight_NK.to(value_KC.dtype), value_KC))
+
+
+def _each_row(weight_NK: Tensor, first: int) -> Tensor:
+    """The entries (0, first), (1, first + 1), … as far as there are such."""
+    rows, columns = weight_NK.shape
+    if first >= columns or first <= -rows:
+        return weight_NK.new_empty(0)
+    return weight_NK.diagonal(first)
