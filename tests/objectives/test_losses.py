@@ -212,6 +212,38 @@ def test_on_several_ranks_gradients_and_state_are_those_of_one(workers, size, na
     compare(steps_of_slice(name, settings), workers(size).run(steps_of_slice, name, settings))
 
 
+def predictor_gradients() -> list[Tensor]:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    objective, part = made(BYOL), slice(12 * rank // size, 12 * (rank + 1) // size)
+    target = [z[part] for z in views(images=12, seed=1)]
+    objective(online=[z[part] for z in views(3, images=12)], target=target).loss.backward()
+    return [parameter.grad / size for parameter in objective.parameters()]
+
+
+def test_a_predictors_gradients_averaged_over_ranks_are_those_of_one(workers):
+    parts = workers(2).run(predictor_gradients)
+    for whole, *own in zip(predictor_gradients(), *parts, strict=True):
+        torch.testing.assert_close(sum(own), whole, rtol=1e-10, atol=1e-13)
+        assert whole.norm() > 0
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_under_autocast_embeddings_in_bf16_have_the_gradient_of_exact_ones(kind):
+    exact, low = made(kind), made(kind).float()
+    if kind is MoCo:  # its bank takes the dtype of embeddings
+        low.bank.keys = low.bank.keys.float()
+    online = leaves(views(3, images=12, dtype=torch.bfloat16))
+    target = views(images=12, seed=1, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = low(online=online, target=target)
+        output.loss.backward()
+    assert output.loss.dtype == torch.float32 and online[0].grad.dtype == torch.bfloat16
+    same = leaves([z.detach().double() for z in online])
+    exact(online=same, target=[m.double() for m in target]).loss.backward()
+    found, expected = (torch.cat([z.grad.double() for z in branch]) for branch in (online, same))
+    assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
 @pytest.mark.parametrize("name", ["MoCo", "SimCLR", "DirectPred"])
 def test_ranks_may_have_different_numbers_of_images(workers, name):
     compare(steps_of_slice(name, {}), workers(2).run(steps_of_slice, name, {}, True))
