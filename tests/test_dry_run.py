@@ -19,6 +19,7 @@ from unigrad_fast.dry_run import Card, prepared, walk
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.training import branches
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.reduction import BucketedReduction
 
@@ -163,7 +164,7 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     with thin():
         encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
         found = walk(config, 1, CARD)
-        with mock.patch.object(training, "make_copies", return_value={}):
+        with mock.patch.object(branches, "make_copies", return_value={}):
             casting = walk(config, 1, CARD)
     layers = [module for module in encoder.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     weights = [parameter for layer in layers for parameter in layer.parameters()]

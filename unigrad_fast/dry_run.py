@@ -45,6 +45,7 @@ from unigrad_fast.pipelines.cutmix import Mix
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training import branches
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
@@ -204,7 +205,7 @@ def _trainer(config: Config, world: World) -> training.Trainer:
         mock.patch.object(training, "BadImages"),
         mock.patch.object(training, "identity"),
         mock.patch.object(training, "build_loader", return_value=loader),
-        mock.patch.object(training, "make_target", make_target),
+        mock.patch.object(branches, "make_target", make_target),
         mock.patch.object(training, "build_fragments", build_fragments),
         mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
     ):
@@ -381,8 +382,9 @@ def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
         "target": list(trainer.target.parameters()),
         "the target's weights in bf16": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
-        "correlation": [t for t in vars(trainer.objective.average).values() if isinstance(t, Tensor)]
-        + list(trainer.objective.average.buffers()),
+        "correlation": [
+            t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)
+        ],
     }
 
 
