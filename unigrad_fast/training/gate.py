@@ -50,7 +50,8 @@ class StepGate:
     """Restores running buffers after a dropped step, and counts dropped steps.
 
     Args:
-        modules: the online encoder, with its predictor, and the target encoder.
+        modules: the encoders, and a predictor by itself: autograd would take what it keeps for what torch's batch norm
+            saves, did they share memory.
         max_skipped: dropped steps in a row after which the run stops.
     """
 

@@ -105,7 +105,8 @@ class Trainer:
         self.begins_update = is_sharded  # a step of its own, which has most time before the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
         self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
-        self.gate = StepGate([online, self.target], config.engine.max_skipped_steps, world.device)
+        parts = [encoder, self.target, *([] if predictor is None else [predictor])]
+        self.gate = StepGate(parts, config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
 
