@@ -145,7 +145,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
 
     Raises:
-        UserError: the batch does not divide over the ranks, or a ZeRO stage or compiled networks, which are not walked.
+        UserError: the batch does not divide over the ranks, or a ZeRO stage, a method or compiled networks, which are
+            not walked.
         RuntimeError: the step reads a value; or there is a process group already.
     """
     if config.engine.zero_stage:
@@ -154,6 +155,11 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
+    if config.objective.epsilon is not None:
+        raise UserError(
+            "objective.method = byol_directpred: the host waits for its eigenvectors, which the dry run cannot walk; "
+            "use another method"
+        )
     config.check_world(ranks)
     found = Walk()
     branches = as_on_cuda() if as_cuda else contextlib.nullcontext()
