@@ -162,7 +162,7 @@ class Objective(Node):
     negative_target: Literal["target", "stop_gradient"] | None = None
     """Branch of the negative samples: target, or stop_gradient for the online one (paper: third row of its table)."""
     balance: Annotated[float, Field(ge=0)] | Literal["dynamic"] | None = None
-    """Weight of the negative term; null: unigrad 100, (f), (g) 5e-3, (h) 50, (i) 4e-5, (j) 25, (d) dynamic (paper)."""
+    """Weight of the negative term; null: (a), (b) 1, (d) dynamic, (e) 100, (f), (g) 5e-3, (h) 50, (j) 25 (paper)."""
     decay: float | None = Field(default=None, ge=0, lt=1)
     """Share of the old correlation matrix that is kept at each micro-batch; null is 0.99 (paper)."""
     correlation_source: Literal["target", "online"] | None = None

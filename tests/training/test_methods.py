@@ -121,6 +121,47 @@ def test_every_method_takes_steps_on_one_rank(images, workers, target):
     assert all(workers(1).run(alone, [config_of(str(images), named, target) for named in METHOD])[0])
 
 
+MULTICROP = {
+    **{"data__recipe": "multicrop", "data__image_size": 32, "data__local_crops": 2, "data__local_views": {"size": 16}},
+    "engine__accumulation_steps": 2,
+}
+
+
+def losses(configs: list[Config]) -> list[list[float]]:
+    """Of three steps of each run, after a warm-up that leaves no trace."""
+    found = []
+    for config in configs:
+        trainer = made(config)
+        trainer.warm_up()
+        stream = batches(trainer)
+        for step in range(3):
+            trainer.step(step, stream)
+        found.append([metrics["loss"] for _, metrics in trainer.metrics(before=3)])
+    return found
+
+
+def require_ranks_agree(images: Path, workers, forms: list[str]) -> None:
+    configs = [config_of(str(images), named, **MULTICROP) for named in forms]
+    for named in forms:
+        if named not in methods.SAMPLES_ARE_MIXED:
+            source = (
+                {"objective__correlation_source": "target"} if "correlation_source" in methods.SETTINGS[named] else {}
+            )
+            mixed = {**MULTICROP, **source, "data__cutmix": {"probability": 1.0, "group": 4}}
+            configs += [config_of(str(images), named, target, **mixed) for target in ("momentum", "stop_gradient")]
+    for one, two in zip(workers(1).run(losses, configs)[0], workers(2).run(losses, configs)[0], strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-4)
+
+
+def test_multicrop_cutmix_and_accumulation_are_the_same_on_two_ranks(images, workers):
+    require_ranks_agree(images, workers, ["moco", "original byol", "original barlow_twins"])
+
+
+@pytest.mark.slow
+def test_every_method_with_multicrop_and_cutmix_is_the_same_on_two_ranks(images, workers):
+    require_ranks_agree(images, workers, list(METHOD))
+
+
 def passes(config: Config) -> tuple[list[bool], int]:
     """Of each pass of an encoder in a step whether it had a gradient, and the parameters of the target's copy."""
     trainer, found, forward = made(config), [], Encoder.forward
