@@ -19,6 +19,7 @@ from unigrad_fast.dry_run import Card, Walk, prepared, walk
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.training import branches
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.reduction import BucketedReduction
 
@@ -43,6 +44,8 @@ CASES = {
     "accumulation": {"engine": {"accumulation_steps": 2}},
     "LARS": {"optimizer": {"name": "lars", "clip_norm": 1.0, "exclude_bias_and_norm": True, "bias_base_lr": 0.01}},
     "AdamW": {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
+    "MoCo": {"objective": {"method": "moco", "bank_size": 32}},
+    "SimSiam": {"objective": {"method": "simsiam"}},
 }
 
 
@@ -163,7 +166,7 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     with thin():
         encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
         found = walk(config, 1, CARD)
-        with mock.patch.object(training, "make_copies", return_value={}):
+        with mock.patch.object(branches, "make_copies", return_value={}):
             casting = walk(config, 1, CARD)
     layers = [module for module in encoder.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     weights = [parameter for layer in layers for parameter in layer.parameters()]
@@ -265,3 +268,20 @@ def test_times_follow_the_cards_figures():
     with thin():
         fast, found = (walk(configured(1), 1, card).parts["convolution"] for card in (CARD, slow))
     assert fast.flops == found.flops and found.seconds > fast.seconds
+
+
+def test_without_a_momentum_target_a_step_launches_less_and_keeps_no_copy():
+    with thin():
+        found = {
+            target: walk(configured(8, objective={"target": target}), 8, CARD)
+            for target in ("momentum", "stop_gradient")
+        }
+    assert found["momentum"].peak["target"] > 0 == found["stop_gradient"].peak["target"]
+    one, both = (found[target].parts["convolution"].launches for target in ("stop_gradient", "momentum"))
+    # With backward for inputs and weights, but for the first one's input, it is thrice as much.
+    assert 3 * (both - one) - 1 == one
+
+
+def test_a_method_whose_eigenvectors_the_host_waits_for_is_refused():
+    with pytest.raises(UserError, match=r"objective\.method = byol_directpred: .*; use another method"):
+        walk(configured(1, objective={"row": "d"}), 1, CARD)

@@ -51,7 +51,7 @@ from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import checkpoint, engine
+from unigrad_fast.training import branches, checkpoint, engine
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.fragments import Fragments, PartitionedFragments, WholeFragments
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -233,6 +233,11 @@ def require_walkable(config: Config, ranks: int) -> None:
         raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
+    if config.objective.epsilon is not None:
+        raise UserError(
+            "objective.method = byol_directpred: the host waits for its eigenvectors, which the dry run cannot walk; "
+            "use another method"
+        )
     config.check_world(ranks)
 
 
@@ -248,9 +253,9 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     """
     require_walkable(config, ranks)
     found = Walk()
-    branches = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
+    device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with branches, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
+    with device, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
             with _spies(found):
                 trainer.step(0, iter(batches))
@@ -297,7 +302,7 @@ def _trainer(config: Config, world: World) -> training.Trainer:
         mock.patch.object(training, "BadImages"),
         mock.patch.object(training, "identity"),
         mock.patch.object(training, "build_loader", return_value=loader),
-        mock.patch.object(training, "make_target", make_target),
+        mock.patch.object(branches, "make_target", make_target),
         mock.patch.object(training, "build_fragments", build_fragments),
         mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
     ):
@@ -532,8 +537,9 @@ def _lasting(trainer: training.Trainer) -> dict[str, list[Tensor]]:
         "target": list(trainer.target.parameters()),
         "the target's weights in bf16": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
-        "correlation": [t for t in vars(trainer.objective.average).values() if isinstance(t, Tensor)]
-        + list(trainer.objective.average.buffers()),
+        "correlation": [
+            t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)
+        ],
     }
 
 

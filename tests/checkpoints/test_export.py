@@ -122,6 +122,13 @@ def test_a_pth_file_is_a_plain_state_dict_of_torchvision_alone(run, capsys):
     assert list(state) == list(expected.state_dict())
 
 
+def test_a_run_without_a_momentum_target_has_no_target_branch_to_export(run, capsys, monkeypatch):
+    config = resolve("quickstart", {"objective": {"target": "stop_gradient"}})
+    monkeypatch.setattr(export, "configuration", lambda *_: (config, []))
+    error = refused(capsys, run, "--branch", "target")
+    assert "branch = target: with objective.target stop_gradient" in error and "export the online branch" in error
+
+
 def test_the_target_branch_has_its_own_weights(run, capsys):
     exported(capsys, run)
     exported(capsys, run, "--branch", "target")

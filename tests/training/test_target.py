@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.checkpoints.files import Reader
-from unigrad_fast.training import checkpoint
-from unigrad_fast.training import trainer as training
+from unigrad_fast.training import branches, checkpoint
 from unigrad_fast.training.target import embed, make_copies, make_target, refresh_, update_target_
 
 
@@ -100,7 +99,7 @@ def test_without_autocast_there_are_no_copies(online):
 def run_in_bf16(images: str, folder: Path, with_copies: bool) -> dict[str, dict[str, Tensor]]:
     """State after a step, a checkpoint, and one more step of a trainer that begins from it."""
     config = small_config(images, engine__precision="bf16").model_copy(update={"output": folder})
-    with nullcontext() if with_copies else mock.patch.object(training, "make_copies", return_value={}):
+    with nullcontext() if with_copies else mock.patch.object(branches, "make_copies", return_value={}):
         first, second = make_trainer(config), make_trainer(config)
     assert bool(second.target_copies) == with_copies
     first.step(0, batches(first))

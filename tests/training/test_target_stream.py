@@ -15,7 +15,7 @@ from unigrad_fast.config import resolve
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import trainer as training
+from unigrad_fast.training import branches
 from unigrad_fast.training.target_stream import TargetStream
 
 
@@ -62,11 +62,11 @@ def order_of_a_step(images: str) -> list[str]:
     with ExitStack() as stack:
         stack.enter_context(streams(events))
         trainer.target_stream = TargetStream(config.model_copy(update={"engine": engine}), on_a_gpu())
-        stack.enter_context(mock.patch.object(training, "embed", noting("target", training.embed)))
+        stack.enter_context(mock.patch.object(branches, "embed", noting("target", branches.embed)))
         network = trainer.online.module
         stack.enter_context(mock.patch.object(network, "forward", noting("online", network.forward)))
         stack.enter_context(mock.patch.object(UniGrad, "forward", noting("objective", UniGrad.forward)))
-        stack.enter_context(mock.patch.object(training, "update_target_", noting("update", training.update_target_)))
+        stack.enter_context(mock.patch.object(branches, "update_target_", noting("update", branches.update_target_)))
         trainer.step(0, batches(trainer))
     return events
 

@@ -56,8 +56,9 @@ def export(
         The file.
 
     Raises:
-        UserError: a run without weights, a stem that torchvision has not, no linear probe of these weights, or an
-            output that cannot be written, exists or is a run's own; nothing was written then.
+        UserError: a run without weights, or without a target branch of its own, a stem that torchvision has not, no
+            linear probe of these weights, or an output that cannot be written, exists or is a run's own; nothing was
+            written then.
     """
     if probe is not None and not with_linear:
         raise UserError(f"probe = {probe}: belongs to --with_linear true; leave it out, or add that")
@@ -65,6 +66,11 @@ def export(
     config, told = configuration(run, reader)
     for line in told:
         print(f"warning: {line}")
+    if branch == "target" and config.objective.target != "momentum":
+        raise UserError(
+            f"branch = target: with objective.target {config.objective.target} the run keeps no copy of the encoder; "
+            "export the online branch"
+        )
     format = _format(format, output)
     if format == "torchvision" and config.model.stem != "imagenet":
         raise UserError(

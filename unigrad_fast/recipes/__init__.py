@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from unigrad_fast.recipes.methods import DERIVED, exchanged, fitted
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import merge
@@ -18,9 +19,9 @@ YAML_ENDINGS = (".yaml", ".yml")
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
+    """Names of the shipped recipes: the files, and what `methods` makes of some of them."""
     files = resources.files(__name__).iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted([*DERIVED, *(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))])
 
 
 def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -33,6 +34,9 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
         below: files that this one is the base of, the first of them given by the user.
     """
     name = str(name_or_path)
+    if name in DERIVED:
+        base, method = DERIVED[name]
+        return {**load_recipe(base), "objective": fitted(base, {"method": method}), "recipe": name}
     if name in recipe_names():
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
         return {**_parse_yaml(text, name), "recipe": name}
@@ -62,7 +66,7 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
             return tree
         base = os.fspath(file)
     inherited = load_recipe(base, (*below, path))
-    return {**merge(inherited, tree), "recipe": inherited.get("recipe", DEFAULT_RECIPE)}
+    return {**merge(exchanged(inherited, tree), tree), "recipe": inherited.get("recipe", DEFAULT_RECIPE)}
 
 
 def title(name_or_path: str | Path) -> str:

@@ -63,7 +63,7 @@ def _keys(
             yield from _wrapped(f"{field.description} (default: {_shown(default)})", width, " " * 6)
     for name, inner, description in groups:
         yield from _wrapped(f"{prefix}{name}: {description}", width, "")
-        below = None if defaults is None else getattr(defaults, name)
+        below = options.model_fields[name].get_default() if defaults is None else getattr(defaults, name)
         yield from _keys(inner, below, (), f"{prefix}{name}.", width)
 
 

@@ -8,10 +8,14 @@ with the step, from which the schedules and the data of every later step follow.
 come from the fragments of the ZeRO stage, F from where it is placed; what all ranks hold alike is written in shares. So
 any stage, placement and number of ranks reads what any other wrote, bit for bit; of an F that was sharded and is
 replicated now the upper triangle, since shards are symmetric to rounding.
+
+Other methods than UniGrad have what they keep in place of F or beside it: a bank, W_h, a predictor's running statistics
+(its weights are among `online.*`). Without a momentum target there is no `target.*`.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,13 +114,16 @@ def size(trainer: Trainer) -> int:
     copies = 1 + trainer.optimizer.copies
     weights_and_kept = copies * fp32 * sum(parameter.numel() for parameter in online.parameters())
     others = [*online.buffers(), *trainer.target.state_dict().values()]
-    correlation = fp32 * trainer.objective.width**2
-    return weights_and_kept + correlation + sum(tensor.numel() * tensor.element_size() for tensor in others)
+    kept = sum(math.prod(f.shape) * f.tensor.element_size() for f in _of_objective(trainer.objective))
+    return weights_and_kept + kept + sum(tensor.numel() * tensor.element_size() for tensor in others)
 
 
 def _of_objective(objective: nn.Module) -> Iterator[Fragment]:
     shards = {name: module for name, module in objective.named_modules() if isinstance(module, ShardedCorrelation)}
+    trained = {name for name, _ in objective.named_parameters()}  # of a predictor, which the engine trains
     for name, tensor in objective.state_dict().items():
+        if name in trained:
+            continue
         owner, _, kind = name.rpartition(".")
         if owner not in shards or kind == "updates":
             yield whole(f"objective.{name}", tensor)

@@ -2,7 +2,8 @@
 
 Three things hold state besides F, which its objective guards: the optimizer (see `sgd.SGD`), the target
 branch (see `target.update_target_`) and the running buffers of batch norm in both branches, which a forward pass
-changes at once. The gate keeps the buffers as they were before the step and puts them back by a select.
+changes at once. The gate keeps the buffers as they were before the step and puts them back by a select; so it does with
+a predictor's running statistics, which are no buffers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from unigrad_fast.objectives.state import KeptState
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.training.host_copy import HostCopy
 
@@ -17,13 +19,14 @@ from unigrad_fast.training.host_copy import HostCopy
 class FlatBuffers:
     """The buffers of a module in one tensor per dtype, so that keeping and restoring them is one operation each.
 
-    The module's buffers become views of the flat tensors; they must only be changed in place afterwards.
+    They and what a predictor keeps become views of the flat tensors; they must only be changed in place afterwards.
     """
 
     def __init__(self, module: nn.Module):
         owners: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
         for owner in module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
+            kept = ((name, getattr(owner, name)) for name in owner.kept) if isinstance(owner, KeptState) else ()
+            for name, buffer in (*owner.named_buffers(recurse=False), *kept):
                 owners.setdefault(buffer.dtype, []).append((owner, name, buffer))
         self.flats = []
         for group in owners.values():
@@ -47,7 +50,8 @@ class StepGate:
     """Restores running buffers after a dropped step, and counts dropped steps.
 
     Args:
-        modules: the online and the target encoder.
+        modules: the encoders, and a predictor by itself: autograd would take what it keeps for what torch's batch norm
+            saves, did they share memory.
         max_skipped: dropped steps in a row after which the run stops.
     """
 

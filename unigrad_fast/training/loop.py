@@ -245,6 +245,8 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         f"{count(config.schedule.epochs, 'epoch')} of {count(trainer.steps_per_epoch, 'step')}, "
         f"batch {config.data.batch_size}, {described(config)}, seed {config.seed}; run folder {config.output}"
     )
+    if said := method_of(config):
+        telemetry.say(said)
     if 0 < trainer.steps_done < trainer.total_steps:
         telemetry.resumed()
     if said := trainer.bad_images.told_at_start():
@@ -290,6 +292,16 @@ def described(config: Config) -> str:
     if config.data.growth():
         views += f" from {config.data.progressive.start_size} px in {config.data.progressive.epochs} epochs"
     return views + (", CutMix" if config.data.cutmix.probability else "")
+
+
+def method_of(config: Config) -> str | None:
+    """What a run minimises, in a few words, where it is not UniGrad with a momentum target."""
+    objective = config.objective
+    if (objective.method, objective.row, objective.target) == ("unigrad", None, "momentum"):
+        return None
+    branch = "the momentum branch" if objective.target == "momentum" else "the online branch"
+    row = f", row ({objective.row})" if objective.row else ""
+    return f"{objective.method}{row}, {objective.form} form; targets from {branch} ({objective.target})"
 
 
 def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:

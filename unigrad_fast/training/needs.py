@@ -40,8 +40,16 @@ def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[No
     return room_for("gradients and the optimizer's state", (1 + optimizer.copies) * bytes_of(encoder), remedy)
 
 
-def correlation(config: Config, shards: int) -> AbstractContextManager[None]:
+def objective(config: Config, shards: int) -> AbstractContextManager[None]:
+    """What a method keeps from step to step: F, also with what is made of its eigenvectors, or a bank."""
     width, remedy = config.model.projector.width, "a smaller model.projector.width needs less"
+    if (keys := config.objective.bank_size) is not None:
+        less = f"a smaller objective.bank_size needs less; {remedy}"
+        return room_for(f"the bank, [{keys}, {width}]", 4 * keys * width, less)
+    if config.objective.decay is None:
+        return room_for("the objective", None, remedy)
+    if config.objective.epsilon is not None:
+        return room_for(f"F and W_h, [{width}, {width}] each", 8 * width**2, remedy)
     if shards > 1:
         return room_for(f"1/{shards} of F, [{width}, {width}]", 4 * width**2 // shards, remedy)
     return room_for(

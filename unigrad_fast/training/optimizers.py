@@ -13,12 +13,24 @@ from unigrad_fast.optimization.sgd import SGD
 __all__ = ["LARS", "SGD", "AdamW", "build_optimizer", "parameter_groups"]
 
 
-def parameter_groups(module: nn.Module, settings: config.Optimizer) -> list[dict]:
+def parameter_groups(module: nn.Module, settings: config.Optimizer, constant: nn.Module | None = None) -> list[dict]:
     """Parameters with their weight decay, and `lr_share`, their part of the schedule's learning rate.
 
     One-dimensional ones, biases and batch norm, are a group of their own where they are treated otherwise: with
     `exclude_bias_and_norm` they have no decay, and LARS does not adapt them; `bias_base_lr` is their learning rate.
+
+    Args:
+        constant: a part of the module whose learning rate is the peak throughout: groups of its own, with `constant`.
     """
+    if constant is not None:
+        fixed = set(constant.parameters())
+        groups = parameter_groups(module, settings)
+        parts = [
+            {**group, "params": [p for p in group["params"] if (p in fixed) == is_fixed], "constant": is_fixed}
+            for is_fixed in (False, True)
+            for group in groups
+        ]
+        return [part for part in parts if part["params"]]
     decay, own_lr = settings.weight_decay, settings.bias_base_lr
     if not settings.exclude_bias_and_norm and own_lr is None:
         return [{"params": list(module.parameters()), "weight_decay": decay, "lr_share": 1.0}]
@@ -33,9 +45,13 @@ def parameter_groups(module: nn.Module, settings: config.Optimizer) -> list[dict
     ]
 
 
-def build_optimizer(module: nn.Module, settings: config.Optimizer) -> Gated:
-    """The optimizer of a configuration; the schedule sets its learning rate before each step."""
-    groups, clip_norm = parameter_groups(module, settings), settings.clip_norm
+def build_optimizer(module: nn.Module, settings: config.Optimizer, constant: nn.Module | None = None) -> Gated:
+    """The optimizer of a configuration; the schedule sets its learning rate before each step.
+
+    Args:
+        constant: see `parameter_groups`.
+    """
+    groups, clip_norm = parameter_groups(module, settings, constant), settings.clip_norm
     if settings.name == "adamw":
         betas = (settings.momentum, settings.second_momentum)
         return AdamW(groups, lr=settings.base_lr, betas=betas, clip_norm=clip_norm)

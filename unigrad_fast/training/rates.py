@@ -15,7 +15,8 @@ class Rates:
     The optimizer's groups have theirs as `lr`, for good: a launch that was recorded finds the rate of its step there.
 
     Args:
-        optimizer: each of its groups has `lr_share`, its part of the schedule's learning rate.
+        optimizer: each of its groups has `lr_share`, its part of the schedule's learning rate, or of the peak where it
+            is marked `constant`.
 
     Attributes:
         target_momentum: float64.
@@ -23,7 +24,7 @@ class Rates:
 
     def __init__(self, optimizer: Gated, device: torch.device):
         groups = optimizer.param_groups
-        self._shares = [group["lr_share"] for group in groups]
+        self._shares = [(group["lr_share"], group.get("constant", False)) for group in groups]
         count = len(groups) + 1
         self._sent = torch.zeros(12 * count, dtype=torch.uint8, device=device)  # in float64, then in fp32
         exact, single = self._sent[: 8 * count].view(torch.float64), self._sent[8 * count :].view(torch.float32)
@@ -32,9 +33,10 @@ class Rates:
             group["lr"] = rate
         self.target_momentum = exact[-1]
 
-    def send(self, learning_rate: float, target_momentum: float) -> None:
+    def send(self, learning_rate: float, peak: float, target_momentum: float) -> None:
         """Before a step; the host waits for nothing."""
-        numbers = [*(learning_rate * share for share in self._shares), target_momentum]
+        rates = [(peak if is_constant else learning_rate) * share for share, is_constant in self._shares]
+        numbers = [*rates, target_momentum]
         packed = struct.pack(f"={len(numbers)}d{len(numbers)}f", *numbers, *numbers)
         host = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if self._sent.is_cuda:

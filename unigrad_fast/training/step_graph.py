@@ -49,6 +49,8 @@ def require(config: Config, world: World) -> None:
         reason = f"engine.accumulation_steps is {engine.accumulation_steps}, and a graph is one micro-batch; use 1"
     elif engine.zero_stage:
         reason = f"engine.zero_stage is {engine.zero_stage}, where DeepSpeed's step is no part of a graph; use 0"
+    elif config.objective.method != "unigrad":
+        reason = f"objective.method is {config.objective.method}, whose step has not been recorded yet; use unigrad"
     elif engine.compile:
         reason = "engine.compile is on, and the two have not been tried together; leave one of them out"
     elif world.size > 1 and backend != "nccl":

@@ -14,15 +14,19 @@ from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.encoder import build_encoder
-from unigrad_fast.objectives import ObjectiveOutput, build
+from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
+from unigrad_fast.objectives.losses.loss import OriginalLoss
 from unigrad_fast.objectives.placement import choose
+from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
+from unigrad_fast.recipes import methods
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import compilation, needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
+from unigrad_fast.training.branches import WithPredictor, build_branch, build_predictor
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
@@ -31,7 +35,6 @@ from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.rates import Rates
 from unigrad_fast.training.reduction import backward, build_reduction
 from unigrad_fast.training.step_graph import StepGraph
-from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
@@ -46,7 +49,8 @@ class Trainer:
         goes_on: images that the run could not use before count; they do not where it begins, or begins again.
 
     Attributes:
-        online: the DeepSpeed engine around the online encoder; target: its momentum copy; objective: with F.
+        online: the DeepSpeed engine around the online encoder, and its predictor if it has one; objective: with F.
+        branch: where targets come from; target: its momentum copy of the encoder, an empty module where it keeps none.
         target_copies: the target's weights in autocast's dtype, which its forward pass reads.
         fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
         loader: batches of one micro-step each.
@@ -81,15 +85,17 @@ class Trainer:
         with needs.network(config):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
-        with needs.target(encoder, self.dtype):
-            self.target = make_target(encoder).to(memory_format=torch.channels_last)
-            self.target_copies = make_copies(self.target, self.dtype)
+        self.branch = build_branch(config, encoder, self.dtype)
+        self.target, self.target_copies = self.branch.module, self.branch.copies
         if config.engine.recompute_projector:
             encoder.recompute_projector()
-        self.optimizer = build_optimizer(encoder, config.optimizer)
-        with needs.optimizer(encoder, self.optimizer):
+        predictor = build_predictor(config, world.device)
+        online = encoder if predictor is None else WithPredictor(encoder, predictor)
+        constant = predictor is not None and config.objective.predictor_rate == "constant"
+        self.optimizer = build_optimizer(online, config.optimizer, predictor if constant else None)
+        with needs.optimizer(online, self.optimizer):
             self.online = build_engine(
-                encoder,
+                online,
                 self.optimizer,
                 settings=config.engine,
                 micro_batch_size=config.images_at_once(world.size),
@@ -103,8 +109,13 @@ class Trainer:
             # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
             self.online.module.compile()
             self.target.compile()
-        self.objective = build_objective(config, world)
-        self.gate = StepGate([encoder, self.target], config.engine.max_skipped_steps, world.device)
+        self.objective = build_objective(config, world, predictor)
+        is_sharded = isinstance(self.objective, UniGrad) and self.objective.placement == "sharded"
+        self.begins_update = is_sharded  # a step of its own, which has most time before the online branch
+        has_negative = not isinstance(self.objective, OriginalLoss)
+        self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
+        parts = [encoder, self.target, *([] if predictor is None else [predictor])]
+        self.gate = StepGate(parts, config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
         self.compute: step_graph.Compute = self.on_device
@@ -113,7 +124,7 @@ class Trainer:
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
-        self.rates.send(self.learning_rate(step), self.momentum(step + 1))
+        self.rates.send(self.learning_rate(step), self.peak_rate, self.momentum(step + 1))
         self.phases.start(step)
         self._waited = 0.0
         output = self.compute(self._taken(batches))
@@ -130,7 +141,7 @@ class Trainer:
         for batch in batches:
             output = self.micro_step(batch)
         skip = self.optimizer.nonfinite
-        update_target_(self.target, self.online.module, self.rates.target_momentum, skip, self.target_copies)
+        self.branch.update_(self.rates.target_momentum, skip)
         self.gate.close(skip)
         return output
 
@@ -139,8 +150,8 @@ class Trainer:
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
         with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
-            target = embed(self.target, self.target_copies, views[:2])
-        if self.objective.placement == "sharded":  # its update is a step of its own, and here it has most time
+            target = self.branch.embed(views[:2], is_mixed=mix is not None)
+        if target is not None and self.begins_update:
             self.target_stream.join()
             with self._autocast():
                 self.objective.begin_update(target)
@@ -148,6 +159,8 @@ class Trainer:
         if mix is not None:  # the target has seen the views as they are
             views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
+        if target is None:  # the online branch has made it
+            target = online[:2]
         self.target_stream.join()
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
@@ -178,9 +191,10 @@ class Trainer:
         self.gate.open()
         with self._autocast():
             with torch.no_grad():
-                embed(self.target, self.target_copies, views[:2])
+                self.branch.embed(views[:2], is_mixed=bool(self.config.data.cutmix.probability))
             embeddings = online(views)
-        torch.autograd.grad(embeddings, list(online.parameters()), [torch.zeros_like(each) for each in embeddings])
+        parameters = list(self.branch.encoder.parameters())
+        torch.autograd.grad(embeddings, parameters, [torch.zeros_like(each) for each in embeddings])
         self.gate.undo()
 
     def is_save_due(self) -> bool:
@@ -195,12 +209,17 @@ class Trainer:
         every = self.config.evaluation.every * self.steps_per_epoch
         return self.steps_done == self.total_steps or bool(every and self.steps_done % every == 0)
 
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate after the warm-up."""
+        return self.config.optimizer.base_lr * self.config.data.batch_size / 256
+
     def learning_rate(self, step: int) -> float:
         schedule = self.config.schedule
         return learning_rate(
             step,
             self.total_steps,
-            peak=self.config.optimizer.base_lr * self.config.data.batch_size / 256,
+            peak=self.peak_rate,
             warmup_steps=round(schedule.warmup_epochs * self.steps_per_epoch),
             kind=schedule.kind,
             min_fraction=schedule.min_lr_fraction,
@@ -213,7 +232,7 @@ class Trainer:
     def metrics(self, before: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Metrics of the reported steps before `before` that were not given out yet, averaged over ranks."""
         for step, numbers in self.numbers.receive(before):
-            named = dict(zip(REPORTED, numbers, strict=True))
+            named = dict(zip(self.reported, numbers, strict=True))
             if math.isnan(named["effective_rank"]):  # not computed in this step
                 del named["effective_rank"]
             yield (
@@ -243,14 +262,18 @@ class Trainer:
         if (step + 1) % settings.every != 0 and step not in (0, last):
             return
         ranked = (step + 1) % settings.effective_rank_every < settings.every or step in (0, last)
-        rank = self.objective.effective_rank() if ranked else torch.full_like(output.loss, torch.nan)
+        average = getattr(self.objective, "average", None)  # F, which not every method has
+        if ranked and average is not None:
+            rank = average.effective_rank(self.objective.process_group)
+        else:
+            rank = torch.full_like(output.loss, torch.nan)
         measured = {
             **output.metrics,
             "feature_std": output.feature_std(),
             "gradient_norm": self.optimizer.gradient_norm,
             "effective_rank": rank,
         }
-        numbers = torch.stack([measured[name].detach().float() for name in REPORTED])
+        numbers = torch.stack([measured[name].detach().float() for name in self.reported])
         dist.all_reduce(numbers)
         self.numbers.send(step, numbers / self.world.size)
 
@@ -258,23 +281,32 @@ class Trainer:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
 
 
-def build_objective(config: Config, world: World) -> nn.Module:
-    settings, width, images = config.objective, config.model.projector.width, config.images_at_once(world.size)
-    placement = settings.placement
+def build_objective(config: Config, world: World, predictor: Predictor | None = None) -> nn.Module:
+    """The objective of a configuration.
+
+    Args:
+        predictor: of BYOL and SimSiam, which the engine trains.
+    """
+    width, images = config.model.projector.width, config.images_at_once(world.size)
+    arguments = methods.build_arguments(dict(config.objective))
+    placement = "replicated"
+    if config.objective.method == "unigrad":
+        placement = arguments["placement"] = choose_placement(config, world)
+    elif predictor is not None:
+        arguments.pop("hidden", None)
+        arguments["predictor"] = predictor
+    with needs.objective(config, world.size if placement == "sharded" else 1):
+        return build(width=width, most_images=images, **arguments).to(world.device)
+
+
+def choose_placement(config: Config, world: World) -> str:
+    """Where F lies: "replicated" or "sharded"."""
+    placement, width = config.objective.placement, config.model.projector.width
     if placement == "auto":
-        placement = choose(width, images, len(config.data.views()), world.size)
-    elif placement == "sharded" and width < world.size:
+        return choose(width, config.images_at_once(world.size), len(config.data.views()), world.size)
+    if placement == "sharded" and width < world.size:
         raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
-    with needs.correlation(config, world.size if placement == "sharded" else 1):
-        return build(
-            settings.method,
-            width=width,
-            balance=settings.balance,
-            decay=settings.decay,
-            correlation_source=settings.correlation_source,
-            most_images=images,
-            placement=placement,
-        ).to(world.device)
+    return placement
 
 
 def build_loader(config: Config, world: World, manifest: Manifest, known: Mapping[tuple[int, int], str]) -> Loader:

@@ -20,10 +20,12 @@ class CollapseWatch:
     Args:
         warmup_steps: steps at the start in which nothing is said, for an untrained projector may look
             collapsed.
+        has_balance: whether the method has a negative term to be weighed.
     """
 
-    def __init__(self, warmup_steps: int) -> None:
+    def __init__(self, warmup_steps: int, has_balance: bool = True) -> None:
         self.warmup_steps = warmup_steps
+        self.remedy = "raise objective.balance or lower optimizer.base_lr" if has_balance else "lower optimizer.base_lr"
         self.warned = False
 
     def check(self, step: int, metrics: Mapping[str, float | None]) -> str | None:
@@ -41,7 +43,7 @@ class CollapseWatch:
         self.warned = True
         return (
             f"{COLLAPSING}: {' and '.join(signs)}. The encoder maps all images to nearly "
-            f"the same embedding and learns nothing; raise objective.balance or lower optimizer.base_lr"
+            f"the same embedding and learns nothing; {self.remedy}"
         )
 
     def remember(self, warning: str) -> None:

@@ -72,7 +72,8 @@ class Telemetry:
         self.lines = ProgressLines(self.length, clock)
         self.bar: ProgressBar | None = None  # in place of the lines
         self.throughput = Throughput(self.length, clock, progress or {})
-        self.collapse = CollapseWatch(round(config.schedule.warmup_epochs * steps_per_epoch))
+        warmup_steps = round(config.schedule.warmup_epochs * steps_per_epoch)
+        self.collapse = CollapseWatch(warmup_steps, has_balance=isinstance(config.objective.balance, float))
         self.results = Results()
         self.named_non_finite: set[str] = set()
 
