@@ -105,7 +105,7 @@ class Walk:
         parameters, largest: elements of the online network, and of its largest tensor.
         features: width of the backbone's output.
         checkpoint: bytes of one.
-        placement: of F.
+        placement: of F; empty for an objective that places none.
     """
 
     parts: dict[str, Part] = field(default_factory=lambda: {name: Part() for name in PARTS})
@@ -303,6 +303,7 @@ def _trainer(config: Config, world: World) -> training.Trainer:
         mock.patch.object(training, "identity"),
         mock.patch.object(training, "build_loader", return_value=loader),
         mock.patch.object(branches, "make_target", make_target),
+        mock.patch.object(process_group, "limit"),  # there is nobody to wait for
         mock.patch.object(training, "build_fragments", build_fragments),
         mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
     ):
@@ -388,7 +389,7 @@ class _Count(TorchDispatchMode):
         found.largest = max(p.numel() for p in parameters)
         found.features = trainer.online.module.backbone.feature_dim
         found.checkpoint = checkpoint.size(trainer)
-        found.placement = trainer.objective.placement
+        found.placement = getattr(trainer.objective, "placement", "")
 
     def __enter__(self):
         def mark(clock: PhaseClock, phase: str) -> None:

@@ -134,7 +134,16 @@ class Counted:
 
     @classmethod
     def of(cls, config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Counted:
-        """Walks; see `dry_run.walk`."""
+        """Walks; see `dry_run.walk`.
+
+        Raises:
+            UserError: besides, for an objective other than UniGrad.
+        """
+        if config.objective.method != "unigrad":
+            raise UserError(
+                f"objective.method = {config.objective.method}: the plan knows what UniGrad sends alone; plan the same "
+                "network with --objective.method unigrad"
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return cls(config, ranks, card, walk(config, ranks, card, as_cuda))
