@@ -33,7 +33,7 @@ from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 KINDS = ("gather", "exchange", "reduce")
 SHARED = "ranks on one machine share its cores: what scales here is bytes and memory, not speed"

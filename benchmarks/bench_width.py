@@ -41,7 +41,7 @@ from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import byte_size, count
+from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run
 
 WIDTHS = (512, 1024, 2048, 4096, 8192)

@@ -25,11 +25,17 @@ CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else 
 CONTEXT.set_forkserver_preload(["preloaded"])
 
 
-def start(function: Callable, *arguments: object, environment: Mapping[str, str] | None = None) -> BaseProcess:
-    """A process that calls a module-level function with this process's variables, those above and some more."""
+def start(
+    function: Callable, *arguments: object, environment: Mapping[str, str] | None = None, has_children: bool = False
+) -> BaseProcess:
+    """A process that calls a module-level function with this process's variables, those above and some more.
+
+    Args:
+        has_children: it may start processes; it is to be ended by whoever started it, as it does not end with this one.
+    """
     with mock.patch.dict(os.environ, ENVIRONMENT):
         variables = {**os.environ, **(environment or {})}
-        process = CONTEXT.Process(target=_run, args=(variables, function, arguments), daemon=True)
+        process = CONTEXT.Process(target=_run, args=(variables, function, arguments), daemon=not has_children)
         process.start()
     return process
 

@@ -18,7 +18,8 @@ from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_
 from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, methods, recipe_names, title
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
-from unigrad_fast.runtime.validation import AbsolutePath, Node, count, shown, validate
+from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
+from unigrad_fast.runtime.wording import count
 
 MOST_THREADS = 1024
 Pair = tuple[float, float]

@@ -26,7 +26,7 @@ from unigrad_fast.dry_run import (
 )
 from unigrad_fast.objectives.placement import choose, compute_seconds, exchanged
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import byte_size
+from unigrad_fast.runtime.wording import byte_size
 from unigrad_fast.training import engine
 
 WIDTHS, CARDS = (2048, 4096, 8192, 16384, 32768, 65536), (8, 16, 32, 64, 128, 256, 512)

@@ -50,12 +50,6 @@ def test_the_page_says_what_the_projector_keeps():
         assert_alike(row[2:4], [f"{size / 1e9:.2f}" for size in counted])
 
 
-@pytest.mark.long
-def test_a_row_is_what_the_dry_run_counts():
-    width, ranks = 2048, 1
-    assert_alike(cells(wide_table.size_row(width, ranks)), written(wide_table.SIZES)[str(width), str(ranks)])
-
-
 @pytest.mark.slow
 def test_all_rows_are_what_the_dry_run_counts():
     for (width, ranks), row in written(wide_table.SIZES).items():

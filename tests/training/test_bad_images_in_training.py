@@ -154,6 +154,7 @@ def run_whose_storage_is_lost_to_rank_one(settings) -> tuple[str, int, int]:
 
 def test_a_rank_that_can_read_no_more_has_all_stop_together_after_a_checkpoint(data, workers, tmp_path):
     further = {"data__read_timeout": 0.3, "data__max_bad_fraction": 1.0, "engine__accumulation_steps": 2}
+    further["data__read_ahead"] = 0  # else all is read before the storage is lost
     settings = small_config(str(data / "train"), **further).model_copy(update={"output": tmp_path / "run"})
     settings.output.mkdir()
     (first, second) = workers(2).run(run_whose_storage_is_lost_to_rank_one, settings)

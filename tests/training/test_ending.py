@@ -28,7 +28,7 @@ RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
     draw_tree(root / "train", per_class=48)
-    (root / "recipe.yaml").write_text(RECIPE % 200)
+    (root / "recipe.yaml").write_text(RECIPE.format(batch=32, epochs=200))
     return root
 
 

@@ -7,15 +7,15 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from command_process import start_ranks
 from drawn_images import draw_tree
-from forked import ENVIRONMENT
+from forked import start
 from interrupted_run import DEADLINE, EVERY_STEP, RECIPE, Run, disturb, losses, require_equal, steps_logged
+from thin import thin
 
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import resolve
@@ -88,24 +88,35 @@ def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
     assert again[0] == [0, 0] and "complete; there is nothing left to do" in again[1]
 
 
-def test_torchrun_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, tmp_path):
+def under_torchruns_agent(arguments: list[str]) -> None:
+    """What `torchrun --standalone --nproc_per_node 2 --max-restarts 2` does, but that it forks its ranks."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from unigrad_fast.cli import main
+
+    one = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
+    meeting = {"run_id": "restarted", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
+    with thin():
+        elastic_launch(LaunchConfig(**one, **meeting, max_restarts=2), main)(arguments)
+
+
+def test_torchruns_agent_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, tmp_path):
     output = tmp_path / "run"
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", "--module")
     given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output)
-    given += ("--checkpoint.every", "1")
-    environment = {**os.environ, **ENVIRONMENT}
-    command = [sys.executable, "-m", *launcher, "thin", "pretrain", *map(str, given)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + DEADLINE
-    while steps_logged(output) < 7:
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [pid for pid in children if b"pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(ranks[1]), signal.SIGKILL)
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, out + err
-    assert "going on after step" in out
+    words = ["pretrain", *map(str, given), "--checkpoint.every", "1"]
+    agent = start(under_torchruns_agent, words, has_children=True)
+    try:
+        end = time.monotonic() + DEADLINE
+        while steps_logged(output) < 7:
+            assert agent.is_alive() and time.monotonic() < end
+            time.sleep(0.01)
+        *_, last = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(last), signal.SIGKILL)
+        agent.join(DEADLINE)
+    finally:
+        agent.terminate()
+    assert agent.exitcode == 0
+    assert "going on after step" in (output / "log.txt").read_text()
     require_equal(output, undisturbed, LAST)
 
 

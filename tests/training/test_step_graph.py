@@ -105,8 +105,8 @@ def test_replayed_steps_are_the_launched_ones_bit_for_bit(images, workers, ranks
 def forgetting_rates(settings: Config) -> list:
     """What differs where the learning rate is a number of Python's."""
 
-    def send(rates: Rates, learning_rate: float, target_momentum: float) -> None:
-        _send(rates, learning_rate, target_momentum)
+    def send(rates: Rates, learning_rate: float, peak: float, target_momentum: float) -> None:
+        _send(rates, learning_rate, peak, target_momentum)
         for group in trainers[0].optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_share"]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import byte_size, count
+from unigrad_fast.runtime.wording import byte_size, count
 
 
 def show(path: Path) -> None:

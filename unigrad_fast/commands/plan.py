@@ -15,7 +15,8 @@ from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import require_file, write_files
-from unigrad_fast.runtime.validation import AbsolutePath, byte_size, count, shown
+from unigrad_fast.runtime.validation import AbsolutePath, shown
+from unigrad_fast.runtime.wording import byte_size, count
 
 if TYPE_CHECKING:
     from unigrad_fast.planning import Counted

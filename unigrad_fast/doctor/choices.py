@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from unigrad_fast.config import Engine
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.doctor.scene import Scene, make_loader
-from unigrad_fast.runtime.validation import allowed_values, count
+from unigrad_fast.runtime.validation import allowed_values
+from unigrad_fast.runtime.wording import count
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
 from unigrad_fast.runtime import cards
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 GIB = 2**30
 BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}

@@ -9,7 +9,7 @@ import numpy as np
 
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.part import part
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 NAMED = 3  # classes that a message names
 

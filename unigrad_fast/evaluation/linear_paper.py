@@ -25,7 +25,7 @@ from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from unigrad_fast.pipelines import Manifest, View
 from unigrad_fast.pipelines.recipes import GLOBALS
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 
 def preview(

@@ -17,7 +17,7 @@ from unigrad_fast.pipelines import CutMix, Loader, Manifest, View
 from unigrad_fast.pipelines.parameters import Parameters, sample
 from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom, pixels
 

@@ -19,7 +19,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.scan import files, summary
 from unigrad_fast.pipelines.scan import scanning as scanning
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
 REFRESH_SECONDS = 0.1  # and between two states of the bar where there is one

@@ -16,7 +16,7 @@ from unigrad_fast.pipelines.shards.index import INDEX
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.outputs import within_images
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 SHOWN = 10  # images or problems that are printed, the others are counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
@@ -25,8 +26,8 @@ def require_settings(
             raise TypeError(f"{name} {factor!r} is no number; use a float")
     if width < 1:
         raise ValueError(f"width {width} is not a positive number of channels")
-    if not balance >= 0:
-        raise ValueError(f"balance {balance} is negative; use 0 or more (100 in the paper)")
+    if not 0 <= balance < math.inf:
+        raise ValueError(f"balance {balance}: allowed is a finite number from 0 on (100 in the paper)")
     if not 0 <= decay < 1:
         raise ValueError(f"decay {decay} is outside [0, 1); use 0.99 (the paper's)")
     if correlation_source not in ("target", "online"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unigrad_fast.runtime import cards
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 KEYS = ("auto", "cuda", "cpu")
 FAREWELL_SECONDS = 10.0  # that rank 0, whose process is the store, waits for the others to read why they end

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
-from unigrad_fast.runtime.validation import byte_size
+from unigrad_fast.runtime.wording import byte_size
 
 # As torch's allocators, CUDA and its libraries, NCCL, DALI and the C++ library say it.
 SIGNS = re.compile(

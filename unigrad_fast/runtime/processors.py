@@ -12,7 +12,7 @@ import torch
 
 from unigrad_fast.pipelines.cores import own_cores, quota
 from unigrad_fast.runtime.process_group import gather
-from unigrad_fast.runtime.validation import count
+from unigrad_fast.runtime.wording import count
 
 TOLERATED = 0.5  # cores
 

@@ -208,16 +208,3 @@ def shown(value: Any) -> str:
     else:
         text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def byte_size(size: float) -> str:
-    """Bytes for the eye, in three digits."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            return f"{size / 2**power:.3g} {unit}"
-    return f"{size:.0f} bytes"
-
-
-def count(number: int, noun: str) -> str:
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}" + ("" if number == 1 else ending)

@@ -24,8 +24,8 @@ from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, 
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
 from unigrad_fast.runtime.shell import typed
-from unigrad_fast.runtime.validation import count
 from unigrad_fast.runtime.whole_file import naming
+from unigrad_fast.runtime.wording import count
 from unigrad_fast.training import checkpoint, ending, needs, run_folder
 from unigrad_fast.training.same_run import require_same_run
 from unigrad_fast.training.step_graph import own_stream

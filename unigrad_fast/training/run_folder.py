@@ -17,8 +17,8 @@ from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import problem_of_run_folder
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
-from unigrad_fast.runtime.validation import byte_size
 from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.wording import byte_size
 
 LOCK = ".lock"
 OF_AN_ATTEMPT = ("metrics.jsonl", "summary.json", "curves.png", "curves.svg", "bad_images.jsonl")
