@@ -30,6 +30,7 @@ quickstart: $(READY)
 	@$(BIN)/unigrad-fast data synth data/quickstart
 	@run=runs/quickstart; number=1; \
 	while [ -e "$$run" ]; do number=$$((number + 1)); run=runs/quickstart-$$number; done; \
+	[ $$number = 1 ] || echo "runs/quickstart is there: this run goes to $$run"; \
 	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
 	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
 
