@@ -271,6 +271,15 @@ def starts(found: Rows) -> Table:
     return table
 
 
+def wide(found: Rows) -> Table:
+    """Of the runs with wide projectors; a test's name has width, layers, stage and placement."""
+    table = [["C", "layers", "stage", "F", "counted", "at most in a step", "more while saving"]]
+    cases = [(re.search(r"wide_projector\[(.*)\]", row["test"]), row["noted"]) for row in found]
+    for setting, noted in sorted((match[1].split("-"), noted) for match, noted in cases if match):
+        table.append([*setting, noted["GiB of a rank, counted"], noted["in a step"], noted["more in a save"]])
+    return sorted(table, key=lambda cells: (cells[0] != "C", len(cells[0]), cells))
+
+
 def summary(found: Rows) -> Table:
     """What README says of accuracy and speed."""
     quick = [
@@ -329,6 +338,7 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "dry_step": dry_step,
     "starts": starts,
     "summary": summary,
+    "wide": wide,
 }
 
 
