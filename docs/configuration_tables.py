@@ -10,13 +10,14 @@ from unigrad_fast.config import Config
 from unigrad_fast.runtime.command_help import written
 from unigrad_fast.runtime.validation import Node, allowed_values, group
 
-# The last words in brackets of a description name where the default comes from.
-SOURCE = re.compile(r"\s*\(([^()]*(?:\([^()]*\))?[^()]*)\)\.?$")
+# Words in brackets that name where a default comes from.
+SOURCE = re.compile(r" ?\(((?:[^()]*\b)?(?:paper|code|ours|advice|protocol|default)\b[^()]*)\)")
+NOTE = "\nA default without a source is our own choice."
 
 
 def keys_of_every_group() -> str:
     """A heading and a table per group."""
-    return "\n".join(_group(Config, "", "The keys without a group."))
+    return "\n".join([NOTE, *_group(Config, "", "The keys without a group.")])
 
 
 def _group(options: type[Node], prefix: str, about: str) -> Iterator[str]:
@@ -45,9 +46,11 @@ def _group(options: type[Node], prefix: str, about: str) -> Iterator[str]:
 
 
 def _parted(description: str) -> tuple[str, str]:
-    """What a key means, and where its default comes from."""
-    found = SOURCE.search(description)
-    return (description[: found.start()] + ".", found[1]) if found else (description, "")
+    """What a key means, and where its default comes from; several sources stay in the meaning, too."""
+    sources = SOURCE.findall(description)
+    if len(sources) > 1:
+        return description, "; ".join(dict.fromkeys(sources))
+    return SOURCE.sub("", description), "".join(sources)
 
 
 def _cell(text: Any) -> str:
