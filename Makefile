@@ -10,8 +10,9 @@ SHELL := /bin/bash
 BIN := .venv/bin
 OUTPUT ?= bench-results
 READY := .venv/ready
+DOCS := .venv/ready-for-docs
 
-.PHONY: help quickstart test test-quick coverage test-slow bench bench-compare lint
+.PHONY: help quickstart test test-quick coverage test-slow bench bench-compare lint docs
 .DELETE_ON_ERROR:
 
 help:
@@ -23,11 +24,13 @@ help:
 	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
 	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
 	@echo "make lint         Ruff, and mypy on the public interface"
+	@echo "make docs         the documentation as a site, in build/site; a broken link fails"
 
 quickstart: $(READY)
 	@$(BIN)/unigrad-fast data synth data/quickstart
 	@run=runs/quickstart; number=1; \
 	while [ -e "$$run" ]; do number=$$((number + 1)); run=runs/quickstart-$$number; done; \
+	[ $$number = 1 ] || echo "runs/quickstart is there: this run goes to $$run"; \
 	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
 	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
 
@@ -66,6 +69,17 @@ lint: $(READY)
 	@rm -rf build/lint && $(BIN)/python setup.py -q build_py --build-lib build/lint 2>/dev/null
 	@cp tests/typing/public_interface.py build/lint
 	@cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --no-error-summary
+
+# The reference is made of the package as it is installed, with its three folders in it.
+docs: $(DOCS)
+	@rm -rf build/docs && $(BIN)/python setup.py -q build_py --build-lib build/docs 2>/dev/null
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "build/site/index.html"
+
+$(DOCS): $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 \
+	    --constraint constraints.txt --editable '.[$(DALI),docs]'
+	@touch $@
 
 $(READY): setup.py pyproject.toml constraints.txt
 	@python=""; \

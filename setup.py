@@ -72,6 +72,12 @@ setup(
             "scipy>=1.11",  # the Beta distribution that CutMix is compared with
             "setuptools>=77",  # builds the wheel that the packaging tests look into
         ],
+        "docs": [
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]>=0.30",
+            "ruff>=0.9",  # breaks long signatures of the reference
+        ],
     },
     cmdclass={"build_py": BuildWithoutTests},
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},

@@ -310,7 +310,11 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
-        ("evaluate", "evaluate: unknown command; did you mean evaluate knn?"),
+        ("evaluate", "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN"),
+        (
+            "checkpoint --k 3",
+            "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
+        ),
         ("evaluate kn x", "evaluate kn x: unknown command; did you mean evaluate knn?"),
         ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),

@@ -58,6 +58,9 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
         length = len(name.split())
         if list(words[:length]) == name.split():
             return name, words[length:]
+    group = [usage(name) for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1].startswith("-")):
+        raise UserError(f"{words[0]}: names a group of commands; type one of {', '.join(group)}")
     given = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words)) or words[0]
     close = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"

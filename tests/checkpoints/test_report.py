@@ -33,6 +33,13 @@ def test_show_says_what_the_newest_checkpoint_holds(run, capsys, monkeypatch):
     assert "step-00000010" in capsys.readouterr().out
 
 
+def test_show_breaks_a_long_path_and_cuts_nothing(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["checkpoint", "show", str(run)]) == 0
+    cells = [line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") == 3]
+    assert str(run / "checkpoints/step-00000020") in "".join(cells)
+
+
 def test_verify_finds_intact_and_damaged_checkpoints(run, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert capsys.readouterr().out.count("intact, 3 tensors in 1 file") == 2

@@ -61,17 +61,6 @@ def test_the_documentation_holds_this_table():
     assert presets.as_markdown().strip() in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_names_every_preset_for_pretraining_with_its_sizes_and_scales():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    for name, preset in RECIPES.items():
-        if name == "linear":
-            continue
-        (line,) = [line for line in lines if line.startswith(f"| `{name}` | 2 ×")]
-        for size, (low, high) in {(view.size, view.scale) for view in preset.views}:
-            assert f"{size} ({low:g}–{high:g})" in line
-        assert ("bicubic" in line) == (preset.views[0].interpolation == "bicubic")
-
-
 def test_the_overrides_that_are_shown_exist():
     words = presets.OVERRIDES.split("\n  ", 1)[1].split()
     keys = [word.removeprefix("--data.") for word in words[::2]]

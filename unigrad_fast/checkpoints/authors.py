@@ -27,7 +27,7 @@ from unigrad_fast.networks.encoder import build_backbone, build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.outputs import within_images
-from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
@@ -88,10 +88,10 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     if rest:
         print(f"Left out: {', '.join(rest)}")
     if train is None or val is None:
-        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
+        print("Evaluate it:", own("evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
     else:
-        print("Evaluate it:", typed("unigrad-fast", "evaluate", "knn", run))
-    print("Export it:", typed("unigrad-fast", "export", run))
+        print("Evaluate it:", own("evaluate", "knn", run))
+    print("Export it:", own("export", run))
 
 
 def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.checkpoints.weights import fingerprint
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
 
 FOLDER = "evaluation"  # in a run's: what `evaluate` writes
@@ -28,7 +28,7 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     Raises:
         UserError: there is none, or it is damaged or of other weights.
     """
-    again = f"run `{typed('unigrad-fast', 'evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
+    again = f"run `{own('evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
     files = [file] if file is not None else [*(run / FOLDER).glob("linear-*.safetensors"), run / BEFORE]
     files = [path for path in files if file is not None or path.is_file()]
     if not files:

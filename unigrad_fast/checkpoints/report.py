@@ -43,6 +43,8 @@ def show(path: Path) -> None:
     if path != folder:
         rows["checkpoints of the run"] = ", ".join(each.name for each in complete_checkpoints(path))
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a long path is broken, not cut
     for name, value in rows.items():
         table.add_row(name, value)
     new_console().print(table)

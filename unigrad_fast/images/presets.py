@@ -1,4 +1,4 @@
-"""`unigrad-fast data recipes`: the augmentation presets as a table, for the terminal or for the README."""
+"""`unigrad-fast data recipes`: the augmentation presets as a table, for the terminal or for the documentation."""
 
 from __future__ import annotations
 

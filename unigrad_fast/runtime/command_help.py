@@ -60,15 +60,15 @@ def _keys(
         elif name not in positionals or prefix:
             default = field.get_default() if defaults is None else getattr(defaults, name)
             yield f"  --{prefix}{name} {form(field.annotation)}"
-            yield from _wrapped(f"{field.description} (default: {_shown(default)})", width, " " * 6)
+            yield from _wrapped(f"{field.description} (default: {written(default)})", width, " " * 6)
     for name, inner, description in groups:
         yield from _wrapped(f"{prefix}{name}: {description}", width, "")
         below = options.model_fields[name].get_default() if defaults is None else getattr(defaults, name)
         yield from _keys(inner, below, (), f"{prefix}{name}.", width)
 
 
-def _shown(value: Any) -> str:
-    """A default as it is typed."""
+def written(value: Any) -> str:
+    """A value as it is typed."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 
 def typed(*words: str | Path) -> str:
     """A command that means these words wherever it is pasted, whatever names are among them."""
     return " ".join(_quoted(os.fspath(word)) for word in words)
+
+
+def program(name: str, module: str) -> list[str]:
+    """The words that start an installed program in the shell of this process: its name where the shell finds it."""
+    if shutil.which(name):
+        return [name]
+    script = Path(sys.executable).parent / name  # of an environment that is not active
+    if not script.is_file():
+        return [sys.executable, "-m", module]
+    return [str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)]
+
+
+def own(*words: str | Path) -> str:
+    """A command of ours with these words, to be pasted."""
+    return typed(*program("unigrad-fast", "unigrad_fast"), *words)
 
 
 def _quoted(word: str) -> str:

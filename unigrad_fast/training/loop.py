@@ -23,7 +23,7 @@ from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
-from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.shell import own, program, typed
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training import checkpoint, ending, needs, run_folder
@@ -313,9 +313,10 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
         run = run.relative_to(Path.cwd())
     with naming(trainer.config.output / "curves.png"):
         draw(trainer.config.output)
-    commands = [typed("tensorboard", "--logdir", run / "tensorboard")] if trainer.config.telemetry.tensorboard else []
+    board = program("tensorboard", "tensorboard.main")
+    commands = [typed(*board, "--logdir", run / "tensorboard")] if trainer.config.telemetry.tensorboard else []
     if probe is not None:
-        commands.insert(0, typed("unigrad-fast", "evaluate", "knn", run, "--baselines", "true"))
+        commands.insert(0, own("evaluate", "knn", run, "--baselines", "true"))
     telemetry.finish(
         {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
         commands,

@@ -7,12 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import PAGES, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/ROOFLINE.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 FOLDERS = ("benchmarks", "docs", "kernels", "pipelines", "tests", "unigrad_fast")
 
 

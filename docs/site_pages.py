@@ -1,0 +1,58 @@
+"""What MkDocs does besides rendering: pages of files outside of docs/, links into the repository, and generated tables.
+
+README.md, CONTRIBUTING.md, ...    become pages of the site, see `PAGES`
+<!-- all keys: ... -->             in configuration.md becomes the tables of the configuration tree
+<!-- all rows: ... -->             in measurements.md becomes the tables of all rows that were measured
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from configuration_tables import keys_of_every_group
+from measured_tables import all_rows
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/ROOFLINE.md": "roofline.md",
+    "tests/slow-results.md": "slow-results.md",
+}
+FILES = {"unigrad_fast/cards.json": "cards.json", "LICENSE": "LICENSE.txt"}
+FOLDERS = {"benchmarks/results": "measurements.md#all-rows"}
+GENERATED = {"all keys": keys_of_every_group, "all rows": all_rows}
+LINK = re.compile(r"(\]\()([^)\s:]+)(\))")
+
+
+def on_files(files, config):
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for source, file in FILES.items():
+        files.append(File.generated(config, file, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    for name, tables in GENERATED.items():
+        # The paragraph of the marker says, where there is no site, where the tables are.
+        before, marker, after = markdown.partition(f"<!-- {name}: ")
+        if marker:
+            markdown = before + tables() + after.partition("\n\n")[2]
+    source = {site: source for source, site in PAGES.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return LINK.sub(lambda link: link[1] + site_link(source, link[2]) + link[3], markdown)
+
+
+def site_link(source: str, link: str) -> str:
+    """A link of a file of the repository, as it is on the site; what is not there stays, and fails the build."""
+    path, mark, anchor = link.partition("#")
+    if not path:
+        return link
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if target in FOLDERS:
+        return FOLDERS[target]
+    return (PAGES | FILES).get(target, target.removeprefix("docs/")) + mark + anchor

@@ -1,0 +1,41 @@
+"""The pages that a user reads, and the code on them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/ROOFLINE.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n(?:\n(?= {4}))?)+")
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """What the fenced blocks are marked as, and what is in them."""
+    text = page.read_text(encoding="utf-8")
+    return [(kind, textwrap.dedent(code)) for _, kind, code in FENCE.findall(text)]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [code for kind, code in fences(page) if kind == "python"]
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """Every line of the blocks for a shell, marked or indented, continued ones as one; outputs may be among them."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [code for kind, code in fences(page) if kind == "sh"]
+    blocks += [textwrap.dedent(block) for block in INDENTED.findall(FENCE.sub("", text))]
+    for block in blocks:
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def named_commands(page: Path) -> list[str]:
+    """Commands of ours that stand in the text, between backquotes."""
+    text = INDENTED.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
