@@ -21,7 +21,8 @@ NAMES = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 # holds the other end of its input any more.
 HELD = """
 read -r pid rest < /proc/self/stat
-mount -t proc proc /proc && mount --bind "$2" /etc/hosts && hostname "$1" && ip link set lo up && echo "$pid" && exec cat
+mount -t proc proc /proc && mount --bind "$2" /etc/hosts && hostname "$1" && ip link set lo up || exit
+echo "$pid" && exec cat
 """
 
 
@@ -55,9 +56,9 @@ class Host:
             raise Unavailable(self._holder.communicate()[1].strip())
         self.pid = int(said)
 
-    def command(self, *words: str) -> list[str]:
-        """What runs a command there."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--pid", f"--wd={os.getcwd()}", *words]
+    def command(self, folder: Path, *words: str) -> list[str]:
+        """What runs a command there, in a folder."""
+        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--pid", f"--wd={folder}", *words]
 
     def ip(self, *words: str) -> None:
         asked = subprocess.run(

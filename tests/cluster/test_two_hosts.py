@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -13,23 +13,13 @@ import pytest
 from command_process import CommandProcess
 from drawn_images import draw_tree
 from interrupted_run import DEADLINE, EVERY_STEP, RECIPE, require_equal, steps_logged
-from two_hosts import DEVICE, Host, Unavailable, on_host, two_hosts
+from two_hosts import DEVICE, Host, on_host
 
 from unigrad_fast.training.trainer import Trainer
 
 HELD_AT = 3  # steps done
 PORT = 29500
 SILENT = "does not answer any more"
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with ExitStack() as stack:
-        try:
-            both = stack.enter_context(two_hosts())
-        except Unavailable as reason:
-            pytest.skip(f"no machines of our own here: {reason}")
-        yield both
 
 
 @pytest.fixture(scope="module")
