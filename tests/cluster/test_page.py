@@ -13,26 +13,35 @@ from pathlib import Path
 import pytest
 from drawn_images import draw_tree
 from forked import ENVIRONMENT, ROOT
-from interrupted_run import DEADLINE, RECIPE, require_equal, steps_logged
+from interrupted_run import RECIPE, require_equal, steps_logged
 from two_hosts import DEVICE, Host
 
 PAGE = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
 STEPS = 40
 SEEN = 12  # steps, when a machine is cut off
-FOLLOWED = ("Before the job", "One node", "torchrun")
+DEADLINE = 600.0  # seconds that any wait may take
+PLAN, DOCTOR, DOCTOR_OF_ALL = (
+    "unigrad-fast plan",
+    "unigrad-fast doctor",
+    "torchrun --nproc_per_node 8 -m unigrad_fast doctor",
+)
+ONE, DEVICES, MANY = "torchrun --nproc_per_node 8 --max-restarts", "export GLOO_SOCKET_IFNAME=", "torchrun --nnodes 4"
+FOLLOWED = (PLAN, DOCTOR, DOCTOR_OF_ALL, ONE, DEVICES, MANY)
 NOT_FOLLOWED = {
-    "When a rank is lost": "a message; the end of a run below has it",
-    "NUMA binding": "wants numactl and GPUs",
+    "stopped: ": "a message",
+    "still, or ": "the rest of it",
+    "torchrun --nproc_per_node 8 --numa-binding": "wants numactl and GPUs",
 }
 
 
-def blocks(page: str) -> dict[str, str]:
-    """The indented lines of each section that has some, as a shell takes them."""
-    found = {}
-    for section in re.split(r"(?m)^##+ ", page)[1:]:
-        heading, _, text = section.partition("\n")
-        if lines := re.findall(r"(?m)^    (.*)$", text):
-            found[heading] = "\n".join(lines).replace("\\\n", " ") + "\n"
+def lines(page: str) -> list[str]:
+    """What is indented, with continued lines joined."""
+    return "\n".join(re.findall(r"(?m)^    (.*)$", page)).replace("\\\n", " ").splitlines()
+
+
+def command(begins: str) -> str:
+    """The one of the page that begins so."""
+    (found,) = (line for line in lines(PAGE) if line.startswith(begins))
     return found
 
 
@@ -45,11 +54,13 @@ def put_in(command: str, values: Mapping[str, object]) -> str:
 
 
 def test_every_command_of_the_page_is_followed_below_or_named_as_one_that_is_not():
-    assert blocks(PAGE).keys() == {*FOLLOWED, *NOT_FOLLOWED}
+    for line in lines(PAGE):
+        assert sum(line.startswith(begins) for begins in (*FOLLOWED, *NOT_FOLLOWED)) == 1, line
+    assert all(command(begins) for begins in FOLLOWED)
 
 
 def test_the_device_of_the_page_is_that_of_the_machines():
-    assert f"GLOO_SOCKET_IFNAME={DEVICE} " in blocks(PAGE)["torchrun"]
+    assert command(DEVICES) == f"export GLOO_SOCKET_IFNAME={DEVICE} NCCL_SOCKET_IFNAME={DEVICE}"
 
 
 @pytest.fixture
@@ -100,25 +111,28 @@ def wait_until(happened, typed: list[Typed]) -> None:
 def test_the_page_is_followed_on_two_machines_of_which_one_is_cut_off(hosts, site, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir(), many.mkdir()
-    page = blocks(PAGE)
-    first = hosts[0]
-
-    doctor = "".join(line for line in page["Before the job"].splitlines(keepends=True) if "doctor" in line)
-    doctor = put_in(
-        doctor, {"unigrad-fast doctor": "python -m unigrad_fast doctor", "--nproc_per_node 8": "--nproc_per_node 2"}
-    )
-    typed = Typed(first, one, doctor)
-    assert typed.end() == 0, typed.said
-
+    output, first = many / "runs/imagenet", hosts[0]
+    here = {"unigrad-fast": "python -m unigrad_fast"}  # the checkout, not what is installed
+    two = {"--nproc_per_node 8": "--nproc_per_node 2"}
     recipe = f"--recipe {tmp_path / 'recipe.yaml'}"
-    on_one = {**site, "--nproc_per_node 8": "--nproc_per_node 2", "--recipe imagenet_100ep": recipe}
-    typed = Typed(first, one, put_in(page["One node"], on_one))
-    assert typed.end() == 0, typed.said
+
+    for words in (
+        put_in(command(DOCTOR), here),
+        put_in(command(DOCTOR_OF_ALL), two),
+        put_in(command(PLAN), here),
+        put_in(command(ONE), {**two, **site, "--recipe imagenet_100ep": recipe}),
+    ):
+        typed = Typed(first, one, words)
+        assert typed.end() == 0, typed.said
 
     on_many = {"--nnodes 4": "--nnodes 2", "--nproc_per_node 8": "--nproc_per_node 1"}
-    on_many |= {**site, "--recipe imagenet_800ep_cutmix_multicrop": recipe}
-    command, output = put_in(page["torchrun"], on_many), many / "runs/imagenet"
-    nodes = [Typed(host, many, command, HOST=first.name) for host in hosts]
+    many_nodes = put_in(command(MANY), {**on_many, **site, "--recipe imagenet_800ep_cutmix_multicrop": recipe})
+
+    def on_both(words: str) -> list[Typed]:
+        words = f"{command(DEVICES)}\n{words}"
+        return [Typed(host, many, words, HOST=first.name, NODE=str(number)) for number, host in enumerate(hosts)]
+
+    nodes = on_both(many_nodes)
     wait_until(lambda: steps_logged(output) >= SEEN, nodes)
     hosts[1].cut_off()
     try:
@@ -131,8 +145,13 @@ def test_the_page_is_followed_on_two_machines_of_which_one_is_cut_off(hosts, sit
     assert "stopped: torchrun on node1, where rank 0 is, does not answer any more: " in nodes[1].said
     assert SEEN <= steps_logged(output) < STEPS and not (output / "stopped.txt").exists()
 
-    nodes = [Typed(host, many, command, HOST=first.name) for host in hosts]
-    statuses = [node.end() for node in nodes]
-    assert statuses == [0, 0], [node.said for node in nodes]
+    nodes = on_both(many_nodes)
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
     assert "going on after step" in nodes[0].said
     require_equal(output, one / "runs/imagenet", STEPS)
+
+    by_number = "--node-rank $NODE --master-addr $HOST"
+    assert f"`{by_number}`" in PAGE
+    nodes = on_both(put_in(many_nodes, {"--rdzv-backend c10d --rdzv-endpoint $HOST:29400": by_number}))
+    assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert "this run is complete; there is nothing left to do" in nodes[0].said

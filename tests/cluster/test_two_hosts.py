@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,9 +16,12 @@ from drawn_images import draw_tree
 from interrupted_run import DEADLINE, EVERY_STEP, RECIPE, require_equal, steps_logged
 from two_hosts import DEVICE, Host, on_host
 
+from unigrad_fast.runtime import process_group
 from unigrad_fast.training.trainer import Trainer
 
-HELD_AT = 3  # steps done
+STEPS = 4
+HELD_AT = 2  # steps done
+TIMEOUT = timedelta(seconds=3)
 PORT = 29500
 SILENT = "does not answer any more"
 
@@ -26,19 +30,23 @@ SILENT = "does not answer any more"
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     draw_tree(folder / "train", per_class=24)
-    (folder / "recipe.yaml").write_text(RECIPE.format(batch=24, epochs=3))
+    (folder / "recipe.yaml").write_text(RECIPE.format(batch=24, epochs=STEPS // 2))
     return folder
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """While inside, a rank stands still after some steps, says so by a file, and goes on when it sees another."""
+    """While inside, a rank stands still after some steps, says so by a file, and goes on when it sees another.
+
+    From then on it waits for others no longer than TIMEOUT, which `engine.timeout` would make the start do too.
+    """
 
     def step(trainer: Trainer, number: int, batches: Iterator) -> float:
         if number == HELD_AT:
             (folder / f"held-{trainer.world.rank}").touch()
             while not (folder / "go").exists():
                 time.sleep(0.005)
+            process_group.limit(TIMEOUT)
         return original(trainer, number, batches)
 
     original = Trainer.step
@@ -46,11 +54,11 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def start(hosts: tuple[Host, Host], data: Path, output: Path, *more: object, inside: tuple = ()) -> list:
+def start(hosts: tuple[Host, Host], data: Path, output: Path, inside: tuple = ()) -> list:
     """A rank on each machine, as a launcher of any kind starts them."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address}
     shared |= {"MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICE}
-    given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *EVERY_STEP, *more)
+    given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output, *EVERY_STEP)
     return [
         CommandProcess(
             "pretrain",
@@ -75,7 +83,7 @@ def test_a_run_whose_other_machine_is_cut_off_names_it_and_goes_on_with_it_as_if
     statuses, said = ended(start(hosts, data, undisturbed))
     assert statuses == [0, 0], said
 
-    ranks = start(hosts, data, output, "--engine.timeout", "0.1", inside=(partial(held, tmp_path),))
+    ranks = start(hosts, data, output, inside=(partial(held, tmp_path),))
     while len(list(tmp_path.glob("held-*"))) < 2:
         assert not any(rank.has_ended() for rank in ranks), [rank.end() for rank in ranks]
         time.sleep(0.005)
@@ -93,4 +101,4 @@ def test_a_run_whose_other_machine_is_cut_off_names_it_and_goes_on_with_it_as_if
 
     statuses, said = ended(start(hosts, data, output))
     assert statuses == [0, 0] and "going on after step" in said[0], said
-    require_equal(output, undisturbed, 6)
+    require_equal(output, undisturbed, STEPS)
