@@ -137,7 +137,7 @@ class Attendance:
 
     def _of_the_store(self) -> str:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            return "torchrun's store does not answer any more: the process or the machine of node 0 is gone or stopped"
+            return f"torchrun on {self.hosts[0]}, where rank 0 is, does not answer any more: {GONE}"
         return f"{self._named(0)} does not answer any more: {GONE}"
 
     def _write(self, left: str = "") -> None:
