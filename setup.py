@@ -72,6 +72,7 @@ setup(
             "scipy>=1.11",  # the Beta distribution that CutMix is compared with
             "setuptools>=77",  # builds the wheel that the packaging tests look into
         ],
+        "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
     },
     cmdclass={"build_py": BuildWithoutTests},
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
