@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.checks import require_number, require_whole
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 
 
 class MoCo(OriginalLoss):
@@ -42,15 +42,14 @@ class MoCo(OriginalLoss):
         self.bank = Bank(int(bank_size), self.width)
 
     def loss_of(self, views: Views) -> Tensor:
-        unit_VNC, target_2NC = unit(views.online), unit(views.target)
-        bank = self.bank.ready(unit_VNC)
-        positive_VN1 = (unit_VNC * views.positives(target_2NC)).sum(-1, keepdim=True)
+        unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
+        bank = self.bank.ready(unit_MC)
         # Cloned: the bank moves before backward reads it.
-        key_VNK = unit_VNC @ bank.keys.clone().T + bank.bias(unit_VNC.dtype)
-        logit_VNK = torch.cat([positive_VN1, key_VNK], dim=-1) / self.temperature
-        loss = mean(logit_VNK.logsumexp(-1) - logit_VNK[..., 0])
+        key_KC, bias_K = bank.keys.clone(), bank.bias(unit_MC.dtype)
+        logit_MK = torch.addmm(bias_K, unit_MC, key_KC.T, alpha=1 / self.temperature)
+        loss = mean(torch.logaddexp(positive_M, logit_MK.logsumexp(-1)) - positive_M)
         if self.training:
-            batch = self.gather(target_2NC.detach(), views.raised, bank.updates)
+            batch = self.gather(views.unit_target.detach(), views.raised, bank.updates)
             bank.take_(batch, batch.raised[1])
         return loss
 
@@ -77,15 +76,13 @@ class SimCLR(OriginalLoss):
         self.temperature = float(temperature)
 
     def loss_of(self, views: Views) -> Tensor:
-        unit_VNC, target_2NC = unit(views.online), unit(views.target)
-        positive_VN = (unit_VNC * views.positives(target_2NC)).sum(-1) / self.temperature
-        samples = self.gather(target_2NC, views.raised, views.raised.new_zeros((), dtype=torch.int64))
+        samples = self.gather(views.unit_target, views.raised, views.raised.new_zeros((), dtype=torch.int64))
         sample_KC = samples.rows.flatten(0, 1)
-        logit_VNK = unit_VNC @ sample_KC.T / self.temperature
+        logit_VNK = views.unit_online @ sample_KC.T / self.temperature
         images = samples.rows.shape[1]
         is_none_VNK = torch.zeros_like(logit_VNK, dtype=torch.bool)
         for view in range(2):
             is_none_VNK[view].diagonal(view * images + samples.own.start).fill_(True)
         if samples.is_image is not None:
             is_none_VNK |= ~samples.is_image.repeat(2)
-        return mean(logit_VNK.masked_fill(is_none_VNK, -torch.inf).logsumexp(-1) - positive_VN)
+        return mean(logit_VNK.masked_fill(is_none_VNK, -torch.inf).logsumexp(-1) - views.cosine / self.temperature)
