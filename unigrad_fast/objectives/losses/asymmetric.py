@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -125,4 +126,4 @@ class DirectPred(OriginalLoss):
             batch = self.gather(views.unit_target.detach(), views.raised, self.average.updates)
             take_batch_(self.average, batch, self.decay, batch.raised[1])
         matrix_CC = self.direct.follow(operand, self.average.updates, self.every, self.kind, self.epsilon)
-        return -mean((unit(unit_VNC @ matrix_CC) * views.unit_positive).sum(-1))
+        return -mean(torch.linalg.vecdot(unit(unit_VNC @ matrix_CC), views.unit_positive))

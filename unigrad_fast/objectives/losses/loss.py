@@ -60,7 +60,7 @@ class Views:
     @cached_property
     def cosine(self) -> Tensor:
         """u·m⁺, [V, N]."""
-        return (self.unit_online * self.unit_positive).sum(-1)
+        return torch.linalg.vecdot(self.unit_online, self.unit_positive)
 
 
 class OriginalLoss(OverRanks):
@@ -134,7 +134,7 @@ class OriginalLoss(OverRanks):
             loss = self.loss_of(views)
             with torch.no_grad():
                 unit_VNC = unit(online_VNC.to(exact)) if is_predicted else views.unit_online.detach()
-                cosine = mean((unit_VNC * views.unit_positive).sum(-1) if is_predicted else views.cosine)
+                cosine = mean(torch.linalg.vecdot(unit_VNC, views.unit_positive) if is_predicted else views.cosine)
                 flag = ranks.largest(raised[0], self.process_group) if self.over_ranks else raised[0]
         metrics = {"objective": loss.detach().clone(), "positive_cosine": cosine}
         unit_MC = unit_VNC[:2].flatten(0, 1)
@@ -161,7 +161,7 @@ class _Unit(Function):
     def backward(ctx: Any, gradient_VNC: Tensor) -> Tensor:
         unit_MC, inverse_norm_M = ctx.saved_tensors
         gradient_MC = gradient_VNC.reshape(unit_MC.shape)
-        along_M1 = (gradient_MC * unit_MC).sum(-1, keepdim=True)
+        along_M1 = torch.linalg.vecdot(gradient_MC, unit_MC).unsqueeze(-1)
         through_MC = torch.addcmul(gradient_MC, unit_MC, along_M1, value=-1.0).mul_(inverse_norm_M.unsqueeze(-1))
         return through_MC.view(gradient_VNC.shape)
 
