@@ -28,7 +28,7 @@ def flops(group: str, is_original: bool, N: int, C: int, K: int, block: int) -> 
     M = 2 * N
     update = M * C * (C + block)
     if group == "byol_directpred":
-        return update + (4 if is_original else 6) * M * C * C
+        return update + 4 * M * C * C
     if group == "unigrad":
         return update + 2 * M * C * C
     if is_original or group in CONTRASTIVE:

@@ -45,7 +45,9 @@ class MoCo(OriginalLoss):
         unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
         bank = self.bank.ready(unit_MC)
         # Cloned: the bank moves before backward reads it.
-        key_KC, bias_K = bank.keys.clone(), bank.bias(unit_MC.dtype)
+        key_KC = bank.keys.clone()
+        # Finite, for where all places are empty −∞ has no gradient.
+        bias_K = bank.bias(unit_MC.dtype).clamp_min(torch.finfo(unit_MC.dtype).min / 4)
         logit_MK = torch.addmm(bias_K, unit_MC, key_KC.T, alpha=1 / self.temperature)
         loss = mean(torch.logaddexp(positive_M, logit_MK.logsumexp(-1)) - positive_M)
         if self.training:
