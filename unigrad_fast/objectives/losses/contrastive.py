@@ -80,11 +80,11 @@ class SimCLR(OriginalLoss):
     def loss_of(self, views: Views) -> Tensor:
         samples = self.gather(views.unit_target, views.raised, views.raised.new_zeros((), dtype=torch.int64))
         sample_KC = samples.rows.flatten(0, 1)
-        logit_VNK = views.unit_online @ sample_KC.T / self.temperature
-        images = samples.rows.shape[1]
-        is_none_VNK = torch.zeros_like(logit_VNK, dtype=torch.bool)
+        unit_VNC, images = views.unit_online, samples.rows.shape[1]
+        bias_VNK = unit_VNC.new_zeros(*unit_VNC.shape[:2], len(sample_KC))  # −∞ for what is no sample
         for view in range(2):
-            is_none_VNK[view].diagonal(view * images + samples.own.start).fill_(True)
+            bias_VNK[view].diagonal(view * images + samples.own.start).fill_(-torch.inf)
         if samples.is_image is not None:
-            is_none_VNK |= ~samples.is_image.repeat(2)
-        return mean(logit_VNK.masked_fill(is_none_VNK, -torch.inf).logsumexp(-1) - views.cosine / self.temperature)
+            bias_VNK.masked_fill_(~samples.is_image.repeat(2), -torch.inf)
+        logit_MK = torch.addmm(bias_VNK.flatten(0, 1), unit_VNC.flatten(0, 1), sample_KC.T, alpha=1 / self.temperature)
+        return mean(logit_MK.logsumexp(-1) - views.cosine.flatten() / self.temperature)

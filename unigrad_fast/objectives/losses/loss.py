@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from unigrad_fast.kernels import functional
 from unigrad_fast.kernels.dispatch import host_may_read
+from unigrad_fast.kernels.reference import SMALLEST_NORM
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
@@ -152,22 +152,22 @@ class OriginalLoss(OverRanks):
 class _Unit(Function):
     @staticmethod
     def forward(ctx: Any, rows_VNC: Tensor) -> Tensor:
-        unit_MC, inverse_norm_M = functional.unit_embeddings(rows_VNC.flatten(0, 1))
-        ctx.save_for_backward(unit_MC, inverse_norm_M)
-        return unit_MC.view(rows_VNC.shape)
+        norm_VN1 = torch.linalg.vector_norm(rows_VNC, dim=-1, keepdim=True)
+        used_VN1, norm_VN1 = norm_VN1 > 0, norm_VN1.clamp_min(SMALLEST_NORM)
+        unit_VNC = rows_VNC / norm_VN1
+        ctx.save_for_backward(unit_VNC, torch.where(used_VN1, 1 / norm_VN1, 0.0))
+        return unit_VNC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_VNC: Tensor) -> Tensor:
-        unit_MC, inverse_norm_M = ctx.saved_tensors
-        gradient_MC = gradient_VNC.reshape(unit_MC.shape)
-        along_M1 = torch.linalg.vecdot(gradient_MC, unit_MC).unsqueeze(-1)
-        through_MC = torch.addcmul(gradient_MC, unit_MC, along_M1, value=-1.0).mul_(inverse_norm_M.unsqueeze(-1))
-        return through_MC.view(gradient_VNC.shape)
+        unit_VNC, inverse_norm_VN1 = ctx.saved_tensors
+        along_VN1 = torch.linalg.vecdot(gradient_VNC, unit_VNC).unsqueeze(-1)
+        return torch.addcmul(gradient_VNC, unit_VNC, along_VN1, value=-1.0).mul_(inverse_norm_VN1)
 
 
 def unit(rows_VNC: Tensor) -> Tensor:
-    """z / max(‖z‖, 1e-12), in one operator; no gradient flows into a row of zeros."""
+    """z / max(‖z‖, 1e-12), with few passes in backward; no gradient flows into a row of zeros."""
     return _Unit.apply(rows_VNC)
 
 
