@@ -106,12 +106,11 @@ class GradientForm(OverRanks):
                 layout,
                 self._gather(layout),
             )
-            positive_VNC = positives(batch.target.to(batch.exact), len(online), mix)
-            negative = self._negative(batch, positive_VNC, layout)
+            negative = self._negative(batch, layout, mix)
             if self._is_plain:
                 gradient_MC, terms = self._fused(found, negative, layout, mix)
             else:
-                gradient_MC, terms = self._composed(batch, found, positive_VNC, negative, mix)
+                gradient_MC, terms = self._composed(batch, found, negative, mix)
             if self.training and self.bank is not None:
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
@@ -132,10 +131,14 @@ class GradientForm(OverRanks):
         """Which of the flags keeps state from taking a batch: of its source."""
         return 0 if self.row.source == "online" else 1
 
-    def _negative(self, batch: Batch, positive_VNC: Tensor, layout: Layout) -> Negative:
+    def _positives(self, batch: Batch, mix: Mix | None) -> Tensor:
+        """m⁺, [V, N, C]; made where it is needed, for the kernel does without."""
+        return positives(batch.target.to(batch.exact), len(batch.online), mix)
+
+    def _negative(self, batch: Batch, layout: Layout, mix: Mix | None) -> Negative:
         row = self.row
         if self.bank is not None:
-            return negatives.softmax_of_bank(row, batch, positive_VNC, self.bank)
+            return negatives.softmax_of_bank(row, batch, self._positives(batch, mix), self.bank)
         if row.negative == "softmax":
             return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, self._gather(layout))
         if row.negative == "cross_batch":
@@ -179,11 +182,9 @@ class GradientForm(OverRanks):
         objective = losses.of_means(row, cosine * row.positive_factor, product, negative)
         return gradient_MC, torch.stack([objective, cosine, product, surrogate])
 
-    def _composed(
-        self, batch: Batch, found: Units, positive_VNC: Tensor, negative: Negative, mix: Mix | None
-    ) -> tuple[Tensor, Tensor]:
+    def _composed(self, batch: Batch, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
-        online_VNC = batch.online.to(batch.exact)
+        online_VNC, positive_VNC = batch.online.to(batch.exact), self._positives(batch, mix)
         scale: Tensor | float = losses.constant_scale(row)
         if self.direct is not None:
             step_VNC, along_VN1, product_VN1 = self._predicted(
