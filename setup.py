@@ -78,6 +78,7 @@ setup(
             "mkdocstrings[python]>=0.30",
             "ruff>=0.9",  # breaks long signatures of the reference
         ],
+        "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
     },
     cmdclass={"build_py": BuildWithoutTests},
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},

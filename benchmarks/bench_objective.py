@@ -84,7 +84,7 @@ def bench(
         shapes: C and N of each measurement.
         repetitions: rounds at most, in each of which every variant has a block.
         block_seconds: what a block takes at least, in whole steps.
-        most_seconds: of the rounds of one shape; at least LEAST_ROUNDS are made all the same.
+        most_seconds: of the rounds of one shape; at least `timed.LEAST_ROUNDS` are made all the same.
         compiled: whether torch.compile has its turn.
         output: folder of the rows; None writes none.
         end: by `time.monotonic`; no shape is begun after it.

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unigrad_fast.benchmarks.harness import ratio_row, seconds, spread, take_turns
-from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.benchmarks.harness import ratio_row, spread
 from unigrad_fast.benchmarks.objective_variants import (
     BALANCE,
     KINDS,
@@ -22,11 +21,8 @@ from unigrad_fast.benchmarks.objective_variants import (
     release,
 )
 from unigrad_fast.benchmarks.roofline import DTYPES, Peaks, launches
-from unigrad_fast.runtime.quiet import without_warnings
+from unigrad_fast.benchmarks.timed import Timed, time_in_turns
 
-WARMUP = 2  # steps of a variant before its first block
-LEAST_ROUNDS = 3
-MOST_STEPS = 1000  # of a block
 EXACTNESS = ("fp32", "tf32", "fp16", "bf16")  # from the most exact on
 
 
@@ -59,43 +55,28 @@ def gradient_error(online: Views, target: Views) -> float:
     return (torch.linalg.vector_norm(error) / torch.linalg.vector_norm(exact)).item()
 
 
-class Measured:
+class Measured(Timed):
     """A variant on its embeddings, and what was found: `milliseconds`, one per round, or why it `failed`."""
 
     def __init__(self, variant: Variant, images: int, width: int):
         self.variant, self.images, self.width = variant, images, width
-        self.views = draw_embeddings(images, width, variant.device, DTYPES[variant.design.embedding])
-        self.milliseconds: list[float] = []
-        self.memory = self.error = self.correlation_bytes = self.failed = None
-
-    def __str__(self) -> str:
-        return str(self.variant)
-
-    def step(self) -> None:
-        self.variant.step(*self.views)
+        self.views = views = draw_embeddings(images, width, variant.device, DTYPES[variant.design.embedding])
+        # Without `self` in them: it would keep itself, and an F, until the collector comes.
+        super().__init__(str(variant), lambda: variant.step(*views), lambda: release(views[0]), variant.device)
+        self.error = self.correlation_bytes = self.failed = None
 
     def prepare(self, block_seconds: float) -> None:
         """Warm up, take memory and error, and set how many steps make a block."""
         try:
-            with without_warnings():
-                memory = peak_bytes(self.step, lambda: release(self.views[0]), self.variant.device, WARMUP)
+            self.take_memory()
         except Exception as problem:
             if not self.variant.may_fail:
                 raise
             self.failed = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
             return
-        self.memory = memory / (4 * self.images * self.width)
         self.error = gradient_error(*self.views)
         self.correlation_bytes = self.variant.correlation_bytes()
-        self.step()  # F's copies are there again after F was looked at
-        self.estimate = seconds(self.step, self.variant.device)
-        self.steps = min(MOST_STEPS, max(1, int(block_seconds / self.estimate)))
-
-    def block(self) -> float:
-        """Milliseconds per step of a block; of short ones, a step before it fills the caches."""
-        if self.steps > 1:
-            self.step()
-        return seconds(self.step, self.variant.device, self.steps) * 1e3
+        self.plan_block(block_seconds)
 
     def row(self, peaks: Peaks) -> dict:
         row = {"what": str(self), "unit": "ms", "failed": self.failed}
@@ -108,7 +89,7 @@ class Measured:
             row["gb_per_s"] = sum(design.bytes(kernel, M, self.width) for kernel, M in kernels) / took / 1e9
             row["roofline_share"] = peaks.least_seconds(design, self.images, self.width) / took
         return row | {
-            "memory_nc": self.memory,
+            "memory_nc": self.memory and self.memory / (4 * self.images * self.width),
             "correlation_bytes": self.correlation_bytes,
             "gradient_error": self.error,
         }
@@ -130,11 +111,7 @@ def measure(
         report(f"{shape}: preparing {each}")
         each.prepare(block_seconds)
     working = [each for each in measured if each.failed is None]
-    round_seconds = sum(each.estimate * (each.steps + (each.steps > 1)) for each in working)
-    rounds = min(repetitions, max(LEAST_ROUNDS, int(most_seconds / round_seconds)))
-    blocks = take_turns({each: each.block for each in working}, rounds, report=lambda what: report(f"{shape}: {what}"))
-    for each, milliseconds in blocks.items():
-        each.milliseconds = milliseconds
+    time_in_turns(working, repetitions, most_seconds, lambda what: report(f"{shape}: {what}"))
     return measured
 
 

@@ -41,7 +41,8 @@ def train_and_judge(recipe: str, data: Path, run: Path, record, *arguments) -> d
     record("minutes", round(summary["wall_seconds"] / 60, 1))
     record("images/s", round(summary["images_per_second"]))
     record("threads", len(os.sched_getaffinity(0)))
-    record("effective rank", round(summary["effective_rank"], 1))
+    if summary.get("effective_rank") is not None:  # of methods that keep F
+        record("effective rank", round(summary["effective_rank"], 1))
     record("feature std", round(summary["feature_std"], 3))
     return accuracy
 

@@ -262,5 +262,12 @@ def test_low_precision_embeddings_have_the_gradient_of_exact_ones(name, dtype):
     objective, other = form(name), form(name)
     found = gradients(objective, *batch)
     assert found.dtype == dtype
-    bound = {torch.bfloat16: 5e-3, torch.float32: 1e-6}[dtype]
-    assert error(found.double(), gradients(other, *exact)) < bound * (1e3 if EVERY[name].positive == "predictor" else 1)
+    expected = gradients(other, *exact)
+    # The result is rounded once, by half a unit in the last place; before that there is fp32's own error. Of √λ, of
+    # which W_h is made, an error of F that is small beside λ_max is larger by λ_max/2λ beside the smallest λ.
+    arithmetic, rounding = 1e-6, {torch.bfloat16: 2**-8, torch.float32: 0.0}[dtype]
+    if other.direct is not None:
+        values = torch.linalg.eigvalsh(other.average.correlation)
+        arithmetic *= (values[-1] / (2 * values[0])).item()
+        assert arithmetic < 1e-4
+    assert error(found.double(), expected) < rounding + arithmetic

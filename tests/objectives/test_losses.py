@@ -318,3 +318,11 @@ def test_a_bank_smaller_than_a_batch_keeps_the_newest_keys():
 def test_bad_settings_are_refused_with_their_value(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moco_has_no_gradient_while_its_bank_is_empty(dtype):
+    online = [view.requires_grad_() for view in views(dtype=dtype)]
+    output = MoCo(WIDTH, bank_size=40)(online=online, target=views(seed=1, dtype=dtype))
+    output.loss.backward()
+    assert output.loss == 0 and not any(z.grad.any() for z in online)

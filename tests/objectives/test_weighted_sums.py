@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unigrad_fast.objectives import ROWS, build, weighted_sums
+from unigrad_fast.objectives.forms import AUTHORS
 from unigrad_fast.objectives.weighted_sums import products_first, similarity_sum, softmax_of_samples, softmax_sum
 
 
@@ -72,11 +73,14 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("row", ["a", "b", "h", "j"])
-def test_a_step_makes_no_array_of_all_rows_by_all_samples(row):
+EVERY = [{"row": row} for row in ROWS] + [{"method": method} for method in AUTHORS]
+
+
+@pytest.mark.parametrize("which", EVERY, ids=lambda which: next(iter(which.values())))
+def test_a_step_makes_no_array_of_all_rows_by_all_samples(which):
     images, width = 96, 8
-    more = {"bank_size": 2 * images} if row == "a" else {}
-    objective = build(row=row, width=width, **more)
+    more = {"bank_size": 2 * images} if {"a", "moco"} & {*which.values()} else {}
+    objective = build(**which, width=width, **more)
     online = [z.requires_grad_() for z in (random(images, width), random(images, width, seed=1))]
     target = [random(images, width, seed=2), random(images, width, seed=3)]
     with Largest() as largest:

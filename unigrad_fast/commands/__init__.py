@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "bench step": (bench.BenchStep, bench.bench_step),
     "bench loader": (bench.BenchLoader, bench.bench_loader),
     "bench kernels": (bench.BenchKernels, bench.bench_kernels),
+    "bench methods": (bench.BenchMethods, bench.bench_methods),
     "bench width": (bench.BenchWidth, bench.bench_width),
     "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),

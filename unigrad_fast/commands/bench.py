@@ -1,4 +1,4 @@
-"""`unigrad-fast bench step`, `bench loader`, `bench kernels`, `bench width` and `bench scaling`."""
+"""`unigrad-fast bench step`, `bench loader`, `bench kernels`, `bench methods`, `bench width` and `bench scaling`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown
+
+Measured = Literal["moco", "simclr", "byol", "byol_directpred", "unigrad", "barlow_twins", "vicreg"]
 
 
 class BenchStep(Node):
@@ -140,6 +142,33 @@ def bench_kernels(options: BenchKernels) -> None:
     from unigrad_fast.benchmarks import bench_objective
 
     bench_objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+
+
+class BenchMethods(Node):
+    """Measure the objective of every method, in both forms, against plain torch with autograd."""
+
+    methods: tuple[Measured, ...] | None = None
+    """Methods, SimSiam with BYOL; null is all of them."""
+    width: int | None = Field(default=None, ge=1, le=2**17)
+    """C, the embedding width; null is 2048 and 8192."""
+    images: int | None = Field(default=None, ge=2)
+    """N, the images per view; null is 128 and 512."""
+    bank: int = Field(default=65536, ge=1, le=2**24)
+    """Keys of MoCo's bank."""
+    repetitions: int = Field(default=11, ge=1)
+    """Rounds, at most, in which each variant has its turn."""
+    block_seconds: float = Field(default=0.2, ge=0)
+    """What a turn takes at least, in whole steps; seconds."""
+    most_seconds: float = Field(default=20.0, ge=0)
+    """What the rounds of one method, width and N may take before they become fewer, down to 3; seconds."""
+    output: AbsolutePath = OUTPUT
+    """Folder of methods.jsonl, which the rows are appended to."""
+
+
+def bench_methods(options: BenchMethods) -> None:
+    from unigrad_fast.benchmarks import bench_methods
+
+    bench_methods.main(**dict(options))
 
 
 class BenchWidth(Config):

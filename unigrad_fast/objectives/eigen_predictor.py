@@ -47,6 +47,17 @@ class EigenPredictor(KeptState):
             self.matrix, self.largest = decomposed(correlation_CC, kind, epsilon)
         return self.matrix
 
+    def coefficients(self, kind: str, epsilon: float) -> tuple[Tensor | float, Tensor | float]:
+        """a and b of G = W_h² − a·W_h + b·I, which stands for F in the gradient, of the F that W_h was made of.
+
+        With e the ε·λ_max that W_h = F^½ + e·I was lifted by, G = F + e²·I = (W_h − e·I)² + e²·I; in the authors' code
+        it is F/λ_max + ε²·I, and nothing is dropped of G = W_h² ("full").
+        """
+        if kind == "full":
+            return 0.0, 0.0
+        lift = epsilon if kind == "authors" else epsilon * self.largest
+        return 2 * lift, 2 * lift**2
+
 
 def decomposed(correlation_CC: Tensor, kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
     """W_h and λ_max of F."""

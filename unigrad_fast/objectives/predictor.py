@@ -85,6 +85,11 @@ def standardised(
         over_ranks: whether statistics are those of all ranks.
     """
     images = x_VNC.new_full((), x_VNC.shape[1])
+    if not over_ranks and x_VNC.shape[1]:  # torch's own does it in one pass
+        parts = [torch.native_batch_norm(view, None, None, None, None, True, 0.0, EPSILON) for view in x_VNC]
+        normal_VNC, mean_VC, inverse_VC = (torch.stack(part) for part in zip(*parts, strict=True))
+        variance_VC = inverse_VC.detach().square().reciprocal().sub_(EPSILON).clamp_min_(0)
+        return normal_VNC, mean_VC.detach(), variance_VC, images
     if over_ranks:
         sums_VC = nn.functional.pad(x_VNC.sum(1), (0, 1), value=float(x_VNC.shape[1]))
         sums_VC = sum_over_ranks(sums_VC, group)

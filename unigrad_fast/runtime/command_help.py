@@ -40,13 +40,15 @@ def form(annotation: Any) -> str:
     """What may be written for a key: INT, FLOAT,FLOAT, INT,..., one|other, true|false, null where no value is one."""
     forms = []
     for arm in sorted(arms(annotation), key=lambda arm: arm is NoneType):
-        if get_origin(arm) is Literal:
-            forms += [str(word) for word in get_args(arm)]
-        elif get_origin(arm) is tuple:
-            forms.append(",".join(_WORDS[kind] for each in get_args(arm) for kind in arms(each)))
+        if get_origin(arm) is tuple:
+            forms.append(",".join(_word(kind) for each in get_args(arm) for kind in arms(each)))
         else:
-            forms.append(_WORDS[arm])
+            forms.append(_word(arm))
     return "|".join(forms)
+
+
+def _word(kind: Any) -> str:
+    return "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _WORDS[kind]
 
 
 def _keys(

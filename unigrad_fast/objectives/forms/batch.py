@@ -20,11 +20,18 @@ BATCH_NORM_EPSILON = 1e-5
 
 @dataclass
 class Units:
-    """ℓ2-normalised embeddings of this rank: online [M, C] with inverse norms [M], and of the targets [2·N, C]."""
+    """ℓ2-normalised embeddings of this rank, [M + 2·N, C]: online [M, C] with inverse norms [M], then the targets."""
 
-    online: Tensor
+    rows: Tensor
     inverse_norm: Tensor
-    target: Tensor
+
+    @property
+    def online(self) -> Tensor:
+        return self.rows[: len(self.inverse_norm)]
+
+    @property
+    def target(self) -> Tensor:
+        return self.rows[len(self.inverse_norm) :]
 
 
 @dataclass
@@ -64,7 +71,7 @@ def units(online: Sequence[Tensor], target: Sequence[Tensor], layout: Layout) ->
         ticket=layout.ticket,
         since=layout.rows,
     )
-    return Units(unit_MC[: layout.rows], inverse_norm_M[: layout.rows], unit_MC[layout.rows :])
+    return Units(unit_MC, inverse_norm_M[: layout.rows])
 
 
 def batch_of(
@@ -87,17 +94,16 @@ def batch_of(
     views, images = len(online), layout.images
     finite_VN1 = (layout.nonfinite == 0).view(views + 2, images, 1)
     if normalisation == "l2":
-        online_VNC = found.online.unflatten(0, (views, images))
-        target_2NC = found.target.unflatten(0, (2, images))
+        rows_VNC = found.rows.unflatten(0, (views + 2, images))
     else:
         exact = torch.promote_types(layout.unit_dtype, torch.float32)
-        rows = torch.stack([view.to(exact) for view in (*online, *target)])
-        rows = torch.where(finite_VN1, rows, 0.0)
-        online_VNC, target_2NC = rows[:views], rows[views:]
+        rows_VNC = torch.stack([view.to(exact) for view in (*online, *target)])
+        rows_VNC.masked_fill_(~finite_VN1, 0.0)
     if normalisation == "batch_norm":
         needs = (views, 2)  # statistics are those of all ranks
-    parts = [part for part in (online_VNC[: needs[0]], target_2NC[: needs[1]]) if len(part)]
-    own_VNC = parts[0] if len(parts) == 1 else torch.cat(parts)
+    online_VNC, target_2NC = rows_VNC[:views], rows_VNC[views:]
+    # Not put together where they lie side by side.
+    own_VNC = rows_VNC if needs == (views, 2) else target_2NC if needs[0] == 0 else online_VNC[: needs[0]]
     gathered, deviation = gather(own_VNC), None
     all_VKC = gathered.rows
     if normalisation == "batch_norm":
@@ -124,7 +130,7 @@ def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
         centred_VKC = centred_VKC * gathered.is_image[:, None]
     variance_V1C = centred_VKC.square().sum(1, keepdim=True) / count
     deviation_V1C = (variance_V1C + BATCH_NORM_EPSILON).sqrt()
-    return centred_VKC / deviation_V1C, deviation_V1C
+    return centred_VKC.div_(deviation_V1C), deviation_V1C
 
 
 def through_normalisation(

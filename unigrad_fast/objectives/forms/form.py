@@ -106,12 +106,11 @@ class GradientForm(OverRanks):
                 layout,
                 self._gather(layout),
             )
-            positive_VNC = positives(batch.target.to(batch.exact), len(online), mix)
-            negative = self._negative(batch, positive_VNC, layout)
+            negative = self._negative(batch, layout, mix)
             if self._is_plain:
                 gradient_MC, terms = self._fused(found, negative, layout, mix)
             else:
-                gradient_MC, terms = self._composed(batch, found, positive_VNC, negative, mix)
+                gradient_MC, terms = self._composed(batch, found, negative, mix)
             if self.training and self.bank is not None:
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
@@ -132,10 +131,14 @@ class GradientForm(OverRanks):
         """Which of the flags keeps state from taking a batch: of its source."""
         return 0 if self.row.source == "online" else 1
 
-    def _negative(self, batch: Batch, positive_VNC: Tensor, layout: Layout) -> Negative:
+    def _positives(self, batch: Batch, mix: Mix | None) -> Tensor:
+        """m⁺, [V, N, C]; made where it is needed, for the kernel does without."""
+        return positives(batch.target.to(batch.exact), len(batch.online), mix)
+
+    def _negative(self, batch: Batch, layout: Layout, mix: Mix | None) -> Negative:
         row = self.row
         if self.bank is not None:
-            return negatives.softmax_of_bank(row, batch, positive_VNC, self.bank)
+            return negatives.softmax_of_bank(row, batch, self._positives(batch, mix), self.bank)
         if row.negative == "softmax":
             return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, self._gather(layout))
         if row.negative == "cross_batch":
@@ -145,7 +148,7 @@ class GradientForm(OverRanks):
         return negatives.own_batch(row, batch)
 
     def _moving(self, batch: Batch, layout: Layout, average: MovingCorrelation) -> Tensor:
-        """u·F or u·G, after F has taken the batch."""
+        """u·F, or with a predictor W_h·u, after F has taken the batch."""
         row, online_MC = self.row, batch.online.flatten(0, 1)
         dtype = layout.product_dtype if self.direct is None else batch.exact
         operand = average.operand(batch.online, dtype)  # on this device and in this dtype before it takes the batch
@@ -154,18 +157,8 @@ class GradientForm(OverRanks):
             operand = average.operand(batch.online, dtype)
         if self.direct is None:
             return functional.correlation_product(online_MC, operand).view(batch.online.shape)
-        exact_MC = online_MC.to(batch.exact)
         matrix_CC = self.direct.follow(operand, average.updates, row.every, row.predictor, row.epsilon)
-        if row.predictor == "full":
-            product_MC = exact_MC @ matrix_CC @ matrix_CC
-        else:
-            product_MC, largest = exact_MC @ operand, self.direct.largest
-            if row.predictor == "authors":
-                product_MC = product_MC / largest.clamp_min(torch.finfo(largest.dtype).tiny)
-                product_MC.add_(exact_MC, alpha=row.epsilon**2)
-            else:
-                product_MC.addcmul_(exact_MC, (row.epsilon * largest).square())
-        return product_MC.view(batch.online.shape)
+        return (online_MC.to(batch.exact) @ matrix_CC).view(batch.online.shape)
 
     def _fused(self, found: Units, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, layout.rows)
@@ -189,22 +182,22 @@ class GradientForm(OverRanks):
         objective = losses.of_means(row, cosine * row.positive_factor, product, negative)
         return gradient_MC, torch.stack([objective, cosine, product, surrogate])
 
-    def _composed(
-        self, batch: Batch, found: Units, positive_VNC: Tensor, negative: Negative, mix: Mix | None
-    ) -> tuple[Tensor, Tensor]:
+    def _composed(self, batch: Batch, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
-        online_VNC = batch.online.to(batch.exact)
-        towards_VNC = self._pulled(positive_VNC, negative)
-        along_VN1 = (online_VNC * towards_VNC).sum(-1, keepdim=True)
-        product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
-        push_VNC = row.weight * negative.gradient
+        online_VNC, positive_VNC = batch.online.to(batch.exact), self._positives(batch, mix)
         scale: Tensor | float = losses.constant_scale(row)
-        if row.balance == "dynamic":
-            push_VNC = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0) * negative.gradient
-        if row.scale == "predictor" and self.direct is not None:
-            length_VN1 = torch.linalg.vector_norm(online_VNC @ self.direct.matrix, dim=-1, keepdim=True)
-            scale = torch.where(length_VN1 > 0, 1 / length_VN1, 0.0)
-        step_VNC = push_VNC - towards_VNC
+        if self.direct is not None:
+            step_VNC, along_VN1, product_VN1 = self._predicted(
+                self.direct, online_VNC, positive_VNC, predicted_VNC=negative.gradient
+            )
+            if row.scale == "predictor":
+                length_VN1 = torch.linalg.vector_norm(negative.gradient, dim=-1, keepdim=True)
+                scale = torch.where(length_VN1 > 0, 1 / length_VN1, 0.0)
+        else:
+            towards_VNC = self._pulled(positive_VNC, negative)
+            along_VN1 = (online_VNC * towards_VNC).sum(-1, keepdim=True)
+            product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
+            step_VNC = row.weight * negative.gradient - towards_VNC
         if negative.centred is not None:
             step_VNC += online_VNC - row.weight * losses.variance_term(row, batch, negative.centred)
         step_VNC *= scale
@@ -216,11 +209,29 @@ class GradientForm(OverRanks):
         surrogate = (online_VNC * step_VNC).sum() / rows
         return gradient_MC, torch.stack([objective, cosine, product_VN1.sum() / rows, surrogate])
 
+    def _predicted(
+        self, direct: EigenPredictor, online_VNC: Tensor, positive_VNC: Tensor, predicted_VNC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """−W_h·m⁺ + λ·G·u, and u·W_h·m⁺ and u·G·u, of each row.
+
+        G has the eigenvectors of W_h, and is a polynomial of it: G = W_h² − a·W_h + b·I. So all of it is one product:
+        W_h·(λ·(W_h·u − a·u) − m⁺) + λ·b·u.
+        """
+        twice, constant = direct.coefficients(self.row.predictor, self.row.epsilon)
+        along_VN1 = (predicted_VNC * positive_VNC).sum(-1, keepdim=True)
+        less_VNC = predicted_VNC - twice * online_VNC
+        product_VN1 = (predicted_VNC * less_VNC).sum(-1, keepdim=True)
+        product_VN1 += constant * online_VNC.square().sum(-1, keepdim=True)
+        weight: Tensor | float = self.row.weight
+        if self.row.balance == "dynamic":
+            weight = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0)
+        step_VNC = less_VNC.mul_(weight).sub_(positive_VNC) @ direct.matrix
+        step_VNC += weight * constant * online_VNC
+        return step_VNC, along_VN1, product_VN1
+
     def _pulled(self, positive_VNC: Tensor, negative: Negative) -> Tensor:
         """The positive gradient."""
         row = self.row
-        if self.direct is not None:
-            return positive_VNC @ self.direct.matrix
         if negative.diagonal is not None:
             return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
         return row.positive_factor * positive_VNC

@@ -50,7 +50,7 @@ class Row:
         epsilon: ε, what small eigenvalues are lifted by.
         predictor: "paper": W_h = U(√Λ + ε·λ_max)Uᵀ, G = F + ε²·λ_max²·I; "full": G = W_h·W_h, nothing dropped;
             "authors": W_h = U(√(Λ/λ_max) + ε)Uᵀ, G = F/λ_max + ε²·I.
-        every: steps from one decomposition of F to the next.
+        every: steps from one decomposition of F to the next; W_h and G are of the F that was decomposed.
         positive_factor: f.
         centred: whether `own_batch` has samples less their mean, and the terms of VICReg that ℓ2 makes needless.
         variance, floor, variance_epsilon: VICReg's λ₂, γ and the ε under its root.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ class BYOL(OriginalLoss):
         return [self.predictor(view_NC) for view_NC in online_VNC]  # each by itself, as its batch statistics are
 
     def loss_of(self, views: Views) -> Tensor:
-        return -mean((unit(views.online) * views.positives(unit(views.target))).sum(-1))
+        return -mean(views.cosine)
 
 
 class SimSiam(BYOL):
@@ -119,10 +120,10 @@ class DirectPred(OriginalLoss):
         self.average, self.direct = MovingCorrelation(self.width), EigenPredictor(self.width)
 
     def loss_of(self, views: Views) -> Tensor:
-        unit_VNC, target_2NC = unit(views.online), unit(views.target)
+        unit_VNC = views.unit_online
         operand = self.average.operand(unit_VNC, unit_VNC.dtype)
         if self.training:
-            batch = self.gather(target_2NC.detach(), views.raised, self.average.updates)
+            batch = self.gather(views.unit_target.detach(), views.raised, self.average.updates)
             take_batch_(self.average, batch, self.decay, batch.raised[1])
         matrix_CC = self.direct.follow(operand, self.average.updates, self.every, self.kind, self.epsilon)
-        return -mean((unit(unit_VNC @ matrix_CC) * views.positives(target_2NC)).sum(-1))
+        return -mean(torch.linalg.vecdot(unit(unit_VNC @ matrix_CC), views.unit_positive))

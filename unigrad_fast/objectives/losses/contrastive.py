@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.checks import require_number, require_whole
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
+from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 
 
 class MoCo(OriginalLoss):
@@ -42,15 +42,16 @@ class MoCo(OriginalLoss):
         self.bank = Bank(int(bank_size), self.width)
 
     def loss_of(self, views: Views) -> Tensor:
-        unit_VNC, target_2NC = unit(views.online), unit(views.target)
-        bank = self.bank.ready(unit_VNC)
-        positive_VN1 = (unit_VNC * views.positives(target_2NC)).sum(-1, keepdim=True)
+        unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
+        bank = self.bank.ready(unit_MC)
         # Cloned: the bank moves before backward reads it.
-        key_VNK = unit_VNC @ bank.keys.clone().T + bank.bias(unit_VNC.dtype)
-        logit_VNK = torch.cat([positive_VN1, key_VNK], dim=-1) / self.temperature
-        loss = mean(logit_VNK.logsumexp(-1) - logit_VNK[..., 0])
+        key_KC = bank.keys.clone()
+        # Finite, for where all places are empty −∞ has no gradient.
+        bias_K = bank.bias(unit_MC.dtype).clamp_min(torch.finfo(unit_MC.dtype).min / 4)
+        logit_MK = torch.addmm(bias_K, unit_MC, key_KC.T, alpha=1 / self.temperature)
+        loss = mean(torch.logaddexp(positive_M, logit_MK.logsumexp(-1)) - positive_M)
         if self.training:
-            batch = self.gather(target_2NC.detach(), views.raised, bank.updates)
+            batch = self.gather(views.unit_target.detach(), views.raised, bank.updates)
             bank.take_(batch, batch.raised[1])
         return loss
 
@@ -77,15 +78,13 @@ class SimCLR(OriginalLoss):
         self.temperature = float(temperature)
 
     def loss_of(self, views: Views) -> Tensor:
-        unit_VNC, target_2NC = unit(views.online), unit(views.target)
-        positive_VN = (unit_VNC * views.positives(target_2NC)).sum(-1) / self.temperature
-        samples = self.gather(target_2NC, views.raised, views.raised.new_zeros((), dtype=torch.int64))
+        samples = self.gather(views.unit_target, views.raised, views.raised.new_zeros((), dtype=torch.int64))
         sample_KC = samples.rows.flatten(0, 1)
-        logit_VNK = unit_VNC @ sample_KC.T / self.temperature
-        images = samples.rows.shape[1]
-        is_none_VNK = torch.zeros_like(logit_VNK, dtype=torch.bool)
+        unit_VNC, images = views.unit_online, samples.rows.shape[1]
+        bias_VNK = unit_VNC.new_zeros(*unit_VNC.shape[:2], len(sample_KC))  # −∞ for what is no sample
         for view in range(2):
-            is_none_VNK[view].diagonal(view * images + samples.own.start).fill_(True)
+            bias_VNK[view].diagonal(view * images + samples.own.start).fill_(-torch.inf)
         if samples.is_image is not None:
-            is_none_VNK |= ~samples.is_image.repeat(2)
-        return mean(logit_VNK.masked_fill(is_none_VNK, -torch.inf).logsumexp(-1) - positive_VN)
+            bias_VNK.masked_fill_(~samples.is_image.repeat(2), -torch.inf)
+        logit_MK = torch.addmm(bias_VNK.flatten(0, 1), unit_VNC.flatten(0, 1), sample_KC.T, alpha=1 / self.temperature)
+        return mean(logit_MK.logsumexp(-1) - views.cosine.flatten() / self.temperature)

@@ -45,9 +45,10 @@ class BarlowTwins(OriginalLoss):
         target_2NC = standardised(views.target, self.over_ranks, self.process_group)[0]
         losses = []
         for own_NC, positive_NC in zip(online_VNC, views.positives(target_2NC), strict=True):
-            cross_CC = _summed(own_NC.T @ positive_NC, self) / images
-            diagonal_C = cross_CC.diagonal()
-            off_diagonal = cross_CC.square().sum() - diagonal_C.square().sum()
+            own_NC = own_NC / images  # fewer numbers than W has
+            cross_CC = _summed(own_NC.T @ positive_NC, self)
+            diagonal_C = _summed((own_NC * positive_NC).sum(0), self)
+            off_diagonal = _squares(cross_CC) - diagonal_C.square().sum()
             losses.append((diagonal_C - 1).square().sum() + self.balance * off_diagonal)
         return torch.stack(losses).mean()
 
@@ -97,12 +98,18 @@ class VICReg(OriginalLoss):
         centred_VNC = views.online - (_summed(views.online.sum(1), self) / images).unsqueeze(1)
         losses = []
         for own_NC in centred_VNC:
-            covariance_CC = _summed(own_NC.T @ own_NC, self) / (images - 1)
-            variance_C = covariance_CC.diagonal()
-            off_diagonal = covariance_CC.square().sum() - variance_C.square().sum()
+            own_NC = own_NC * (images - 1).rsqrt()
+            covariance_CC = _summed(own_NC.T @ own_NC, self)
+            variance_C = _summed(own_NC.square().sum(0), self)
+            off_diagonal = _squares(covariance_CC) - variance_C.square().sum()
             hinge = torch.relu(self.floor - (variance_C + self.variance_epsilon).sqrt()).mean()
             losses.append(self.variance * hinge + 2 * self.covariance / self.width * off_diagonal)
         return self.invariance * invariance + torch.stack(losses).mean()
+
+
+def _squares(matrix_CC: Tensor) -> Tensor:
+    """Their sum: as a norm it takes one pass, and one backward."""
+    return torch.linalg.vector_norm(matrix_CC).square()
 
 
 def _summed(tensor: Tensor, loss: OriginalLoss) -> Tensor:

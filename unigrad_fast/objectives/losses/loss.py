@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
+from unigrad_fast.kernels.dispatch import host_may_read
+from unigrad_fast.kernels.reference import SMALLEST_NORM
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
@@ -38,6 +43,24 @@ class Views:
 
     def positives(self, target_2NC: Tensor) -> Tensor:
         return positives(target_2NC, len(self.online), self.mix)
+
+    @cached_property
+    def unit_online(self) -> Tensor:
+        return unit(self.online)
+
+    @cached_property
+    def unit_target(self) -> Tensor:
+        return unit(self.target)
+
+    @cached_property
+    def unit_positive(self) -> Tensor:
+        """m⁺ of unit embeddings, [V, N, C]."""
+        return self.positives(self.unit_target)
+
+    @cached_property
+    def cosine(self) -> Tensor:
+        """u·m⁺, [V, N]."""
+        return torch.linalg.vecdot(self.unit_online, self.unit_positive)
 
 
 class OriginalLoss(OverRanks):
@@ -102,14 +125,16 @@ class OriginalLoss(OverRanks):
             target = [view.detach() for view in target]
         online_VNC, broken = _finite(online, common_dtype(online))
         target_2NC, broken_target = _finite(target, exact)
-        predicted_VNC, broken_prediction = _finite(self.predicted(online_VNC), exact)
+        predicted_VNC, broken_prediction = online_VNC.to(exact), broken
+        if is_predicted := (prediction := self.predicted(online_VNC)) is not online_VNC:
+            predicted_VNC, broken_prediction = _finite(prediction, exact)
         with without_autocast(online_VNC.device):
             raised = torch.stack([broken | broken_target | broken_prediction, broken_target]).to(torch.int32)
             views = Views(predicted_VNC, target_2NC, mix, raised)
             loss = self.loss_of(views)
             with torch.no_grad():
-                unit_VNC = unit(online_VNC.to(exact))
-                cosine = mean((unit_VNC * views.positives(unit(target_2NC))).sum(-1))
+                unit_VNC = unit(online_VNC.to(exact)) if is_predicted else views.unit_online.detach()
+                cosine = mean(torch.linalg.vecdot(unit_VNC, views.unit_positive) if is_predicted else views.cosine)
                 flag = ranks.largest(raised[0], self.process_group) if self.over_ranks else raised[0]
         metrics = {"objective": loss.detach().clone(), "positive_cosine": cosine}
         unit_MC = unit_VNC[:2].flatten(0, 1)
@@ -124,10 +149,26 @@ class OriginalLoss(OverRanks):
         raise NotImplementedError
 
 
+class _Unit(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_VNC: Tensor) -> Tensor:
+        norm_VN1 = torch.linalg.vector_norm(rows_VNC, dim=-1, keepdim=True)
+        used_VN1, norm_VN1 = norm_VN1 > 0, norm_VN1.clamp_min(SMALLEST_NORM)
+        unit_VNC = rows_VNC / norm_VN1
+        ctx.save_for_backward(unit_VNC, torch.where(used_VN1, 1 / norm_VN1, 0.0))
+        return unit_VNC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_VNC: Tensor) -> Tensor:
+        unit_VNC, inverse_norm_VN1 = ctx.saved_tensors
+        along_VN1 = torch.linalg.vecdot(gradient_VNC, unit_VNC).unsqueeze(-1)
+        return torch.addcmul(gradient_VNC, unit_VNC, along_VN1, value=-1.0).mul_(inverse_norm_VN1)
+
+
 def unit(rows_VNC: Tensor) -> Tensor:
-    """z / max(‖z‖, 1e-12); no gradient flows into a row of zeros."""
-    used_VN1 = (rows_VNC.detach() != 0).any(-1, keepdim=True)
-    return torch.where(used_VN1, normalize(torch.where(used_VN1, rows_VNC, 1.0), dim=-1), 0.0)
+    """z / max(‖z‖, 1e-12), with few passes in backward; no gradient flows into a row of zeros."""
+    return _Unit.apply(rows_VNC)
 
 
 def mean(terms_VN: Tensor) -> Tensor:
@@ -137,6 +178,9 @@ def mean(terms_VN: Tensor) -> Tensor:
 
 def _finite(views: Sequence[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[V, N, C] with 0 for rows that are not finite, into which no gradient flows; and whether there are such."""
-    rows_VNC = torch.stack([view.to(dtype) for view in views])
+    rows_VNC = views.to(dtype) if isinstance(views, Tensor) else torch.stack([view.to(dtype) for view in views])
+    total = rows_VNC.detach().sum()
+    if host_may_read(total) and torch.isfinite(total):  # so are they all
+        return rows_VNC, torch.zeros_like(total, dtype=torch.bool)
     finite_VN1 = torch.isfinite(rows_VNC.detach()).all(-1, keepdim=True)
     return torch.where(finite_VN1, rows_VNC, 0.0), ~finite_VN1.all()
