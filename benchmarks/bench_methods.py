@@ -36,7 +36,7 @@ from unigrad_fast.benchmarks.timed import Timed, time_in_turns
 from unigrad_fast.objectives import build
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import byte_size
+from unigrad_fast.runtime.wording import byte_size
 
 WIDTHS, IMAGES = (2048, 8192), (128, 512)
 NEVER = 2**31  # steps until W_h is decomposed

@@ -164,6 +164,8 @@ def measured(config: Config) -> tuple[int, int, float, int]:
         (0, "replicated"),
         pytest.param(0, "sharded", marks=pytest.mark.slow),
         pytest.param(1, "replicated", marks=pytest.mark.slow),
+        pytest.param(1, "sharded", marks=pytest.mark.slow),
+        pytest.param(2, "replicated", marks=pytest.mark.slow),
         (2, "sharded"),
     ],
 )

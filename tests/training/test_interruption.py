@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -88,16 +89,20 @@ def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
     assert again[0] == [0, 0] and "complete; there is nothing left to do" in again[1]
 
 
+def rank_of(arguments: list[str]) -> None:
+    from unigrad_fast.cli import main
+
+    sys.exit(main(arguments))  # a function that returns would wait for the other ranks
+
+
 def under_torchruns_agent(arguments: list[str]) -> None:
     """What `torchrun --standalone --nproc_per_node 2 --max-restarts 2` does, but that it forks its ranks."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from unigrad_fast.cli import main
-
     one = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
     meeting = {"run_id": "restarted", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
     with thin():
-        elastic_launch(LaunchConfig(**one, **meeting, max_restarts=2), main)(arguments)
+        elastic_launch(LaunchConfig(**one, **meeting, max_restarts=2), rank_of)(arguments)
 
 
 def test_torchruns_agent_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, tmp_path):

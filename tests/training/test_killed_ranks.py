@@ -49,23 +49,13 @@ def go_on(run: Path, stage: int, placement: str) -> dict[str, float]:
     return {part: (d / n.clamp_min(1e-6)).sqrt().item() for part, (d, n) in squares.items()}
 
 
+@pytest.mark.slow  # tests/training/test_interruption.py kills runs with SGD at stage 0
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("kills", "epochs", "moves"),
-    [
-        pytest.param(2, 2, [], id="2 kills"),
-        pytest.param(
-            20,
-            40,
-            [(3, 1, "replicated"), (1, 0, "replicated"), (3, 0, "sharded"), (4, 2, "sharded")],
-            id="20 kills",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_run_whose_ranks_are_killed_ends_as_if_not_and_goes_on_elsewhere(
-    workers, tmp_path, record_property, kills, epochs, moves
+def test_a_run_whose_ranks_are_killed_twenty_times_ends_as_if_not_and_goes_on_elsewhere(
+    workers, tmp_path, record_property
 ):
+    kills, epochs = 20, 40
+    moves = [(3, 1, "replicated"), (1, 0, "replicated"), (3, 0, "sharded"), (4, 2, "sharded")]
     draw_tree(tmp_path / "train", per_class=48)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(batch=24, epochs=epochs))
     output, undisturbed, steps = tmp_path / "run", tmp_path / "undisturbed", epochs * STEPS_PER_EPOCH

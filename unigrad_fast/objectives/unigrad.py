@@ -385,7 +385,7 @@ class UniGrad(nn.Module):
         self._drop_begun()
         super()._load_from_state_dict(*arguments)
 
-    def _target_layout(self, target: Sequence[Tensor], dtypes: tuple | None) -> Layout:
+    def _target_layout(self, target: Sequence[Tensor], dtypes: tuple[torch.dtype, torch.dtype] | None) -> Layout:
         """`_layout` of targets alone, with scratch memory of its own."""
         require_targets(target, self.width)
         images, device = target[0].shape[0], target[0].device
