@@ -24,14 +24,19 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(weighted_sums, "LEAST", 4)
 
 
+@pytest.mark.parametrize("chunk", [60, 1000])
 @pytest.mark.parametrize("scale", [1.0, 40.0])
-@pytest.mark.parametrize(("own", "positive", "gaps"), [(None, False, False), (3, True, True), (11, False, True)])
-def test_a_softmax_in_chunks_is_the_softmax(scale, own, positive, gaps):
+@pytest.mark.parametrize(
+    ("own", "positive", "gaps"),
+    [((), False, False), (((slice(None), 3),), True, True), (((slice(4), 11), (slice(4, 7), 2)), False, True)],
+)
+def test_a_softmax_in_chunks_or_at_once_is_the_softmax(chunk, scale, own, positive, gaps, monkeypatch):
+    monkeypatch.setattr(weighted_sums, "CHUNK", chunk)
     query, key, first = random(7, 5) * scale, random(23, 5, seed=1), random(7, 5, seed=2) if positive else None
     bias = torch.where(torch.arange(23) % 5 == 2, -torch.inf, 0.0).double() if gaps else torch.zeros(23).double()
     logit = query @ key.T / 0.3 + bias
-    if own is not None:
-        logit.diagonal(own).fill_(-torch.inf)
+    for rows, first_of in own:
+        logit[rows].diagonal(first_of).fill_(-torch.inf)
     samples = key.expand(7, 23, 5)
     if positive:
         logit = torch.cat([(query * first).sum(-1, keepdim=True) / 0.3, logit], dim=-1)
@@ -45,7 +50,7 @@ def test_the_softmax_of_the_samples_is_theirs():
     query, key, log = random(7, 5), random(23, 5, seed=1), random(23, seed=2)
     weight = (query @ key.T / 0.3 - log).exp()
     weight.diagonal(4).fill_(0)
-    torch.testing.assert_close(softmax_of_samples(query, key, 0.3, log, own=4), weight @ key)
+    torch.testing.assert_close(softmax_of_samples(query, key, 0.3, log, own=[(slice(None), 4)]), weight @ key)
 
 
 @pytest.mark.parametrize("samples", [2, 60])
@@ -55,8 +60,10 @@ def test_both_orders_of_products_are_the_same(samples):
     assert products_first(7, samples, 5) == (samples == 60)
 
 
-def test_without_samples_there_is_nothing():
-    found, log = softmax_sum(random(3, 5), random(2, 5), 0.3, bias_K=torch.full((2,), -torch.inf).double())
+@pytest.mark.parametrize("samples", [0, 2, 9])
+def test_without_samples_there_is_nothing(samples):
+    nothing = torch.full((samples,), -torch.inf).double()
+    found, log = softmax_sum(random(3, 5), random(samples, 5), 0.3, bias_K=nothing)
     assert not found.any() and not log.any()
 
 

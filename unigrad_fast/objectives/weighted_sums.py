@@ -5,10 +5,13 @@ Shape suffixes: N rows, K samples, C embedding width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Own: TypeAlias = "tuple[slice, int]"
 
 CHUNK = 1 << 22  # similarities that are held at once
 LEAST = 256  # samples, all the same: products of fewer are slow
@@ -31,7 +34,7 @@ def softmax_sum(
     *,
     bias_K: Tensor | None = None,
     positive_NC: Tensor | None = None,
-    own: int | None = None,
+    own: Sequence[Own] = (),
 ) -> tuple[Tensor, Tensor]:
     """Σ s_v·v over the samples with s = softmax(u·v/τ), by an online softmax over chunks of them.
 
@@ -41,13 +44,15 @@ def softmax_sum(
         temperature: τ.
         bias_K: 0 for a sample, −∞ for what is none.
         positive_NC: one more sample for each row.
-        own: the sample that is row 0 itself and no sample for it, `own` + 1 for row 1, and so on.
+        own: rows that are samples themselves, and no samples for themselves: which, and the sample that is the first.
 
     Returns:
         The sums [N, C] and log Σ exp(u·v/τ) [N], in fp32 or better; 0 where there is no sample.
     """
     exact = torch.promote_types(query_NC.dtype, torch.float32)
     rows = query_NC.shape[0]
+    if positive_NC is None and 0 < key_KC.shape[0] <= _step(rows):
+        return _softmax_sum_at_once(query_NC, key_KC, temperature, bias_K, own)
     if positive_NC is None:
         sum_NC = query_NC.new_zeros(query_NC.shape, dtype=exact)
         most_N1 = query_NC.new_full((rows, 1), torch.finfo(exact).min, dtype=exact)
@@ -57,8 +62,7 @@ def softmax_sum(
         most_N1 = (query_NC.to(exact) * sum_NC).sum(-1, keepdim=True) / temperature
         mass_N1 = torch.ones_like(most_N1)
     for chunk, weight_NK in _similarities(query_NC, key_KC, temperature, bias_K):
-        if own is not None:
-            _each_row(weight_NK, own - chunk.start).fill_(-torch.inf)
+        _leave_out_(weight_NK, own, chunk.start)
         larger_N1 = torch.maximum(most_N1, weight_NK.amax(-1, keepdim=True))
         shrink_N1 = (most_N1 - larger_N1).exp_()
         weight_NK.sub_(larger_N1).exp_()
@@ -71,8 +75,19 @@ def softmax_sum(
     return sum_NC.div_(mass_N1), log_N1.squeeze(-1)
 
 
+def _softmax_sum_at_once(
+    query_NC: Tensor, key_KC: Tensor, temperature: float, bias_K: Tensor | None, own: Sequence[Own]
+) -> tuple[Tensor, Tensor]:
+    """The same, of samples that are one chunk: the weights are finished before they are multiplied."""
+    ((_, weight_NK),) = _similarities(query_NC, key_KC, temperature, bias_K)
+    _leave_out_(weight_NK, own, 0)
+    log_N1 = weight_NK.logsumexp(-1, keepdim=True)
+    log_N1 = torch.where(log_N1 > -torch.inf, log_N1, 0.0)  # without samples all weights are exp(−∞)
+    return product(weight_NK.sub_(log_N1).exp_().to(key_KC.dtype), key_KC), log_N1.squeeze(-1)
+
+
 def softmax_of_samples(
-    query_NC: Tensor, key_KC: Tensor, temperature: float, log_K: Tensor, own: int | None = None
+    query_NC: Tensor, key_KC: Tensor, temperature: float, log_K: Tensor, own: Sequence[Own] = ()
 ) -> Tensor:
     """Σ t_v·v with t_v = exp(v·u/τ − log_K[v]): the share that row u has in each sample's own softmax.
 
@@ -83,8 +98,7 @@ def softmax_of_samples(
     exact = torch.promote_types(query_NC.dtype, torch.float32)
     sum_NC = query_NC.new_zeros(query_NC.shape, dtype=exact)
     for chunk, weight_NK in _similarities(query_NC, key_KC, temperature, -log_K):
-        if own is not None:
-            _each_row(weight_NK, own - chunk.start).fill_(-torch.inf)
+        _leave_out_(weight_NK, own, chunk.start)
         _add_product_(sum_NC, weight_NK.exp_(), key_KC[chunk])
     return sum_NC
 
@@ -111,7 +125,7 @@ def _similarities(
 ) -> Iterator[tuple[slice, Tensor]]:
     """u·v/τ + bias, of some samples after the other, in memory that the next ones take over."""
     rows, samples = query_NC.shape[0], key_KC.shape[0]
-    step = max(LEAST, CHUNK // max(1, rows))
+    step = _step(rows)
     exact = torch.promote_types(query_NC.dtype, torch.float32)
     room = query_NC.new_empty(rows * min(step, samples), dtype=exact)
     for first in range(0, samples, step):
@@ -134,6 +148,17 @@ def _add_product_(sum_NC: Tensor, weight_NK: Tensor, value_KC: Tensor) -> None:
         sum_NC.addmm_(weight_NK, value_KC)
     else:
         sum_NC.add_(product(weight_NK.to(value_KC.dtype), value_KC))
+
+
+def _step(rows: int) -> int:
+    """Samples of a chunk."""
+    return max(LEAST, CHUNK // max(1, rows))
+
+
+def _leave_out_(weight_NK: Tensor, own: Sequence[Own], start: int) -> None:
+    """−∞ where a row is the sample itself, in similarities whose first sample is `start`."""
+    for rows, first in own:
+        _each_row(weight_NK[rows], first - start).fill_(-torch.inf)
 
 
 def _each_row(weight_NK: Tensor, first: int) -> Tensor:

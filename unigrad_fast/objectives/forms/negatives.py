@@ -16,7 +16,7 @@ from unigrad_fast.objectives.forms.batch import Batch
 from unigrad_fast.objectives.forms.rows import Row
 from unigrad_fast.objectives.over_ranks import Gathered
 from unigrad_fast.objectives.positives import positives
-from unigrad_fast.objectives.weighted_sums import similarity_sum, softmax_of_samples, softmax_sum
+from unigrad_fast.objectives.weighted_sums import Own, similarity_sum, softmax_of_samples, softmax_sum
 
 
 @dataclass
@@ -60,31 +60,18 @@ def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callab
     is_image, exact = batch.gathered.is_image, batch.exact
     sample_KC = samples_2KC.flatten(0, 1)
     bias_K = None if is_image is None else torch.where(is_image, 0.0, -torch.inf).to(exact).repeat(2)
-    views, per_view = len(batch.online), samples_2KC.shape[1]
-
-    def own(view: int) -> int | None:
-        is_sample = view < 2 and row.samples == "batch_without_self"
-        return view * per_view + batch.gathered.own.start if is_sample else None
-
-    if row.samples == "batch":  # all views at once
-        sum_MC, log_M = softmax_sum(batch.online.flatten(0, 1), sample_KC, row.temperature, bias_K=bias_K)
-        return Negative(sum_MC.view(batch.online.shape), log_M.view(batch.online.shape[:2]))
-    parts = [
-        softmax_sum(batch.online[view], sample_KC, row.temperature, bias_K=bias_K, own=own(view))
-        for view in range(views)
-    ]
-    gradient_VNC, log_VN = (torch.stack(part) for part in zip(*parts, strict=True))
+    query_MC, images = batch.online.flatten(0, 1), batch.online.shape[1]
+    own: list[Own] = []
+    if row.samples == "batch_without_self":
+        first = batch.gathered.own.start
+        own = [(slice(images), first), (slice(images, 2 * images), samples_2KC.shape[1] + first)]
+    sum_MC, log_M = softmax_sum(query_MC, sample_KC, row.temperature, bias_K=bias_K, own=own)
     if row.both_terms:
-        log_K = gather(log_VN.unsqueeze(-1)).rows.flatten()
+        log_K = gather(log_M.view(-1, images, 1)).rows.flatten()
         if is_image is not None:
             log_K = torch.where(is_image.repeat(2), log_K, torch.inf)
-        gradient_VNC += torch.stack(
-            [
-                softmax_of_samples(batch.online[view], sample_KC, row.temperature, log_K, own=own(view))
-                for view in range(views)
-            ]
-        )
-    return Negative(gradient_VNC, log_VN)
+        sum_MC += softmax_of_samples(query_MC, sample_KC, row.temperature, log_K, own)
+    return Negative(sum_MC.view(batch.online.shape), log_M.view(batch.online.shape[:2]))
 
 
 def cross_batch(row: Row, batch: Batch) -> Negative:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.checks import require_number, require_whole
+from unigrad_fast.objectives.layout import Mix
 from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 
 
@@ -87,4 +88,18 @@ class SimCLR(OriginalLoss):
         if samples.is_image is not None:
             bias_VNK.masked_fill_(~samples.is_image.repeat(2), -torch.inf)
         logit_MK = torch.addmm(bias_VNK.flatten(0, 1), unit_VNC.flatten(0, 1), sample_KC.T, alpha=1 / self.temperature)
+        views.cosine = self._positive(logit_MK.view_as(bias_VNK), images, samples.own.start, views.mix)
         return mean(logit_MK.logsumexp(-1) - views.cosine.flatten() / self.temperature)
+
+    def _positive(self, logit_VNK: Tensor, images: int, first: int, mix: Mix | None) -> Tensor:
+        """u·m⁺, [V, N]: what views are pulled to is among the samples, or made of some of them."""
+        pulled = []
+        for view, logit_NK in enumerate(logit_VNK[:2]):
+            start = (1 - view) * images + first
+            own_N = logit_NK.diagonal(start)
+            if mix is not None:
+                other_N = logit_NK.gather(1, (mix.partner[view] + start).unsqueeze(-1)).squeeze(-1)
+                own_N = torch.lerp(other_N, own_N, mix.ratio[view].to(own_N.dtype))
+            pulled.append(own_N)
+        local = [logit_VNK[2:].diagonal(view * images + first, 1, 2) for view in range(2)]
+        return torch.cat([torch.stack(pulled), (local[0] + local[1]) / 2]) * self.temperature
