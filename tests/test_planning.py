@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,9 @@ def test_storage_reads_each_image_once_and_a_node_has_its_share(base):
     assert around["reads"] == plan.images_per_second == 2 * around["reads_per_node"]
     assert around["read_bytes"] == 100 * around["reads"]
     assert around["disk"] == 3 * around["checkpoint"]
+    assert (
+        around["bank"] == 2 * math.ceil(1000 / plan.setting.ranks) * base.found.features
+    )  # a rank's, in half precision
     assert plan.hours(25_600) == pytest.approx(100 * 100 * plan.step / 3600)
 
 

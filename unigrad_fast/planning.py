@@ -208,19 +208,20 @@ class Counted:
                 yield key, found
 
     def around(self, plan: Plan, images: int, image_bytes: float) -> dict[str, float]:
-        """What the run takes besides cards: bytes of host memory per node and of disk, and reads per second.
+        """What the run takes beside its steps: bytes of hosts, disk and, while kNN judges, of a card; reads per second.
 
         A checkpoint's bytes are counted; the rest is expected.
         """
         ranks, nodes = plan.setting.ranks, plan.setting.nodes
-        bank = 4 * images * self.found.features if self.config.evaluation.every else 0  # on every rank, in fp32
+        bank = 2 * math.ceil(images / ranks) * self.found.features if self.config.evaluation.every else 0
         keep, every = self.config.checkpoint.keep, self.config.checkpoint.keep_every
         kept_for_good = self.config.schedule.epochs // every if every else 0
         reads = plan.images_per_second
         return {
             "checkpoint": self.found.checkpoint,
             "disk": self.found.checkpoint * (keep + 1 + kept_for_good),  # one is written before the oldest goes
-            "host_per_node": ranks // nodes * (PROCESS + bank + self.found.checkpoint / ranks),
+            "host_per_node": ranks // nodes * (PROCESS + self.found.checkpoint / ranks),
+            "bank": bank,  # a rank's part, in half precision
             "reads": reads,
             "reads_per_node": reads / nodes,
             "read_bytes": reads * image_bytes,

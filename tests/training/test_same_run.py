@@ -1,7 +1,12 @@
 """What may change when a run is continued."""
 
-from unigrad_fast.config import resolve
-from unigrad_fast.training.same_run import contradictions
+import socket
+
+import torch.distributed as dist
+
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.training.same_run import contradictions, require_same_everywhere
 
 
 def test_only_what_decides_the_result_forbids_to_go_on():
@@ -20,4 +25,27 @@ def test_only_what_decides_the_result_forbids_to_go_on():
         "seed = 3: the checkpoint has 0",
         "model.projector.width = 4096: the checkpoint has 2048",
         "schedule.epochs = 200: the checkpoint has 100",
+    ]
+
+
+def refusal(settings: list[Config]) -> str:
+    try:
+        require_same_everywhere(settings[dist.get_rank()])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_settings_are_refused_by_key_on_all_of_them(workers):
+    one = resolve(overrides={"data": {"threads": 2, "train": "/here"}})
+    same = resolve(overrides={"data": {"threads": 3, "train": "/there"}})
+    assert workers(2).run(refusal, [one, same]) == ["", ""]
+    other = resolve(overrides={"seed": 7, "optimizer": {"base_lr": 0.07}, "telemetry": {"every": 3}})
+    host, rate = socket.gethostname(), one.optimizer.base_lr
+    first, second = workers(2).run(refusal, [one, other])
+    assert first == second and first.splitlines() == [
+        f"seed = 7 on rank 1 ({host}): rank 0 ({host}) has 0",
+        f"optimizer.base_lr = 0.07 on rank 1 ({host}): rank 0 ({host}) has {rate}",
+        f"telemetry.every = 3 on rank 1 ({host}): rank 0 ({host}) has {one.telemetry.every}",
+        "all ranks of a run are started with the same command",
     ]

@@ -61,7 +61,8 @@ def plan(options: Plan) -> None:
     config = _configuration(options)
     require_folder(options.output)
     name = f"{Path(config.recipe).stem}-{options.card}"
-    name += "-sweep" if options.sweep else f"-{options.gpus}x{config.model.projector.width}"
+    images = config.data.batch_size // options.gpus
+    name += "-sweep" if options.sweep else f"-{options.gpus}x{images}-width{config.model.projector.width}"
     files = [options.output / f"{name}{ending}" for ending in (".json", *((".md", ".png") if options.sweep else ()))]
     for file in files:
         require_file(file)
@@ -148,6 +149,11 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
         f"counted: a checkpoint of {byte_size(around['checkpoint'])}; expected: {byte_size(around['disk'])} of disk "
         f"for those that are kept, {byte_size(around['host_per_node'])} of host memory on each node"
     )
+    if around["bank"]:
+        yield (
+            f"expected of kNN: every {count(options.evaluation.every, 'epoch')} it reads all images once more, and "
+            f"{byte_size(around['bank'])} of features lie on each GPU meanwhile"
+        )
     yield (
         f"expected of the storage: {around['reads']:,.0f} reads/s, {around['reads_per_node']:,.0f} from each node, "
         f"{around['read_bytes'] / 1e9:.2f} GB/s"

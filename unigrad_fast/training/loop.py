@@ -27,7 +27,7 @@ from unigrad_fast.runtime.shell import own, program, typed
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training import checkpoint, ending, needs, run_folder
-from unigrad_fast.training.same_run import require_same_run
+from unigrad_fast.training.same_run import require_same_everywhere, require_same_run
 from unigrad_fast.training.step_graph import own_stream
 from unigrad_fast.training.telemetry import Telemetry
 from unigrad_fast.training.telemetry.curves import draw
@@ -61,6 +61,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             world = stack.enter_context(process_group.session(config.engine.device, timeout))
         at = stack.enter_context(attended(world, timeout))
         stack.push(preemption.settle)
+        require_same_everywhere(config)
         if not numbered:
             on_all_ranks(lambda: ending.begin_anew(config.output, os.environ) if world.rank == 0 else None)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
@@ -305,9 +306,23 @@ def method_of(config: Config) -> str | None:
 
 
 def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> None:
-    """Draw the curves, and show the final table with the commands to type next."""
-    if trainer.world.rank != 0:
-        return
+    """Draw the curves, and show the final table with the commands to type next.
+
+    Raises:
+        RunStopped: every step was dropped.
+    """
+    skipped = trainer.gate.check(trainer.total_steps)
+    if trainer.world.rank == 0:
+        show_end(trainer, telemetry, probe, skipped)
+    if skipped == trainer.total_steps:
+        raise RunStopped(
+            f"all {count(skipped, 'step')} met NaN or infinite values and were dropped, so the encoder is as it began; "
+            "lower optimizer.base_lr or objective.balance, or set optimizer.clip_norm"
+        )
+
+
+def show_end(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, skipped: int) -> None:
+    """The curves, and the final table."""
     run = trainer.config.output
     if run.is_relative_to(Path.cwd()) and not str(run.relative_to(Path.cwd())).startswith("-"):
         run = run.relative_to(Path.cwd())
@@ -318,6 +333,6 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
     if probe is not None:
         commands.insert(0, own("evaluate", "knn", run, "--baselines", "true"))
     telemetry.finish(
-        {"skipped_steps": trainer.gate.check(trainer.total_steps), "bad_images": trainer.bad_images.total},
+        {"skipped_steps": skipped, "bad_images": trainer.bad_images.total},
         commands,
     )
