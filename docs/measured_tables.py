@@ -322,9 +322,14 @@ def summary(found: Rows) -> Table:
             "counted",
             "a step of ResNet-50 on 8 × H100, 128 images each, of tensors without content",
             f"{card['counted: launches']} launches, {card['counted: collectives']} collectives, "
-            f"{card['counted: GiB at most']} GiB; expected of it: {card['expected: images/s']} images/s",
+            f"{card['counted: GiB at most']} GiB; expected of it, by arithmetic alone: "
+            f"{card['expected: images/s']} images/s",
         ],
-        ["awaits a card", "everything on a GPU: speed, memory, NCCL, GPU decoding, the Triton kernels", "not measured"],
+        [
+            "awaits a card",
+            "everything on a GPU, and on more than one machine: speed, memory, NCCL, GPU decoding, the Triton kernels",
+            "not measured",
+        ],
         ["awaits a card", "ImageNet accuracy; the paper has 70.3 % (linear evaluation, 100 epochs)", "not reproduced"],
     ]
 

@@ -33,7 +33,9 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
             continue
         if not os.path.exists(folder):
             problem = dangling_link(folder) or "no such file or folder"
-            if config.recipe == "quickstart":
+            if key == "data.val" and config.data.train is not None and os.path.exists(config.data.train):
+                problem += "; give the folder of your validation images, or --data.val null to train without evaluation"
+            elif config.recipe == "quickstart":
                 problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
             problems.append(f"{key} = {folder}: {problem}")
         elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
