@@ -61,3 +61,9 @@ def test_a_run_within_its_images_is_refused_and_so_is_one_over_anothers_files(tm
     with pytest.raises(UserError, match=r"a run would replace config\.yaml, summary\.json; give another folder"):
         require_folders(config)
     require_folders(config, numbered=True)  # which takes another one
+
+
+def test_images_without_a_validation_set_of_theirs_are_told_how_to_train(tmp_path):
+    config = resolve("quickstart", {"data": {"train": str(tmp_path), "val": str(tmp_path / "absent")}})
+    with pytest.raises(UserError, match=r"data\.val = .*: no such file or folder; .* --data\.val null"):
+        require_folders(config)
