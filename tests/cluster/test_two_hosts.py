@@ -76,6 +76,7 @@ def ended(processes: list[CommandProcess]) -> tuple[list[int], list[str]]:
     return [result.returncode for result in results], [result.stdout + result.stderr for result in results]
 
 
+@pytest.mark.slow  # 22 seconds on an idle machine
 def test_a_run_whose_other_machine_is_cut_off_names_it_and_goes_on_with_it_as_if_nothing_had_been(
     hosts, data, tmp_path
 ):
