@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from unigrad_fast import planning
 from unigrad_fast.benchmarks.harness import spread, take_turns
 from unigrad_fast.benchmarks.memory import free_bytes
 from unigrad_fast.benchmarks.processes import in_processes, new_process, require_one_process
@@ -45,11 +46,8 @@ from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run
 
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-COUNTED_WIDTHS = (2048, 4096, 8192, 16384, 32768, 65536)
-LIBRARIES, COPIES = (
-    3 << 29,
-    5,
-)  # bytes of a process; weights, gradients, momentum, target and its bf16 copy, activations
+LIBRARIES = 3 << 29  # bytes of a process
+COPIES = 5  # weights, gradients, momentum, target and its bf16 copy, activations
 
 
 def at_width(config: Config, width: int) -> Config:
@@ -215,7 +213,7 @@ def dry_run(
     found: dict[int, Walk] = {}
     with warnings.catch_warnings(), console.status("starting") as status:
         warnings.simplefilter("ignore")
-        for width in dict.fromkeys(widths or COUNTED_WIDTHS):
+        for width in dict.fromkeys(widths or planning.WIDTHS):
             status.update(f"width {width}")
             found[width] = walk(at_width(config, width), ranks, figures)
     title = f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each"

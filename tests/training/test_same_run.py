@@ -1,11 +1,11 @@
 """What may change when a run is continued."""
 
-import socket
-
+import torch
 import torch.distributed as dist
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.same_run import contradictions, require_same_everywhere
 
 
@@ -29,8 +29,10 @@ def test_only_what_decides_the_result_forbids_to_go_on():
 
 
 def refusal(settings: list[Config]) -> str:
+    rank = dist.get_rank()
+    world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo", hosts=("node0", "node1"))
     try:
-        require_same_everywhere(settings[dist.get_rank()])
+        require_same_everywhere(settings[rank], world)
     except UserError as error:
         return str(error)
     return ""
@@ -41,11 +43,11 @@ def test_ranks_with_other_settings_are_refused_by_key_on_all_of_them(workers):
     same = resolve(overrides={"data": {"threads": 3, "train": "/there"}})
     assert workers(2).run(refusal, [one, same]) == ["", ""]
     other = resolve(overrides={"seed": 7, "optimizer": {"base_lr": 0.07}, "telemetry": {"every": 3}})
-    host, rate = socket.gethostname(), one.optimizer.base_lr
+    rate = one.optimizer.base_lr
     first, second = workers(2).run(refusal, [one, other])
     assert first == second and first.splitlines() == [
-        f"seed = 7 on rank 1 ({host}): rank 0 ({host}) has 0",
-        f"optimizer.base_lr = 0.07 on rank 1 ({host}): rank 0 ({host}) has {rate}",
-        f"telemetry.every = 3 on rank 1 ({host}): rank 0 ({host}) has {one.telemetry.every}",
+        "seed = 7 on rank 1 (node1): rank 0 (node0) has 0",
+        f"optimizer.base_lr = 0.07 on rank 1 (node1): rank 0 (node0) has {rate}",
+        f"telemetry.every = 3 on rank 1 (node1): rank 0 (node0) has {one.telemetry.every}",
         "all ranks of a run are started with the same command",
     ]

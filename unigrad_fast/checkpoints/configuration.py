@@ -11,7 +11,7 @@ import yaml
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.trees import merge
+from unigrad_fast.runtime.trees import is_among, merge
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
 # What decides the network, the images and the accuracy.
@@ -46,11 +46,11 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     now = [(key, value) for key, value in leaves(given, "") if key in before and value != before[key]]
     # Images may be named there for a run that was imported without any.
     new = [key for key in (".data.train", ".data.val") if before[key] is None]
-    local = {key: value for key, value in now if _is_among(key, OF_THE_MACHINE) or key in new}
+    local = {key: value for key, value in now if is_among(key, OF_THE_MACHINE) or key in new}
     told = [
         f"{key[1:]} = {shown(value)} instead of {shown(before[key])}"
         for key, value in now
-        if _is_among(key, DECIDING) and key not in new
+        if is_among(key, DECIDING) and key not in new
     ]
     if local:
         try:
@@ -77,10 +77,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError("holds no tree of keys and values")
     return tree
-
-
-def _is_among(key: str, keys: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f".{each}.") for each in keys)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

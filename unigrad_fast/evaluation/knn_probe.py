@@ -10,8 +10,8 @@ from torch import nn
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.evaluation.sharded_knn import sharded_knn
-from unigrad_fast.evaluation.shares import read_share
-from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.evaluation.shares import own_images, read_share
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 
 
@@ -47,18 +47,7 @@ class KNNProbe:
         bank, queries = (
             read_share(
                 backbone,
-                EvaluationLoader(
-                    manifest,
-                    image_size or data.image_size,
-                    crop_fraction or settings.crop_fraction,
-                    settings.batch_size,
-                    rank=self.world.rank,
-                    world_size=self.world.size,
-                    device=self.world.device if data.decode != "cpu" else "cpu",
-                    threads=data.threads,
-                    timeout=data.read_timeout,
-                    read_threads=data.read_threads,
-                ),
+                own_images(manifest, self.config, self.world, image_size, crop_fraction),
                 self.world.device,
                 dtype,
                 data.max_bad_fraction,

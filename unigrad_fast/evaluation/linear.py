@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of
+from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 
@@ -91,19 +92,7 @@ class LinearProbe:
 
     def loader(self, manifest: Manifest) -> EvaluationLoader:
         """Centre crops of this rank's share of some images."""
-        data, settings = self.config.data, self.config.evaluation
-        return EvaluationLoader(
-            manifest,
-            data.image_size,
-            settings.crop_fraction,
-            settings.batch_size,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            device=self.world.device if data.decode != "cpu" else "cpu",
-            threads=data.threads,
-            timeout=data.read_timeout,
-            read_threads=data.read_threads,
-        )
+        return own_images(manifest, self.config, self.world)
 
     def left_out(self, loader: EvaluationLoader, kind: str) -> int:
         """How many images no rank could use, of which the user is told."""

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from unigrad_fast.evaluation.knn import KNNResult, count_hits, largest, nearest, neighbours
 from unigrad_fast.evaluation.shares import Share, norms, similarity_to
+from unigrad_fast.runtime.collectives import gather_into
 from unigrad_fast.runtime.process_group import World
-
-# The same under two names: torch renames it, and warns of the old one.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 @torch.no_grad()
@@ -85,7 +83,7 @@ def _found(bank: Share, own_QD: Tensor, rows: int, world: World, k: int, chunk: 
         padded = own_QD.new_zeros(rows, own_QD.shape[1])
         padded[: len(own_QD)] = own_QD
         asked_QD = own_QD.new_empty(world.size * rows, own_QD.shape[1])
-        _gather_into(asked_QD, padded)
+        gather_into(asked_QD, padded)
     similarity = torch.full((len(asked_QD), k), -torch.inf, device=world.device)
     label = torch.zeros(similarity.shape, dtype=torch.int64, device=world.device)
     if len(bank.labels):

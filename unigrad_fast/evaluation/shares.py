@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from unigrad_fast.config import Config
 from unigrad_fast.evaluation.features import LeftOut, count_left_out, features_of
-from unigrad_fast.pipelines import EvaluationLoader
-from unigrad_fast.runtime.process_group import on_all_ranks
+from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 LARGEST = 4096.0  # norm of a row: its square is the largest whole number up to which fp32 holds all
 
@@ -56,6 +57,33 @@ def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], T
     bank_BD = bank_BD.to(device)
     inverse_B, factor_BD = (1 / norms(bank_BD)).float(), bank_BD.float()
     return lambda query_QD: (query_QD.to(device).float() @ factor_BD.T).mul_(inverse_B)
+
+
+def own_images(
+    manifest: Manifest,
+    config: Config,
+    world: World,
+    image_size: int | None = None,
+    crop_fraction: float | None = None,
+) -> EvaluationLoader:
+    """Centre crops of this rank's images.
+
+    Args:
+        image_size, crop_fraction: in place of the configuration's.
+    """
+    data, settings = config.data, config.evaluation
+    return EvaluationLoader(
+        manifest,
+        image_size or data.image_size,
+        crop_fraction or settings.crop_fraction,
+        settings.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        device=world.device if data.decode != "cpu" else "cpu",
+        threads=data.threads,
+        timeout=data.read_timeout,
+        read_threads=data.read_threads,
+    )
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The same under two names: torch renames it, and warns of the old one.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+from unigrad_fast.runtime.collectives import gather_into
 
 
 def size(group: dist.ProcessGroup | None) -> int:
@@ -33,7 +32,7 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
     """
     own = torch.stack([torch.full_like(updates, images), updates])
     all_R2 = own.new_empty(dist.get_world_size(group), 2)
-    _gather_into(all_R2, own[None], group=group)
+    gather_into(all_R2, own[None], group=group)
     images_R, updates_R = all_R2.T.tolist()
     if len(set(updates_R)) > 1:
         raise ValueError(
@@ -51,7 +50,7 @@ def gather(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def begin_gather(own_MC: Tensor, group: dist.ProcessGroup | None, asynchronous: bool) -> tuple[Tensor, Any]:
     """`gather`, and what is to be waited for before its result is read; None where it is there."""
     gathered = own_MC.new_empty(dist.get_world_size(group) * len(own_MC), own_MC.shape[1])
-    work = _gather_into(gathered, own_MC, group=group, async_op=asynchronous)
+    work = gather_into(gathered, own_MC, group=group, async_op=asynchronous)
     return gathered, work if asynchronous else None
 
 

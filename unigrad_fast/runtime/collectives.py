@@ -1,4 +1,4 @@
-"""Collectives as they pass torch's dispatcher: of which kind each is, and its bytes on this rank."""
+"""Collectives as torch has them: of which kind each is that passes its dispatcher, and its bytes on this rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Gathers into one tensor. The same under two names: torch renames it, and warns of the old one.
+gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 KINDS = {
     "allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast",
     "alltoall_base_": "exchange",

@@ -61,7 +61,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
             world = stack.enter_context(process_group.session(config.engine.device, timeout))
         at = stack.enter_context(attended(world, timeout))
         stack.push(preemption.settle)
-        require_same_everywhere(config)
+        require_same_everywhere(config, world)
         if not numbered:
             on_all_ranks(lambda: ending.begin_anew(config.output, os.environ) if world.rank == 0 else None)
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)

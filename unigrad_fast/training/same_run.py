@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,8 @@ import yaml
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import gather
+from unigrad_fast.runtime.process_group import World, gather
+from unigrad_fast.runtime.trees import is_among
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
 # What may change when a run is continued: it decides where and how fast, or what is reported, but not the result.
@@ -40,7 +40,7 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
     """
     before = dict(leaves(validate(Config, saved).model_dump(mode="json"), ""))
     now = dict(leaves(config.model_dump(mode="json"), ""))
-    keys_of_result = [key for key in now if not _is_among(key, HARMLESS)]
+    keys_of_result = [key for key in now if not is_among(key, HARMLESS)]
     return [
         f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before[key])}"
         for key in keys_of_result
@@ -62,18 +62,15 @@ def require_same_run(config: Config) -> None:
             raise UserError("\n".join([*differing, "another --output begins a new run"]))
 
 
-def require_same_everywhere(config: Config) -> None:
+def require_same_everywhere(config: Config, world: World) -> None:
     """Raises UserError on all ranks where their settings are not those of one run; all call it together."""
-    first, *others = gather((socket.gethostname(), dict(leaves(config.model_dump(mode="json"), ""))))
+    first, *others = gather(dict(leaves(config.model_dump(mode="json"), "")))
     differing = [
-        f"{key[1:]} = {shown(value)} on rank {rank} ({host}): rank 0 ({first[0]}) has {shown(first[1].get(key))}"
-        for rank, (host, settings) in enumerate(others, start=1)
+        f"{key[1:]} = {shown(value)} on rank {rank} ({world.hosts[rank]}): "
+        f"rank 0 ({world.hosts[0]}) has {shown(first.get(key))}"
+        for rank, settings in enumerate(others, start=1)
         for key, value in settings.items()
-        if value != first[1].get(key) and not _is_among(key, OF_A_RANK)
+        if value != first.get(key) and not is_among(key, OF_A_RANK)
     ]
     if differing:
         raise UserError("\n".join([*differing[:SHOWN], "all ranks of a run are started with the same command"]))
-
-
-def _is_among(key: str, keys: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f".{each}.") for each in keys)
