@@ -214,6 +214,32 @@ CONVOLUTIONS = {
 }
 
 
+def methods(found: Rows) -> Table:
+    """Times as fast as plain torch, of each objective; a column per width and number of images."""
+    ratios = [row for row in found if row["unit"] == "ratio"]
+    shapes = sorted({(row["width"], row["images"]) for row in ratios})
+    head = ["objective", "plain torch", *(f"C {width:,}, N {images}" for width, images in shapes)]
+    table = [head]
+    for row in groups(ratios, "what"):
+        ours, _, plain = row[0]["what"].partition(" / plain ")
+        of_shape = {(each["width"], each["images"]): each for each in row}  # the newest of a shape
+        table.append([ours, plain, *(spread(of_shape[shape]) for shape in shapes)])
+    return table
+
+
+def every_method(found: Rows) -> Table:
+    """kNN accuracy after six epochs, by method and form."""
+    test = "tests/accuracy/test_every_method.py::test_six_epochs_bring_the_encoder_above_the_untrained_one"
+    table = [["method", "form", "untrained", "trained", "minutes", "commit"]]
+    for row in found:
+        name, _, case = row["test"].partition("[")
+        if name == test:
+            form, _, method = case.rstrip("]").partition("-")
+            before, after = (percent(row["noted"][f"{which} encoder, kNN %"]) for which in ("untrained", "trained"))
+            table.append([f"`{method}`", form, before, f"**{after}**", row["noted"]["minutes"], row["commit"]])
+    return table
+
+
 def small_convolution(found: Rows) -> Table:
     head = ["forward and backward"]
     for dtype in ("bf16", "fp32"):
@@ -344,6 +370,8 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "starts": starts,
     "summary": summary,
     "wide": wide,
+    "methods": methods,
+    "every_method": every_method,
 }
 
 
