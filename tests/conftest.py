@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from slow_results import record
+from slow_results import Record
 
 pytest_plugins = ["worker_fixtures"]
 
@@ -95,6 +95,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what starts processes, compiles or takes long")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--slow-results", None):
+        config.pluginmanager.register(Record(Path(file)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take long come last, the longest ones first."""
     if config.getoption("--quick"):
@@ -117,12 +122,6 @@ def _no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(BaseProcess, "start", refuse)
             patch.setattr(torch, "compile", refuse)
         yield
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if file := config.getoption("--slow-results"):
-        stats = terminalreporter.stats
-        record(Path(file), [report for outcome in ("passed", "failed") for report in stats.get(outcome, [])])
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,28 +22,45 @@ PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 Row = tuple[str, ...]  # a cell per column
 
 
-def record(file: Path, reports: Iterable[pytest.TestReport]) -> None:
-    """Rows of the tests that ran take the place of their earlier ones in the file."""
-    before = read(file.read_text(encoding="utf-8")) if file.exists() else []
-    file.write_text(written(merged(before, rows(reports))), encoding="utf-8")
+class Record:
+    """A plugin of pytest that writes each test's row as soon as the test has ended: a run that is cut off loses none.
+
+    A row takes the place of the test's earlier one; a run of all slow tests drops the rows of tests that are gone.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.commit, self.machine = commit(), _machine()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            self.keep({item.nodeid for item in session.items})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.outcome != "skipped":  # a test that was skipped has not run
+            self._write(merged(self._rows(), self._row(report)))
+
+    def keep(self, tests: set[str]) -> None:
+        self._write([row for row in self._rows() if row[0] in tests])
+
+    def _row(self, report: pytest.TestReport) -> Row:
+        """With what the test noted by `record_property`."""
+        noted = ", ".join(f"{key}: {value}" for key, value in report.user_properties)
+        time = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}"
+        cells = (report.nodeid, report.outcome, f"{report.duration:.0f}", noted, time, self.commit, self.machine)
+        return tuple(cell.replace("|", "/") for cell in cells)
+
+    def _rows(self) -> list[Row]:
+        return read(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
+
+    def _write(self, rows: list[Row]) -> None:
+        self.file.write_text(written(rows), encoding="utf-8")
 
 
-def rows(reports: Iterable[pytest.TestReport]) -> list[Row]:
-    """With what each test noted by `record_property`. A test that was skipped has not run."""
-    time, commit, machine = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}", _commit(), _machine()
-    found = []
-    for report in reports:
-        if report.outcome != "skipped":
-            noted = ", ".join(f"{key}: {value}" for key, value in report.user_properties)
-            cells = (report.nodeid, report.outcome, f"{report.duration:.0f}", noted, time, commit, machine)
-            found.append(tuple(cell.replace("|", "/") for cell in cells))
-    return found
-
-
-def merged(before: list[Row], now: list[Row]) -> list[Row]:
-    """In the order that the tests have in the file, new ones last."""
-    latest = {row[0]: row for row in now}
-    return [latest.pop(row[0], row) for row in before] + list(latest.values())
+def merged(before: list[Row], now: Row) -> list[Row]:
+    """In the order that the tests have in the file, a new one last."""
+    known = any(row[0] == now[0] for row in before)
+    return [now if row[0] == now[0] else row for row in before] + ([] if known else [now])
 
 
 def read(text: str) -> list[Row]:
@@ -57,12 +73,14 @@ def written(rows: list[Row]) -> str:
     return TITLE + "\n" + "".join("| " + " | ".join(cells) + " |\n" for cells in lines).replace(" --- ", "---")
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit, and whether files differ from it. The record itself may: it is written while the tests run."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + changed
+    changed = git("status", "--porcelain", "--", ".", ":!tests/slow-results.md")
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (" with uncommitted changes" if changed else "")
 
 
 def _machine() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,17 @@ def report(test: str, seconds: float, outcome: str = "passed", **noted) -> pytes
 
 def test_a_partial_rerun_replaces_its_own_rows_and_keeps_the_others_with_their_commit_and_time(tmp_path, monkeypatch):
     file = tmp_path / "slow.md"
-    monkeypatch.setattr(slow_results, "_commit", lambda: "first")
-    slow_results.record(file, [report("one", 1.2, accuracy=65.4), report("two[0]", 2)])
+
+    def run(commit: str, *reports: pytest.TestReport) -> slow_results.Record:
+        monkeypatch.setattr(slow_results, "commit", lambda: commit)
+        record = slow_results.Record(file)
+        for each in reports:
+            record.pytest_runtest_logreport(each)
+        return record
+
+    run("first", report("one", 1.2, accuracy=65.4), report("two[0]", 2))
     first = slow_results.read(file.read_text())
-    monkeypatch.setattr(slow_results, "_commit", lambda: "second")
-    slow_results.record(file, [report("three", 3), report("one", 4, "failed"), report("two[0]", 0, "skipped")])
+    second = run("second", report("three", 3), report("one", 4, "failed"), report("two[0]", 0, "skipped"))
     rows = slow_results.read(file.read_text())
     assert [row[:4] for row in rows] == [
         ("tests/a.py::one", "failed", "4", ""),
@@ -30,6 +39,30 @@ def test_a_partial_rerun_replaces_its_own_rows_and_keeps_the_others_with_their_c
     ]
     assert first[0][3] == "accuracy: 65.4" and rows[1] == first[1]
     assert [row[5] for row in rows] == ["second", "first", "second"]
+    second.keep({"tests/a.py::three", "tests/a.py::one"})
+    assert slow_results.read(file.read_text()) == [rows[0], rows[2]]
+
+
+def test_a_run_that_is_killed_has_written_what_ended_and_one_of_all_drops_what_is_gone(tmp_path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    tests.joinpath("test_it.py").write_text(
+        "import os\ndef test_one(): pass\ndef test_two(): assert False\ndef test_three(): os._exit(9)\n"
+    )
+    tmp_path.joinpath("pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    tests.joinpath("conftest.py").write_text(
+        "from pathlib import Path\nfrom slow_results import Record\n"
+        "def pytest_configure(config): config.pluginmanager.register(Record(Path('slow.md')))\n"
+    )
+    record = slow_results.Record(tmp_path / "slow.md")
+    record.pytest_runtest_logreport(report("gone", 1))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    for arguments, gone in ((["tests/test_it.py"], ["tests/a.py::gone"]), ([], [])):
+        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        assert subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True).returncode == 9
+        rows = slow_results.read((tmp_path / "slow.md").read_text())
+        expected = [("tests/test_it.py::test_one", "passed"), ("tests/test_it.py::test_two", "failed")]
+        assert [row[:2] for row in rows] == [(name, "passed") for name in gone] + expected
 
 
 def test_the_committed_record_is_as_the_tests_write_it():
