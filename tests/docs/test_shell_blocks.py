@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 from command_lines import commands, problems
-from pages import PAGES, fences, named_commands, shell_lines
+from command_process import command
+from pages import PAGES, fences, named_commands, run_lines, shell_lines
 
-KINDS = {"python": "runs", "sh": "is resolved", "text": "is shown", "yaml": "is shown"}
+KINDS = {"python": "runs", "sh": "is resolved, or runs", "text": "is shown", "yaml": "is shown"}
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)
@@ -30,9 +31,19 @@ def test_the_command_lines_of_a_page_have_options_that_exist(page):
         assert not found or found == shown, line
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if run_lines(page)], ids=lambda page: page.name)
+def test_the_blocks_that_are_marked_so_run_as_they_stand(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in run_lines(page):
+        for program, *arguments in commands(line):
+            assert program == "unigrad-fast"
+            result = command(*arguments)
+            assert result.returncode == 0, (line, result.stderr)
+
+
 def test_the_commands_in_the_text_of_a_page_exist(page):
-    for command in named_commands(page):
-        assert not problems(command, whole=False), command
+    for named in named_commands(page):
+        assert not problems(named, whole=False), named
 
 
 @pytest.mark.parametrize(
