@@ -11,7 +11,6 @@ from pages import PAGES, fences, named_commands, run_lines, shell_lines
 from unigrad_fast.cli import main
 
 KINDS = {"python": "runs", "sh": "is resolved, or runs", "text": "is shown", "yaml": "is shown"}
-
 SLOW = ("data.md",)  # decodes and starts processes
 TO_RUN = [
     pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
