@@ -40,19 +40,28 @@ def unit_embeddings(
     exact = torch.float64 if torch.float64 in (dtype, *(view.dtype for view in views)) else torch.float32
     unit_MC = torch.empty(len(views) * images + spare, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
-    for number, view_NC in enumerate(views):
-        for rows in _cached_rows(images, width):
-            out = slice(number * images + rows.start, number * images + rows.stop)
-            row_MC = view_NC[rows].to(exact)
-            norm_M1 = torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True)
-            scale_M1, finite_M1 = torch.ones_like(norm_M1), torch.ones_like(norm_M1, dtype=torch.bool)
-            # Within these norms squares neither overflow nor vanish, even in fp32.
-            if not ((norm_M1 > SMALLEST_NORM) & (norm_M1 < 1 / SMALLEST_NORM)).all():
-                row_MC, norm_M1, scale_M1, finite_M1 = _scaled(row_MC)
-            torch.div(row_MC, norm_M1, out=unit_MC[out])
-            inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)
-            nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
+    norm_M1 = inverse_norm_M.unsqueeze(-1)  # norms stand there at first
+    chunks = [
+        (view_NC[part], slice(number * images + part.start, number * images + part.stop))
+        for number, view_NC in enumerate(views)
+        for part in _cached_rows(images, width)
+    ]
+    for row_MC, out in chunks:
+        row_MC = row_MC.to(exact)
+        torch.linalg.vector_norm(row_MC, dim=-1, keepdim=True, out=norm_M1[out])
+        torch.div(row_MC, norm_M1[out], out=unit_MC[out])
     rows = len(views) * images
+    nonfinite[:rows] = 0
+    # Within these norms squares neither overflow nor vanish, even in fp32.
+    within_M1 = (norm_M1 > SMALLEST_NORM) & (norm_M1 < 1 / SMALLEST_NORM)
+    torch.reciprocal(inverse_norm_M, out=inverse_norm_M)
+    if not within_M1.all():
+        for row_MC, out in chunks:
+            if not within_M1[out].all():
+                row_MC, norm_M1, scale_M1, finite_M1 = _scaled(row_MC.to(exact))
+                torch.div(row_MC, norm_M1, out=unit_MC[out])
+                inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)
+                nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
     unit_MC[rows:] = 0
     if raised is not None:
         raised.copy_(torch.stack([nonfinite.any(), nonfinite[since:].any()]))
@@ -180,16 +189,17 @@ def embedding_gradient(
     exact = product_MC.dtype
     count, width = product_MC.shape
     cosine_M, negative_M = (product_MC.new_empty(count) for _ in range(2))
+    factor_M1 = (rows.inverse_norm * scale).unsqueeze(-1)
+    weight_M1 = balance * factor_M1
     for chunk in _cached_rows(count, width):
         step_MC, row_MC = product_MC[chunk], rows.unit[chunk].to(exact)
         positive_MC = _positives(rows, chunk, exact)
         terms_MC = row_MC * positive_MC
         cosine_M[chunk] = terms_MC.sum(dim=-1)
         negative_M[chunk] = torch.mul(row_MC, step_MC, out=terms_MC).sum(dim=-1)
-        factor_M1 = (rows.inverse_norm[chunk] * scale).unsqueeze(-1)
         along_M1 = (balance * negative_M[chunk] - cosine_M[chunk]).unsqueeze(-1)
-        step_MC.mul_(balance * factor_M1).addcmul_(positive_MC, factor_M1, value=-1.0)
-        step_MC.addcmul_(row_MC, along_M1 * factor_M1, value=-1.0)
+        step_MC.mul_(weight_M1[chunk]).addcmul_(positive_MC, factor_M1[chunk], value=-1.0)
+        step_MC.addcmul_(row_MC, along_M1 * factor_M1[chunk], value=-1.0)
         if gradient_MC is not product_MC:
             gradient_MC[chunk] = step_MC
     if state.updates is not None:

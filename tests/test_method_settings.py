@@ -126,6 +126,28 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
             "--objective.method simclr --objective.epsilon 0",
             "objective.epsilon = 0: does not apply to simclr; leave it",
         ),
+        (
+            "--objective.method simclr --objective.both_terms true --objective.target weight_sharing",
+            "objective.both_terms = true: does not apply to simclr; leave it out (it takes balance, negative_target, "
+            "positive_factor, temperature; objective.row b has it)",
+        ),
+        (
+            "--objective.method vicreg --objective.invariance 3",
+            "objective.invariance = 3: does not apply to vicreg; leave it out (it takes balance, positive_factor; "
+            "objective.form original has it)",
+        ),
+        (
+            "--objective.row i --objective.balance 0",
+            "objective.balance = 0: row i divides by it; give a number above 0",
+        ),
+        (
+            "--objective.method byol_directpred --objective.form original --objective.eigen_predictor full",
+            "objective.eigen_predictor = full: the original of byol_directpred has authors and paper; use one of them",
+        ),
+        (
+            "--objective.row c --objective.form gradient",
+            "objective.form = gradient: row c is the other form; leave objective.form or objective.row out",
+        ),
         ("--objective.temperature 0.1", "objective.temperature = 0.1: does not apply to unigrad; leave it out (it tak"),
         (
             "--objective.form original",

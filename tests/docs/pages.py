@@ -13,6 +13,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+RUN = re.compile(r"^<!-- run -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n(?:\n(?= {4}))?)+")
 
 
@@ -32,7 +33,17 @@ def shell_lines(page: Path) -> Iterator[str]:
     blocks = [code for kind, code in fences(page) if kind == "sh"]
     blocks += [textwrap.dedent(block) for block in INDENTED.findall(FENCE.sub("", text))]
     for block in blocks:
-        yield from block.replace("\\\n", " ").splitlines()
+        yield from _lines(block)
+
+
+def run_lines(page: Path) -> list[str]:
+    """Every line of the blocks that are marked to be run."""
+    return [line for block in RUN.findall(page.read_text(encoding="utf-8")) for line in _lines(block)]
+
+
+def _lines(block: str) -> list[str]:
+    """With continued ones as one."""
+    return block.replace("\\\n", " ").splitlines()
 
 
 def named_commands(page: Path) -> list[str]:

@@ -6,9 +6,17 @@ import itertools
 
 import pytest
 from command_lines import commands, problems
-from pages import PAGES, fences, named_commands, shell_lines
+from pages import PAGES, fences, named_commands, run_lines, shell_lines
 
-KINDS = {"python": "runs", "sh": "is resolved", "text": "is shown", "yaml": "is shown"}
+from unigrad_fast.cli import main
+
+KINDS = {"python": "runs", "sh": "is resolved, or runs", "text": "is shown", "yaml": "is shown"}
+SLOW = ("data.md",)  # decodes and starts processes
+TO_RUN = [
+    pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+    for page in PAGES
+    if run_lines(page)
+]
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)
@@ -30,9 +38,22 @@ def test_the_command_lines_of_a_page_have_options_that_exist(page):
         assert not found or found == shown, line
 
 
+@pytest.mark.parametrize("page", TO_RUN)
+def test_the_blocks_that_are_marked_so_run_as_they_stand(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in run_lines(page):
+        for program, *arguments in commands(line):
+            assert program == "unigrad-fast"
+            try:
+                status = main(arguments)
+            except SystemExit as left:  # as of --help
+                status = left.code
+            assert not status, line
+
+
 def test_the_commands_in_the_text_of_a_page_exist(page):
-    for command in named_commands(page):
-        assert not problems(command, whole=False), command
+    for named in named_commands(page):
+        assert not problems(named, whole=False), named
 
 
 @pytest.mark.parametrize(

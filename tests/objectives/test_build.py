@@ -74,6 +74,25 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
             "balance does not apply to the original of byol; it takes predictor",
         ),
         (TypeError, {"row": "a", "decay": 0.9}, "decay does not apply to row 'a'; it takes balance, bank_size"),
+        (
+            TypeError,
+            {"method": "byol", "predictor": None},
+            "predictor None is no module; use True, False or an nn.Module",
+        ),
+        (ValueError, {"method": "simsiam", "predictor": False, "hidden": 3}, "hidden 3 is of a predictor of its own"),
+        (
+            ValueError,
+            {"row": "e", "negative_target": "stop_gradient", "correlation_source": "target"},
+            "correlation_source 'target' does not fit",
+        ),
+        (
+            ValueError,
+            {"row": "d", "negative_target": "stop_gradient", "correlation_source": "target"},
+            "correlation_source 'target' does not fit",
+        ),
+        (ValueError, {"row": "a", "balance": "x"}, "balance 'x' is unknown; use a number"),
+        (ValueError, {"method": "moco", "temperature": float("inf")}, "temperature inf is out of range; use a finite"),
+        (TypeError, {"method": "vicreg", "most_images": 2.5}, "most_images 2.5 is no whole number"),
         (TypeError, {}, "build needs a method or a row"),
     ],
 )

@@ -159,6 +159,17 @@ def test_both_terms_span_the_ranks(workers):
         compare(both_terms_of_slice(unequal), workers(2).run(both_terms_of_slice, unequal), 1e-9)
 
 
+def test_both_terms_are_of_two_views_as_they_are_and_take_an_empty_batch():
+    objective = build(row="b", width=WIDTH, target="weight_sharing", both_terms=True)
+    assert objective(online=views(images=0), target=views(images=0)).loss == 0
+    for more, found in (
+        ({"online": views(3)}, "3 views; leave local crops"),
+        ({"mix": mixed()}, "mixed ones; leave Cut"),
+    ):
+        with pytest.raises(ValueError, match=f"both_terms is of two global views, not of {found}"):
+            objective(**{"online": views(), "target": views(), **more})
+
+
 def too_many_images() -> tuple[str, float]:
     rank = dist.get_rank()
     objective = GradientForm(WIDTH, ROWS["h"])
@@ -228,8 +239,9 @@ def test_evaluation_leaves_state_alone_and_a_state_dict_continues(name):
     objective, other = form(name), GradientForm(WIDTH, EVERY[name])
     objective(online=views(), target=views(seed=1))
     before = copy.deepcopy(objective.state_dict())
-    objective.eval()(online=views(seed=2), target=views(seed=3))
-    assert all(torch.equal(before[key], value) for key, value in objective.state_dict().items())
+    for dtype in (torch.float64, torch.float32):
+        objective.eval()(online=views(seed=2, dtype=dtype), target=views(seed=3, dtype=dtype))
+        assert all(torch.equal(before[key], value) for key, value in objective.state_dict().items())
     assert not list(objective.buffers()) and not list(objective.parameters())
     other.load_state_dict(before)
     batches = [leaves(views(seed=4)) for _ in range(2)]

@@ -145,10 +145,13 @@ def test_row_j_is_row_i_less_the_mean_and_what_l2_makes_needless():
         torch.testing.assert_close(found[number], expected, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("letter", ["b", "e", "g", "h", "j"])
-def test_the_reported_loss_has_the_rows_gradient(letter):
+@pytest.mark.parametrize(
+    ("letter", "settings"),
+    [*((letter, {}) for letter in "beghj"), ("i", {"balance": 0.2}), ("i", {"positive_factor": 0.5})],
+)
+def test_the_reported_loss_has_the_rows_gradient(letter, settings):
     """Of the views together, what is held constant held constant: differences along a direction."""
-    objective = before_normalising(ROWS[letter])
+    objective = before_normalising(replace(ROWS[letter], **settings))
     online, target = unit_views(), unit_views(seed=1)
     objective(online=online, target=target)
     objective.eval()

@@ -281,12 +281,26 @@ def test_a_non_finite_embedding_is_reported_and_state_keeps_out_of_its_targets(k
 
 
 @pytest.mark.parametrize("kind", EVERY)
+def test_embeddings_too_long_for_a_length_in_fp32_are_reported(kind):
+    objective = made(kind).float()
+    online = leaves(views(dtype=torch.float32))
+    with torch.no_grad():
+        online[1][4] *= 1e25
+    output = objective(online=online, target=views(seed=1, dtype=torch.float32))
+    output.loss.backward()
+    assert output.nonfinite == 1 and output.loss.isfinite()
+    assert all(z.grad.isfinite().all() for z in online)
+    assert all(tensor.isfinite().all() for tensor in objective.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", EVERY)
 def test_evaluation_leaves_state_alone_and_a_state_dict_continues(kind):
     objective, other = made(kind), made(kind)
     objective(online=views(), target=views(seed=1))
     before = copy.deepcopy(objective.state_dict())
-    objective.eval()(online=views(seed=2), target=views(seed=3))
-    assert all(torch.equal(before[name], value) for name, value in objective.state_dict().items())
+    for dtype in (torch.float64, torch.float32) if kind not in (BYOL, SimSiam) else (torch.float64,):
+        objective.eval()(online=views(seed=2, dtype=dtype), target=views(seed=3, dtype=dtype))
+        assert all(torch.equal(before[name], value) for name, value in objective.state_dict().items())
     assert not [name for name, _ in objective.named_buffers()]
     other.load_state_dict(before)
     found = [each.train()(online=views(seed=4), target=views(seed=5)).loss for each in (objective, other)]

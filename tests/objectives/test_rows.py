@@ -45,7 +45,7 @@ def test_a_row_of_ones_own():
         ({"positive": "predictor"}, "positive 'predictor' does not fit: W_h is made of F"),
         ({"positive": "diagonal"}, "positive 'diagonal' does not fit"),
         ({"balance": "dynamic"}, "balance 'dynamic' does not fit"),
-        ({"balance": "constant"}, "balance 'constant' is unknown; use one of dynamic"),
+        ({"balance": "constant"}, "balance 'constant' is unknown; use a number"),
         ({"balance": -1.0}, "balance -1.0 is out of range"),
         ({"normalisation": "l1"}, "normalisation 'l1' is unknown; use one of l2, batch_norm, none"),
         ({"centred": True}, "centred does not fit"),

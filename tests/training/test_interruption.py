@@ -105,6 +105,7 @@ def under_torchruns_agent(arguments: list[str]) -> None:
         elastic_launch(LaunchConfig(**one, **meeting, max_restarts=2), rank_of)(arguments)
 
 
+@pytest.mark.slow  # two ranks under torchrun, and killed ranks, are tried apart in the default run
 def test_torchruns_agent_restarts_a_killed_rank_and_the_run_goes_on(data, undisturbed, tmp_path):
     output = tmp_path / "run"
     given = ("--recipe", data / "recipe.yaml", "--data.train", data / "train", "--output", output)

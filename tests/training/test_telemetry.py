@@ -230,7 +230,8 @@ def test_summary_and_table_hold_the_result_and_what_to_do_next(tmp_path):
             telemetry.log_train(step, METRICS if step < 100 else {"loss": -0.95})
             telemetry.log_knn(step, knn(accuracy))
         (tmp_path / "weights.safetensors").touch()
-        summary = telemetry.finish({"knn_raw_pixels": 33.25}, ["unigrad-fast evaluate knn [run]"])
+        further = {"knn_raw_pixels": 33.25, "skipped_steps": 0, "bad_images": 2}
+        summary = telemetry.finish(further, ["unigrad-fast evaluate knn [run]"])
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert (summary["knn_first"], summary["knn_last"], summary["knn_best"]) == (25.0, 60.25, 61.5)
     assert (summary["loss"], summary["effective_rank"]) == (-0.95, 40.0)
@@ -239,9 +240,11 @@ def test_summary_and_table_hold_the_result_and_what_to_do_next(tmp_path):
         "25.00 % → 60.25 % (best 61.50 %)",
         "kNN raw pixels",
         "33.25 %",
+        "bad images",
         "weights.safetensors",
     ):
         assert part in run.shown
+    assert "skipped steps" not in run.shown and summary["skipped_steps"] == 0
     assert "unigrad-fast evaluate knn [run]" in run.shown.splitlines()[-1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,14 @@ class Bank(KeptState):
             self.taken, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(2))
 
     def ready(self, like: Tensor) -> Bank:
-        """On the device and in the dtype of `like`."""
-        if self.keys.dtype != like.dtype or self.keys.device != like.device:
-            with torch.inference_mode(False), torch.no_grad():
-                self.keys = self.keys.to(like)
-                self.taken, self.updates = self.taken.to(like.device), self.updates.to(like.device)
-        return self
+        """On the device and in the dtype of `like`; in evaluation mode a copy of it that is."""
+        if self.keys.dtype == like.dtype and self.keys.device == like.device:
+            return self
+        bank = self if self.training else copy.copy(self)
+        with torch.inference_mode(False), torch.no_grad():
+            bank.keys = self.keys.to(like)
+            bank.taken, bank.updates = self.taken.to(like.device), self.updates.to(like.device)
+        return bank
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """[K]: 0 for a key, −∞ for an empty place."""

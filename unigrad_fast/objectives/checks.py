@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 
@@ -17,6 +18,7 @@ def require_number(name: str, number: float, least: float = 0.0, exclusive: bool
     """Raises TypeError for what is no number, ValueError for what is out of range."""
     if not isinstance(number, numbers.Real) or isinstance(number, bool):
         raise TypeError(f"{name} {number!r} is no number; use a float")
-    if not (number > least if exclusive else number >= least):
+    if not (number > least if exclusive else number >= least) or math.isinf(number):
         wanted = f"more than {least:g}" if exclusive else f"{least:g} or more"
+        wanted = f"a finite number, {wanted}" if math.isinf(number) else wanted
         raise ValueError(f"{name} {number} is out of range; use {wanted}")

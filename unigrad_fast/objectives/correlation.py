@@ -68,6 +68,8 @@ class MovingCorrelation(nn.Module):
     def operand(self, like: Tensor, product_dtype: torch.dtype) -> Tensor:
         """What the product u·F multiplies: F or its copy in `product_dtype`, on the device of `like`.
 
+        In training mode F itself goes to that device and, for float64, to that dtype; else it stays as it is.
+
         Args:
             like: unit embeddings; in float64 they make F float64.
             product_dtype: bf16, fp16, or the dtype of F.
@@ -79,6 +81,9 @@ class MovingCorrelation(nn.Module):
         is_in_use = self.correlation.dtype == exact and self.correlation.device == like.device
         if is_in_use and working is not None and working.dtype == product_dtype and self._copy_is_current():
             return working
+        if not self.training and not is_in_use:
+            self._require_values()
+            return self.whole().to(like.device, product_dtype)
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
             if self.correlation.dtype != exact or self.correlation.device != like.device:
                 require_no_capture("this dtype and device")

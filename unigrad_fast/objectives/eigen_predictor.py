@@ -41,21 +41,23 @@ class EigenPredictor(KeptState):
             kind: "authors": Λ_h = √(Λ/λ_max) + ε, 1e-4 at least; else √Λ + ε·λ_max.
             epsilon: ε.
         """
-        if self.matrix.dtype != correlation_CC.dtype or self.matrix.device != correlation_CC.device:
-            self.matrix, self.largest = self.matrix.to(correlation_CC), self.largest.to(correlation_CC)
-        if self.training and (int(updates) - 1) % every == 0:
+        if not self.training:
+            return self.matrix.to(correlation_CC)
+        if (int(updates) - 1) % every == 0:
             self.matrix, self.largest = decomposed(correlation_CC, kind, epsilon)
+        elif self.matrix.dtype != correlation_CC.dtype or self.matrix.device != correlation_CC.device:
+            self.matrix, self.largest = self.matrix.to(correlation_CC), self.largest.to(correlation_CC)
         return self.matrix
 
-    def coefficients(self, kind: str, epsilon: float) -> tuple[Tensor | float, Tensor | float]:
+    def coefficients(self, kind: str, epsilon: float, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """a and b of G = W_h² − a·W_h + b·I, which stands for F in the gradient, of the F that W_h was made of.
 
         With e the ε·λ_max that W_h = F^½ + e·I was lifted by, G = F + e²·I = (W_h − e·I)² + e²·I; in the authors' code
-        it is F/λ_max + ε²·I, and nothing is dropped of G = W_h² ("full").
+        it is F/λ_max + ε²·I, and nothing is dropped of G = W_h² ("full"). They are where `like` is, in its dtype.
         """
         if kind == "full":
             return 0.0, 0.0
-        lift = epsilon if kind == "authors" else epsilon * self.largest
+        lift = epsilon if kind == "authors" else epsilon * self.largest.to(like)
         return 2 * lift, 2 * lift**2
 
 

@@ -99,6 +99,11 @@ def _unigrad(width: int, form: str | None, row: str | None, settings: dict[str, 
         negative = settings.pop("negative_target")
         if negative not in ("target", "stop_gradient"):
             raise ValueError(f"negative_target {negative!r} is unknown; use target or stop_gradient")
+        if negative == "stop_gradient" and settings.get("correlation_source") == "target":
+            raise ValueError(
+                "correlation_source 'target' does not fit: negative_target 'stop_gradient' makes F of online "
+                "embeddings; leave one of the two out"
+            )
         online = online or negative == "stop_gradient"
     if online:
         settings.setdefault("correlation_source", "online")
@@ -108,6 +113,8 @@ def _unigrad(width: int, form: str | None, row: str | None, settings: dict[str, 
 def _of_row(row: Row, width: int, name: str, settings: dict[str, Any]) -> nn.Module:
     options = {key: value for key, value in settings.items() if key not in MODULE}
     _require_known(options, row.options, (*sorted(row.options), *MODULE), name)
+    if options.get("negative_target") == "stop_gradient" and row.negative == "moving_average":
+        options.setdefault("correlation_source", "online")
     others = {key: value for key, value in settings.items() if key in MODULE}
     return GradientForm(width, replace(row, **options), **others)
 

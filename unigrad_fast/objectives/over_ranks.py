@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.kernels.structures import DIGIT, TAIL, tail_rows
 from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.shared_sums import gather_over_ranks
 from unigrad_fast.objectives.surroundings import require_no_capture
@@ -51,6 +52,8 @@ class OverRanks(nn.Module):
 
     def __init__(self, process_group: dist.ProcessGroup | None, most_images: int | None):
         super().__init__()
+        if most_images is not None:
+            require_whole("most_images", most_images)
         self.process_group, self.most_images = process_group, most_images
         self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
 

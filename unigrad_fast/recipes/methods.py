@@ -86,9 +86,11 @@ def completed(objective: Mapping[str, Any]) -> dict[str, Any]:
     """The objective with what its method takes and was not given."""
     given = {key: value for key, value in objective.items() if value is not None}
     named, settings = kind(given), {}
+    if isinstance(given.get("row"), str) and given["row"] in METHOD_OF:
+        given.setdefault("method", METHOD_OF[given["row"]])
     if named in SETTINGS:
         settings = dict(SETTINGS[named])
-        given.setdefault("method", named.removeprefix("original ") if len(named) > 1 else METHOD_OF.get(named))
+        given.setdefault("method", named.removeprefix("original "))
         given.setdefault("form", "original" if named.startswith("original ") else "gradient")
         settings["target"] = "stop_gradient" if given["method"] == "simsiam" else "momentum"
         if given.get("negative_target") == "stop_gradient" and "correlation_source" in settings:
@@ -144,9 +146,11 @@ def problems(objective: Mapping[str, Any], mixing: float, has_local_crops: bool)
     taken = SETTINGS[named]
     for key in sorted({key for settings in SETTINGS.values() for key in settings} - taken.keys()):
         if objective[key] is not None and objective[key] is not False:
+            others = [f"{_chosen_by(other)} has it" for other in _forms_of(method) if key in SETTINGS[other]]
+            takes = f"it takes {', '.join(sorted(taken))}"
             yield (
                 f"objective.{key} = {shown(objective[key])}: does not apply to {spoken(named)}; leave it out "
-                f"(it takes {', '.join(sorted(taken))})"
+                f"({'; '.join([takes, *others])})"
             )
     yield from _branch_problems(objective, named)
     if objective["both_terms"]:
@@ -154,6 +158,10 @@ def problems(objective: Mapping[str, Any], mixing: float, has_local_crops: bool)
             yield "objective.both_terms = true: is the gradient of shared weights; use objective.target weight_sharing"
         if has_local_crops or mixing:
             yield "objective.both_terms = true: is of two global views as they are; leave local crops and CutMix out"
+    if named == "i" and objective["balance"] == 0:
+        yield "objective.balance = 0: row i divides by it; give a number above 0 (4e-5 in the paper)"
+    if named == "original byol_directpred" and objective["eigen_predictor"] == "full":
+        yield "objective.eigen_predictor = full: the original of byol_directpred has authors and paper; use one of them"
     if objective["balance"] == "dynamic" and "eigen_predictor" not in taken:
         yield f"objective.balance = dynamic: is a ratio with byol_directpred's W_h; give a number for {spoken(named)}"
     if mixing and named in SAMPLES_ARE_MIXED:
@@ -166,6 +174,19 @@ def problems(objective: Mapping[str, Any], mixing: float, has_local_crops: bool)
             "objective.negative_target = stop_gradient: with CutMix samples would be embeddings of mixed images; leave "
             "it out"
         )
+
+
+def _forms_of(method: str) -> list[str]:
+    """What a method may be trained as."""
+    names = [method, *(row for row, of in METHOD_OF.items() if of == method), f"original {method}"]
+    return [named for named in names if named in SETTINGS]
+
+
+def _chosen_by(named: str) -> str:
+    """The option that chooses one of a method's forms."""
+    if len(named) == 1:
+        return f"objective.row {named}"
+    return f"objective.form {'original' if named.startswith('original ') else 'gradient'}"
 
 
 def _branch_problems(objective: Mapping[str, Any], named: str) -> Iterator[str]:

@@ -217,7 +217,7 @@ class GradientForm(OverRanks):
         G has the eigenvectors of W_h, and is a polynomial of it: G = W_h² − a·W_h + b·I. So all of it is one product:
         W_h·(λ·(W_h·u − a·u) − m⁺) + λ·b·u.
         """
-        twice, constant = direct.coefficients(self.row.predictor, self.row.epsilon)
+        twice, constant = direct.coefficients(self.row.predictor, self.row.epsilon, like=predicted_VNC)
         along_VN1 = (predicted_VNC * positive_VNC).sum(-1, keepdim=True)
         less_VNC = predicted_VNC - twice * online_VNC
         product_VN1 = (predicted_VNC * less_VNC).sum(-1, keepdim=True)
@@ -225,7 +225,7 @@ class GradientForm(OverRanks):
         weight: Tensor | float = self.row.weight
         if self.row.balance == "dynamic":
             weight = torch.where(product_VN1 > 0, along_VN1 / product_VN1, 0.0)
-        step_VNC = less_VNC.mul_(weight).sub_(positive_VNC) @ direct.matrix
+        step_VNC = less_VNC.mul_(weight).sub_(positive_VNC) @ direct.matrix.to(predicted_VNC)
         step_VNC += weight * constant * online_VNC
         return step_VNC, along_VN1, product_VN1
 
@@ -261,8 +261,9 @@ class GradientForm(OverRanks):
 
     def _require_batch(self, views: int, mix: Mix | None, layout: Layout) -> None:
         row = self.row
-        if row.both_terms and views > 2:
-            raise ValueError(f"both_terms is of two global views, not of {views} views; leave local crops out")
+        if row.both_terms and (views > 2 or mix is not None):
+            found = f"{views} views; leave local crops out" if views > 2 else "mixed ones; leave CutMix out"
+            raise ValueError(f"both_terms is of two global views, not of {found}")
         if mix is None:
             return
         if row.source == "online" or row.negative == "cross_batch":

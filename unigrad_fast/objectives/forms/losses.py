@@ -2,7 +2,8 @@
 
     softmax          scale · mean( −u·positive + λ·τ·log Σ exp(u·v/τ) )                      exact
     moving_average   scale · mean( −u·positive + λ/2·u·F·u )                                 exact, F constant
-    with W_h         mean( −cos(W_h·u, m⁺) ) where λ is dynamic                              what the row simplifies
+    with W_h         mean( scale·( −u·W_h·m⁺ + λ/2·u·G·u ) )                                 scale and W_h constant
+                     of row (d), whose λ is dynamic: mean( −cos(W_h·u, m⁺) )                 what the row simplifies
     cross_batch      scale · mean( −u·positive + λ/2·u·negative )                            exact, m constant
     with A           Σ (W_ii − 1)² + λ·Σ_{j≠i} W_ij²                                         exact: Barlow Twins
     own_batch        scale · mean( −u·positive + λ/4·u·negative )                            exact
@@ -57,6 +58,7 @@ def of_rows(
     if negative.centred is not None:
         variance_VC, width = negative.centred.variance.squeeze(1), batch.online.shape[-1]
         distance = (batch.online - positive_VNC).square().sum() / rows
+        distance += 2 * (1 / row.positive_factor - 1) * along_VN1.sum() / rows  # ‖u‖² − 2·f·u·m⁺ + ‖m⁺‖²
         off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * _squared(variance_VC)
         hinge = torch.relu(row.floor - (variance_VC + row.variance_epsilon).sqrt()).mean()
         return scale / 2 * (distance + off_diagonal + row.variance * hinge)

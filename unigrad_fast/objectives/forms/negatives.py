@@ -67,7 +67,7 @@ def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callab
         own = [(slice(images), first), (slice(images, 2 * images), samples_2KC.shape[1] + first)]
     sum_MC, log_M = softmax_sum(query_MC, sample_KC, row.temperature, bias_K=bias_K, own=own)
     if row.both_terms:
-        log_K = gather(log_M.view(-1, images, 1)).rows.flatten()
+        log_K = gather(log_M.view(len(batch.online), images, 1)).rows.flatten()
         if is_image is not None:
             log_K = torch.where(is_image.repeat(2), log_K, torch.inf)
         sum_MC += softmax_of_samples(query_MC, sample_KC, row.temperature, log_K, own)

@@ -113,6 +113,13 @@ class Row:
                 self.both_terms and self.samples != "batch_without_self" and "both_terms",
                 "it belongs to samples 'batch_without_self'",
             ),
+            (
+                self.negative == "moving_average"
+                and self.negative_target == "stop_gradient"
+                and self.correlation_source == "target"
+                and "correlation_source 'target'",
+                "negative_target 'stop_gradient' makes F of online embeddings; leave one of the two out",
+            ),
         ):
             if fault:
                 raise ValueError(f"{fault} does not fit: {remedy}")
@@ -151,6 +158,8 @@ class Row:
 
     def _require_values(self) -> None:
         hints = get_type_hints(type(self))
+        if isinstance(self.balance, str) and self.balance != "dynamic":
+            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or with W_h 'dynamic'")
         for field in fields(self):
             value, allowed = (
                 getattr(self, field.name),

@@ -44,8 +44,12 @@ class BYOL(OriginalLoss):
         most_images: int | None = None,
     ):
         super().__init__(width, target, process_group, most_images)
+        if not isinstance(predictor, (bool, nn.Module)):
+            raise TypeError(f"predictor {predictor!r} is no module; use True, False or an nn.Module")
         if hidden is not None:
             require_whole("hidden", hidden)
+            if predictor is not True:
+                raise ValueError(f"hidden {hidden} is of a predictor of its own; use predictor=True, or leave it out")
         own = Predictor(self.width, hidden or max(1, self.width // 4)) if predictor is True else None
         self.predictor = predictor if isinstance(predictor, nn.Module) else own
 

@@ -177,10 +177,11 @@ def mean(terms_VN: Tensor) -> Tensor:
 
 
 def _finite(views: Sequence[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[V, N, C] with 0 for rows that are not finite, into which no gradient flows; and whether there are such."""
+    """[V, N, C] with 0 for rows without a finite length, into which no gradient flows; and whether there are such."""
     rows_VNC = views.to(dtype) if isinstance(views, Tensor) else torch.stack([view.to(dtype) for view in views])
-    total = rows_VNC.detach().sum()
-    if host_may_read(total) and torch.isfinite(total):  # so are they all
-        return rows_VNC, torch.zeros_like(total, dtype=torch.bool)
-    finite_VN1 = torch.isfinite(rows_VNC.detach()).all(-1, keepdim=True)
+    exact_VNC = rows_VNC.detach().to(torch.promote_types(dtype, torch.float32))
+    length = torch.linalg.vector_norm(exact_VNC)
+    if host_may_read(length) and torch.isfinite(length):  # so are they all
+        return rows_VNC, torch.zeros_like(length, dtype=torch.bool)
+    finite_VN1 = torch.isfinite(torch.linalg.vector_norm(exact_VNC, dim=-1, keepdim=True))
     return torch.where(finite_VN1, rows_VNC, 0.0), ~finite_VN1.all()

@@ -63,11 +63,11 @@ class Results:
         """Mean milliseconds of each phase of a step, in the order of the step."""
         means = {name: total / self.reported_steps for name, total in self.phase_sums.items()}
         parts = [f"{name.removeprefix('ms_').replace('_', ' ')} {mean:.1f}" for name, mean in means.items()]
-        return ",\n".join(", ".join(parts[first : first + 3]) for first in range(0, len(parts), 3))
+        return _listed(parts)
 
 
 def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str, run_dir: Path) -> Table:
-    """The summary for the eye, with the files that the run has left.
+    """The summary for the eye, what was reached first, with the files that the run has left; counts of 0 are left out.
 
     Args:
         numbers: the summary.
@@ -78,20 +78,24 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
     def show(name: str, form: str, unit: str = "") -> str:
         return "–" if numbers[name] is None else f"{numbers[name]:{form}}{unit}"
 
+    if numbers["knn_first"] is None:
+        accuracy = ("kNN accuracy", "not evaluated")
+    else:
+        first, last, best = (show(f"knn_{which}", ".2f", " %") for which in ("first", "last", "best"))
+        accuracy = ("kNN accuracy, first → last", f"{first} → {last} (best {best})")
     rows = [
+        accuracy,
         ("steps, epochs", f"{show('steps', 'd')}, {show('epochs', '.4g')}"),
         ("final loss", show("loss", ".4f")),
         ("positive cosine", show("positive_cosine", ".4f")),
         ("feature std (healthy: 1)", show("feature_std", ".3f")),
-        ("effective rank of F", show("effective_rank", ".1f")),
     ]
-    if numbers["knn_first"] is None:
-        rows.append(("kNN accuracy", "not evaluated"))
-    else:
-        first, last, best = (show(f"knn_{which}", ".2f", " %") for which in ("first", "last", "best"))
-        rows.append(("kNN accuracy, first → last", f"{first} → {last} (best {best})"))
+    if numbers["effective_rank"] is not None:  # of methods that keep F
+        rows.append(("effective rank of F", show("effective_rank", ".1f")))
     for name in further:
         value = numbers[name]
+        if value == 0 and isinstance(value, int):  # nothing of what could have gone wrong
+            continue
         form, unit = (".2f", " %") if name.startswith("knn_") else (".4g", "")
         label = name.replace("knn_", "kNN ").replace("_", " ")
         rows.append((label, f"{value:{form}}{unit}" if isinstance(value, float) else str(value)))
@@ -100,7 +104,7 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
         ("images/s, training", show("images_per_second", ".1f")),
         *([("milliseconds per step", phases)] if phases else []),
         ("wall time", f"{duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
-        ("files", "\n".join([f"{run_dir}/", *(f"  {name}" for name in _files(run_dir))])),
+        (f"in {run_dir}/", _listed(_files(run_dir))),
     ]
     table = Table(title="Pretraining finished", title_justify="left", show_header=False)
     for row in rows:
@@ -110,3 +114,8 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
 
 def _files(run_dir: Path) -> list[str]:
     return sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir() if not path.name.startswith("."))
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Three on a line."""
+    return ",\n".join(", ".join(parts[first : first + 3]) for first in range(0, len(parts), 3))
