@@ -29,7 +29,7 @@ class Record:
     """
 
     def __init__(self, file: Path) -> None:
-        self.file = file
+        self.file = file.resolve()  # a test may go elsewhere
         self.commit, self.machine = commit(), _machine()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
