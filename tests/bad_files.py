@@ -30,8 +30,9 @@ def encoded(image: Image.Image | None = None, format: str = "JPEG", **options: o
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    path.write_bytes(content)
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_bytes(content)
+    os.replace(beside, path)  # at once: a run may be reading it
 
 
 def _writing(image: Image.Image | None = None, format: str = "JPEG", **options: object) -> Make:
