@@ -165,7 +165,7 @@ def measured(config: Config) -> tuple[int, int, float, int]:
 @pytest.mark.parametrize(
     ("stage", "placement"),
     [
-        (0, "replicated"),
+        pytest.param(0, "replicated", marks=pytest.mark.slow),
         pytest.param(0, "sharded", marks=pytest.mark.slow),
         pytest.param(1, "replicated", marks=pytest.mark.slow),
         pytest.param(1, "sharded", marks=pytest.mark.slow),

@@ -42,6 +42,7 @@ def test_all_that_the_interpreter_can_do_is_good_without_any_further_package():
     assert "ours, fp32" in done.stdout  # the benchmark ran too
 
 
+@pytest.mark.slow
 def test_a_step_on_two_ranks_and_its_variants_run_on_the_cpu(tmp_path):
     results = tmp_path / "results"
     done = dry_run("", "step", "--output", str(results), absent=("deepspeed", "nvidia.dali"))

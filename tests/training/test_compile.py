@@ -48,7 +48,7 @@ def distances(images: str, backend: str, settings: dict) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        pytest.param(1, {}, id="one rank"),
+        pytest.param(1, {}, id="one rank", marks=pytest.mark.slow),
         pytest.param(1, {"engine__zero_stage": 2, **MULTICROP}, id="multi-crop", marks=pytest.mark.slow),
         pytest.param(2, {"model__sync_batch_norm": False}, id="two ranks", marks=pytest.mark.slow),
     ],
