@@ -55,13 +55,12 @@ def unit_embeddings(
     # Within these norms squares neither overflow nor vanish, even in fp32.
     within_M1 = (norm_M1 > SMALLEST_NORM) & (norm_M1 < 1 / SMALLEST_NORM)
     torch.reciprocal(inverse_norm_M, out=inverse_norm_M)
-    if not within_M1.all():
-        for row_MC, out in chunks:
-            if not within_M1[out].all():
-                row_MC, norm_M1, scale_M1, finite_M1 = _scaled(row_MC.to(exact))
-                torch.div(row_MC, norm_M1, out=unit_MC[out])
-                inverse_norm_M[out] = (scale_M1 / norm_M1).squeeze(-1)
-                nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
+    outside = [] if within_M1.all() else [(row_MC, out) for row_MC, out in chunks if not within_M1[out].all()]
+    for row_MC, out in outside:
+        row_MC, scaled_M1, scale_M1, finite_M1 = _scaled(row_MC.to(exact))
+        torch.div(row_MC, scaled_M1, out=unit_MC[out])
+        inverse_norm_M[out] = (scale_M1 / scaled_M1).squeeze(-1)
+        nonfinite[out] = (~finite_M1).squeeze(-1).to(nonfinite.dtype)
     unit_MC[rows:] = 0
     if raised is not None:
         raised.copy_(torch.stack([nonfinite.any(), nonfinite[since:].any()]))

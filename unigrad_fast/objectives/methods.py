@@ -94,29 +94,24 @@ def _unigrad(width: int, form: str | None, row: str | None, settings: dict[str, 
         raise ValueError("unigrad is a gradient and has no original form; leave form out")
     settings = dict(settings)
     require_target("unigrad", settings.pop("target", "momentum"), collapses=False)
-    online = row is not None
-    if "negative_target" in settings:
-        negative = settings.pop("negative_target")
-        if negative not in ("target", "stop_gradient"):
-            raise ValueError(f"negative_target {negative!r} is unknown; use target or stop_gradient")
-        if negative == "stop_gradient" and settings.get("correlation_source") == "target":
-            raise ValueError(
-                "correlation_source 'target' does not fit: negative_target 'stop_gradient' makes F of online "
-                "embeddings; leave one of the two out"
-            )
-        online = online or negative == "stop_gradient"
-    if online:
-        settings.setdefault("correlation_source", "online")
+    value = ROWS["e"] if row is not None else replace(ROWS["e"], correlation_source="target")
+    branches = {key: settings.pop(key) for key in ("negative_target", "correlation_source") if key in settings}
+    settings["correlation_source"] = _changed(value, branches).source
     return _made(UniGrad, width, "unigrad", settings)
 
 
 def _of_row(row: Row, width: int, name: str, settings: dict[str, Any]) -> nn.Module:
     options = {key: value for key, value in settings.items() if key not in MODULE}
     _require_known(options, row.options, (*sorted(row.options), *MODULE), name)
-    if options.get("negative_target") == "stop_gradient" and row.negative == "moving_average":
-        options.setdefault("correlation_source", "online")
     others = {key: value for key, value in settings.items() if key in MODULE}
-    return GradientForm(width, replace(row, **options), **others)
+    return GradientForm(width, _changed(row, options), **others)
+
+
+def _changed(row: Row, options: dict[str, Any]) -> Row:
+    """The row with options; samples of the online branch are what F is made of, where nothing else is said of it."""
+    if options.get("negative_target") == "stop_gradient" and row.negative == "moving_average":
+        options = {"correlation_source": "online", **options}
+    return replace(row, **options)
 
 
 def _made(kind: type[nn.Module], width: int, name: str, settings: dict[str, Any]) -> nn.Module:
