@@ -104,7 +104,7 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
         ("images/s, training", show("images_per_second", ".1f")),
         *([("milliseconds per step", phases)] if phases else []),
         ("wall time", f"{duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
-        (f"in {run_dir}/", _listed(_files(run_dir))),
+        ("files", f"{run_dir}/\n{_listed(_files(run_dir))}"),
     ]
     table = Table(title="Pretraining finished", title_justify="left", show_header=False)
     for row in rows:
