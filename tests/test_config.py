@@ -315,6 +315,16 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
             "target.final_momentum = 0.9: less than target.momentum; allowed is 0.996 to 1",
         ),
         (
+            "--optimizer.trust_coefficient 0.02",
+            "optimizer.trust_coefficient = 0.02: of lars alone, and optimizer.name is sgd; leave it out, or use "
+            "optimizer.name lars",
+        ),
+        (
+            "--optimizer.name lars --optimizer.second_momentum 0.95",
+            "optimizer.second_momentum = 0.95: of adamw alone, and optimizer.name is lars; leave it out, or use "
+            "optimizer.name adamw",
+        ),
+        (
             "--data.batch_size 100 --engine.accumulation_steps 8",
             "data.batch_size = 100: does not divide over 1 rank x 8 accumulation steps; use 96 or 104",
         ),
@@ -325,6 +335,10 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
 )
 def test_refusal_names_key_value_and_remedy(arguments, message):
     assert refusal(*arguments.split())[0].startswith(message)
+
+
+def test_a_recipe_for_lars_takes_another_optimizer():
+    assert resolve("imagenet_800ep", ["--optimizer.name", "sgd"]).optimizer.trust_coefficient == 0.001
 
 
 def test_all_problems_are_reported_at_once():

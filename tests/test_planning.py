@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigrad_fast import dry_run, planning
+from unigrad_fast import planning
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import inside_and_between, latency, meeting_seconds, sent
+from unigrad_fast.dry_run import inside_and_between, latency, meeting_seconds, sent, without_data
+from unigrad_fast.dry_run.memory import stored
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
@@ -142,7 +143,7 @@ def alive() -> int:
     """
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    return dry_run._stored([each for each in tensors if each.device.type == "cpu"])
+    return stored([each for each in tensors if each.device.type == "cpu"])
 
 
 def measured(config: Config) -> tuple[int, int, float, int]:
@@ -150,8 +151,8 @@ def measured(config: Config) -> tuple[int, int, float, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     before = alive()
     with thin():
-        trainer = dry_run._trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
-        batches = [dry_run._batch(config, size) for _ in range(config.engine.accumulation_steps)]
+        trainer = without_data.build_trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
+        batches = [without_data.batch(config, size) for _ in range(config.engine.accumulation_steps)]
         trainer.step(0, iter(batches))
         views = sum(view.nbytes for batch in batches for view in batch.views)
         lasting = alive() - before - views

@@ -237,6 +237,18 @@ class Optimizer(Node):
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of the whole gradient; 0 is no clipping (authors' code)."""
 
+    def problems(self) -> list[str]:
+        """Values that another optimizer takes, and this one would not."""
+        found = []
+        for key, owner in (("second_momentum", "adamw"), ("trust_coefficient", "lars")):
+            value, unused = getattr(self, key), type(self).model_fields[key].default
+            if self.name != owner and value != unused:
+                found.append(
+                    f"optimizer.{key} = {shown(value)}: of {owner} alone, and optimizer.name is {self.name}; "
+                    f"leave it out, or use optimizer.name {owner}"
+                )
+        return found
+
 
 class Schedule(Node):
     epochs: int = Field(default=100, ge=1, le=10**6)
@@ -368,12 +380,30 @@ class Config(Node):
                 f"target.final_momentum = {shown(self.target.final_momentum)}: less than target.momentum; "
                 f"allowed is {shown(self.target.momentum)} to 1"
             )
-        if self.engine.compile and self.engine.recompute_projector:
-            problems.append("engine.recompute_projector = true: not with engine.compile true; leave one of them out")
+        problems += self.optimizer.problems()
+        problems += self._engine_problems()
         problems += self._batch_problems(world_size=1)
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _engine_problems(self) -> list[str]:
+        engine, problems = self.engine, []
+        if engine.compile and engine.recompute_projector:
+            problems.append("engine.recompute_projector = true: not with engine.compile true; leave one of them out")
+        if engine.cuda_graph:
+            steps, method, reasons = engine.accumulation_steps, self.objective.method, []
+            if steps > 1:
+                reasons.append(f"engine.accumulation_steps is {steps}, and a graph is one micro-batch; use 1")
+            if engine.zero_stage:
+                stage = engine.zero_stage
+                reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step is no part of a graph; use 0")
+            if method != "unigrad":
+                reasons.append(f"objective.method is {method}, whose step has not been recorded yet; use unigrad")
+            if engine.compile:
+                reasons.append("engine.compile is on, and the two have not been tried together; leave one of them out")
+            problems += [f"engine.cuda_graph = true: {reason}" for reason in reasons]
+        return problems
 
     def _objective_problems(self) -> list[str]:
         mixing, objective = self.data.cutmix.probability, self.objective

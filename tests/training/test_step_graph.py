@@ -215,18 +215,30 @@ def asking(**engine) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("engine", "world", "reason"),
+    ("world", "reason"),
     [
-        ({}, replace(on_a_gpu(), device=CPU), "graphs are a GPU's, and this run has none; leave it out"),
-        ({"accumulation_steps": 2}, on_a_gpu(), r"engine\.accumulation_steps is 2, .* use 1"),
-        ({"zero_stage": 1}, on_a_gpu(2), r"engine\.zero_stage is 1, .* use 0"),
-        ({"compile": True}, on_a_gpu(), r"engine\.compile is on, .* leave one of them out"),
-        ({}, on_a_gpu(2, "gloo"), r"2 ranks meet over gloo, .* use nccl, or one rank"),
+        (replace(on_a_gpu(), device=CPU), "graphs are a GPU's, and this run has none; leave it out"),
+        (on_a_gpu(2, "gloo"), r"2 ranks meet over gloo, .* use nccl, or one rank"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(engine, world, reason):
+def test_ranks_that_cannot_record_are_refused(world, reason):
     with pytest.raises(UserError, match=rf"^engine\.cuda_graph = true: {reason}$"):
-        step_graph.require(asking(**engine), world)
+        step_graph.require(asking(), world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": {"accumulation_steps": 2}}, r"engine\.accumulation_steps is 2, .* use 1"),
+        ({"engine": {"zero_stage": 1}}, r"engine\.zero_stage is 1, .* use 0"),
+        ({"engine": {"compile": True}}, r"engine\.compile is on, .* leave one of them out"),
+        ({"objective": {"method": "simclr"}}, r"objective\.method is simclr, .* use unigrad"),
+    ],
+)
+def test_a_step_that_cannot_be_recorded_is_refused_before_there_are_ranks(changes, reason):
+    engine = {"cuda_graph": True, **changes.get("engine", {})}
+    with pytest.raises(UserError, match=rf"(?m)^engine\.cuda_graph = true: {reason}$"):
+        resolve("cifar_subset", {**changes, "engine": engine})
 
 
 def test_kernels_in_plain_torch_are_refused(monkeypatch):

@@ -58,10 +58,20 @@ class Attendance:
         rank: this one.
         timeout: that ranks wait for each other.
         ends: this process itself, where it waits for longer than that in a library that raises no error.
+        note: is told who is awaited in vain, before this process ends.
     """
 
-    def __init__(self, hosts: Sequence[str], store: dist.Store, rank: int, timeout: timedelta, ends: bool = False):
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        store: dist.Store,
+        rank: int,
+        timeout: timedelta,
+        ends: bool = False,
+        note: Callable[[str], None] = lambda said: None,
+    ):
         self.hosts, self.rank, self.ends, self.timeout = hosts, rank, ends, timeout.total_seconds()
+        self.note = note
         self.beat = min(LONGEST_BEAT, self.timeout / 20)
         self.silence = max(MISSED * self.beat, LEAST_SILENCE)
         self._store = store.clone()
@@ -131,6 +141,8 @@ class Attendance:
             time.sleep(self.beat)
 
     def _end(self, found: str) -> None:
+        """Ends this process, whatever it waits for."""
+        self.note(f"{found}; {REMEDY}")
         say(f"stopped: {found}; {REMEDY}")
         self.await_readers()
         os._exit(3)
@@ -188,8 +200,13 @@ REMEDY = "the same command goes on from the newest checkpoint"
 
 
 @contextmanager
-def attended(world: World, timeout: timedelta) -> Iterator[Callable[[str], None]]:
+def attended(
+    world: World, timeout: timedelta, note: Callable[[str], None] = lambda said: None
+) -> Iterator[Callable[[str], None]]:
     """While inside, ranks know of each other; yields what they tell their stage with.
+
+    Args:
+        note: is told who is awaited in vain, before the process ends or the error is raised.
 
     Raises:
         RankLost: instead of the error of a collective that failed because another rank is not there any more.
@@ -198,13 +215,14 @@ def attended(world: World, timeout: timedelta) -> Iterator[Callable[[str], None]
         yield lambda stage: None
         return
     ends = world.device.type == "cuda"
-    attendance = Attendance(world.hosts, world.store, world.rank, timeout, ends)
+    attendance = Attendance(world.hosts, world.store, world.rank, timeout, ends, note)
     try:
         yield attendance.at
     except BaseException as error:
         missing = attendance.missing() if _is_of_a_collective(error) else None
         said = missing or f"{type(error).__name__}: {error}"
         if missing:
+            note(f"{missing}; {REMEDY}")
             attendance.await_readers()
         attendance.leave(" ".join(said.split()))
         if missing is None:

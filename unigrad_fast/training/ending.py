@@ -17,6 +17,7 @@ from unigrad_fast.runtime.errors import Preempted, RankLost, RunStopped
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.training.telemetry.messages import line
 
 PREEMPTED, STOPPED = "preempted.txt", "stopped.txt"
 STOPPED_STATUS = 3
@@ -41,6 +42,12 @@ def noted(run: Path, world: World) -> Iterator[None]:
 def note_preemption(run: Path, status: int, said: str) -> None:
     """Writes down that an attempt was told to leave, where the disk takes it."""
     _write(run / PREEMPTED, status, said)
+
+
+def log_loss(run: Path, said: str) -> None:
+    """Into RUN/log.txt, where the disk takes it; the error of a collective, which stands there, names nobody."""
+    with suppress(OSError), open(run / "log.txt", "a", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(line(f"stopped: {said}"))
 
 
 def begin_anew(run: Path, environ: Mapping[str, str]) -> None:

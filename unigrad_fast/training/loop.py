@@ -52,6 +52,12 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
     """
     watch = processors.Watch()
+    occupied: Path | None = None
+
+    def note_loss(said: str) -> None:
+        if occupied is not None and world.rank == 0:
+            ending.log_loss(occupied, said)
+
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         if not numbered:
@@ -59,7 +65,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
             timeout = timedelta(minutes=config.engine.timeout)
             world = stack.enter_context(process_group.session(config.engine.device, timeout))
-        at = stack.enter_context(attended(world, timeout))
+        at = stack.enter_context(attended(world, timeout, note_loss))
         stack.push(preemption.settle)
         require_same_everywhere(config, world)
         if not numbered:
@@ -77,7 +83,8 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         stack.enter_context(fastest_convolutions(world.device))
         stack.enter_context(own_stream(config, world.device))
         with run_folder.occupied(config, world, numbered) as config, ending.noted(config.output, world):
-            preemption.note = partial(ending.note_preemption, config.output)
+            occupied = config.output
+            preemption.note = partial(ending.note_preemption, occupied)
             trainer = Trainer(config, world, train, verbose, goes_on=saved is not None)
             queries = match(train, val)
             probe = KNNProbe(config, world, train, queries.val) if queries.val is not None else None

@@ -38,23 +38,14 @@ Record: TypeAlias = "Callable[[Callable[[], ObjectiveOutput]], tuple[ObjectiveOu
 
 
 def require(config: Config, world: World) -> None:
-    """Raises UserError where a step cannot be recorded."""
-    engine, backend = config.engine, world.backend
+    """Raises UserError where a step cannot be recorded on the ranks that there are; see also `Config`."""
     reason = None
     if world.device.type != "cuda":
         reason = "graphs are a GPU's, and this run has none; leave it out"
     elif not use_triton(world.device):
         reason = "with UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"
-    elif engine.accumulation_steps > 1:
-        reason = f"engine.accumulation_steps is {engine.accumulation_steps}, and a graph is one micro-batch; use 1"
-    elif engine.zero_stage:
-        reason = f"engine.zero_stage is {engine.zero_stage}, where DeepSpeed's step is no part of a graph; use 0"
-    elif config.objective.method != "unigrad":
-        reason = f"objective.method is {config.objective.method}, whose step has not been recorded yet; use unigrad"
-    elif engine.compile:
-        reason = "engine.compile is on, and the two have not been tried together; leave one of them out"
-    elif world.size > 1 and backend != "nccl":
-        reason = f"{world.size} ranks meet over {backend}, for which the host waits; use nccl, or one rank"
+    elif world.size > 1 and world.backend != "nccl":
+        reason = f"{world.size} ranks meet over {world.backend}, for which the host waits; use nccl, or one rank"
     if reason is not None:
         raise UserError(f"engine.cuda_graph = true: {reason}")
 

@@ -12,6 +12,11 @@ from rich.text import Text
 from unigrad_fast.runtime.whole_file import naming
 
 
+def line(message: str) -> str:
+    """Of the file."""
+    return f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n"
+
+
 class Messages:
     """Everything is shown as it is, for the name of a folder may look like markup."""
 
@@ -39,7 +44,7 @@ class Messages:
     def log(self, message: str) -> None:
         """Into the file alone."""
         with naming(self.path):
-            self.file.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n")
+            self.file.write(line(message))
 
     def log_warning(self, message: str) -> None:
         self.log(f"WARNING: {message}")

@@ -1,0 +1,223 @@
+"""Counts what passes in a step, operator by operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from unigrad_fast.dry_run.cards import Card, meeting_seconds, sent
+from unigrad_fast.dry_run.memory import Memory, key_of, stored
+from unigrad_fast.dry_run.walked import Meeting, Walk
+from unigrad_fast.objectives import ranks as objective_ranks
+from unigrad_fast.runtime.collectives import counted
+from unigrad_fast.training import checkpoint, engine
+from unigrad_fast.training.telemetry.phases import PhaseClock
+from unigrad_fast.training.trainer import Trainer
+
+# What launches nothing: views, and questions about a tensor.
+VIEWS = {
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
+    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
+}  # fmt: skip
+NORMALISATION = "unigrad_fast::batch_norm"
+
+
+class Count(TorchDispatchMode):
+    """Counts what passes."""
+
+    def __init__(self, found: Walk, trainer: Trainer, card: Card, ranks: int):
+        super().__init__()
+        self.found, self.card, self.ranks = found, card, ranks
+        self.phase = "data"
+        self.trainer, self.lasting = trainer, _lasting(trainer)
+        self.memory = Memory(self.lasting)
+        self._exchanging = ""  # what the objective does now
+        parameters = list(trainer.online.module.parameters())
+        self._weights = {key_of(p) for p in parameters}
+        buckets = trainer.reduction.buckets if trainer.reduction else ()
+        self._sizes = {p.numel() for p in parameters} | {bucket.numel for bucket in buckets}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._name_gradient)
+        found.parameters = sum(p.numel() for p in parameters)
+        found.largest = max(p.numel() for p in parameters)
+        found.features = trainer.online.module.backbone.feature_dim
+        found.checkpoint = checkpoint.size(trainer)
+        found.placement = getattr(trainer.objective, "placement", "")
+
+    def __enter__(self):
+        def mark(clock: PhaseClock, phase: str) -> None:
+            order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
+            following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
+            if phase == "backward":
+                for tensor in tree_leaves(getattr(self.trainer.online.optimizer, "averaged_gradients", {})):
+                    self.memory.name(tensor, "gradients")
+            self.phase = following[phase]
+
+        def noted(name: str) -> Callable[..., Any]:
+            function = getattr(objective_ranks, name)
+
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                self._exchanging = name
+                try:
+                    return function(*arguments, **keywords)
+                finally:
+                    self._exchanging = ""
+
+            return call
+
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(PhaseClock, "mark", mark))
+        for name in ("begin_gather", "exchange_columns"):
+            self._patches.enter_context(mock.patch.object(objective_ranks, name, noted(name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: object):
+        self._patches.close()
+        self.found.fullest = self.memory.fullest
+        sizes = {kind: stored(tensors) for kind, tensors in self.lasting.items()}
+        self.found.peak = {**sizes, "activations, gradients and what passes": self.memory.most}
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        name = operator._schema.name
+        short = name.partition("::")[2]
+        self.memory.take(result, functools.partial(self._passing, short, args), self.phase)
+        if short in VIEWS:
+            return result
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if name.startswith("c10d::"):
+            self._collective(operands, short)
+        else:
+            self._operator(operator, name, short, operands, results, args, kwargs, result)
+        return result
+
+    def _collective(self, operands: list[Tensor], short: str) -> None:
+        kind, size = counted(short, operands)
+        each = self.found.collectives[kind]
+        # Of a gather into a list: the results, then what each rank gives.
+        whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
+        each.count += 1
+        each.bytes += size
+        each.seconds += meeting_seconds(kind, sent(kind, whole, self.ranks), self.ranks, 1, self.card)
+        of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
+        whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
+        self.found.met.append(Meeting(kind, whole, whose))
+
+    def _passing(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
+        """The kind of what an operator returns, as far as that is known now; to activations belong their gradients."""
+        if self._exchanging == "begin_gather":
+            return "gathered"
+        if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
+            return "weights in bf16"
+        if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
+            return "buckets"
+        if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
+            return "activations"  # pieces of gradients are flat
+        return "activations" if self.phase in ("target", "online", "objective") else "temporaries"
+
+    def _name_gradient(self, parameter: Tensor) -> None:
+        """After backward gave it, it lies where it stays: alone, in a bucket of `reduction`, or in DeepSpeed's."""
+        if parameter.grad is not None and self.memory.kind(parameter.grad) != "buckets":
+            self.memory.name(parameter.grad, "gradients")
+
+    def _operator(self, operator, name, short, operands, results, args, kwargs, result) -> None:
+        part = self.found.parts[self._part(name, short)]
+        changed = {id(t) for t in _changed(operator, args, kwargs)}
+        read = sum(_bytes(t) for t in operands)
+        written = sum(_bytes(t) for t in results if id(t) not in changed)
+        written += sum(_bytes(t) for t in operands if id(t) in changed)
+        if short in ("copy_", "fill_", "zero_", "new_zeros", "zeros", "ones", "full"):
+            read = _bytes(args[1]) if short == "copy_" and isinstance(args[1], Tensor) else 0
+        elif name == "unigrad_fast::lerp_":  # the copies are only written
+            read -= sum(map(_bytes, args[2]))
+        packet = operator.overloadpacket
+        flops = 0
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        elif name == "unigrad_fast::update_correlation_":
+            matrix, rows = operands[0], operands[1].shape[0]
+            if matrix.shape[0] == matrix.shape[1]:
+                flops = rows * matrix.shape[1] * (matrix.shape[1] + 128)
+                read, written = read // 2, written // 2
+            else:  # rows of a sharded F have no mirror image there
+                flops = 2 * rows * matrix.numel()
+        elif name == "unigrad_fast::correlation_product":
+            flops = 2 * operands[0].shape[0] * operands[1].numel()
+        elif name == "unigrad_fast::unigrad_gradient":
+            flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
+        passes = 1
+        if name == "unigrad_fast::lars_" and args[7]:  # the norms are found first
+            passes = 2
+            read += sum(map(_bytes, (*args[0], *args[1])))
+        if short == "convolution_backward":  # for the input and for the weight
+            passes = sum(args[10][:2])
+            read += _bytes(args[0])
+        peak = self.card.convolution if short.startswith("convolution") else self.card.product
+        part.launches += passes
+        part.flops += int(flops)
+        part.read += read
+        part.written += written
+        part.seconds += max(passes * self.card.launch, flops / peak, (read + written) / self.card.memory)
+
+    def _part(self, name: str, short: str) -> str:
+        if short.startswith("convolution"):
+            return "convolution"
+        if name.startswith(NORMALISATION):
+            return "normalisation"
+        if self.phase in ("step", "target_update"):
+            return {"step": "optimizer", "target_update": "target"}[self.phase]
+        if self.phase == "objective" or name.startswith("unigrad_fast::"):
+            return "objective"
+        if short in ("mm", "addmm", "linear"):
+            return "linear"
+        if short in ("relu", "relu_", "threshold_backward") or "max_pool" in short:
+            return "activation"
+        if short in ("_to_copy", "to"):
+            return "casts"
+        return "other"
+
+
+def _lasting(trainer: Trainer) -> dict[str, list[Tensor]]:
+    """What is there before and after a step, by kind."""
+    moved = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    partition = {"master weights": moved} if trainer.fragments.sharded else {}
+    return {
+        "weights": list(trainer.online.module.parameters()),
+        **partition,
+        "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
+        "target": list(trainer.target.parameters()),
+        "the target's weights in bf16": list(trainer.target_copies.values()),
+        "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
+        "correlation": [
+            t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)
+        ],
+    }
+
+
+def _changed(operator, args, kwargs) -> list[Tensor]:
+    """The operands that an operator writes to."""
+    changed = []
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            changed += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return changed
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
