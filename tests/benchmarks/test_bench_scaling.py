@@ -56,6 +56,7 @@ def run(config: Config, ranks: tuple[int, ...], output: Path, monkeypatch: pytes
     return {row["what"]: row for row in map(json.loads, (output / "scaling.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow  # tests/training/test_counted_collectives.py compares them by default
 def test_a_spy_finds_the_collectives_that_the_dry_run_counts(config, tmp_path, monkeypatch, capsys):
     rows = run(config, (2,), tmp_path, monkeypatch)
     assert list(rows) == ["2 ranks, replicated", "2 ranks, sharded"]

@@ -95,7 +95,9 @@ def _unigrad(width: int, form: str | None, row: str | None, settings: dict[str, 
     settings = dict(settings)
     require_target("unigrad", settings.pop("target", "momentum"), collapses=False)
     value = ROWS["e"] if row is not None else replace(ROWS["e"], correlation_source="target")
-    branches = {key: settings.pop(key) for key in ("negative_target", "correlation_source") if key in settings}
+    branches: dict[str, Any] = {
+        key: settings.pop(key) for key in ("negative_target", "correlation_source") if key in settings
+    }
     settings["correlation_source"] = _changed(value, branches).source
     return _made(UniGrad, width, "unigrad", settings)
 
