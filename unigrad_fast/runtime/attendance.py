@@ -220,17 +220,17 @@ def attended(
         yield attendance.at
     except BaseException as error:
         missing = attendance.missing() if _is_of_a_collective(error) else None
-        said = missing or f"{type(error).__name__}: {error}"
+        said, lost = missing or f"{type(error).__name__}: {error}", f"{missing}; {REMEDY}"
         if missing:
-            note(f"{missing}; {REMEDY}")
+            note(lost)
             attendance.await_readers()
         attendance.leave(" ".join(said.split()))
         if missing is None:
             raise
         if ends:  # what is under way on the GPU would keep the process from ending
-            say(f"stopped: {missing}; {REMEDY}")
+            say(f"stopped: {lost}")
             os._exit(3)
-        raise RankLost(f"{missing}; {REMEDY}") from error
+        raise RankLost(lost) from error
     attendance.leave("its work is done")
 
 
