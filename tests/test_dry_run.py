@@ -19,6 +19,7 @@ from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.dry_run.without_data import prepared
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
+from unigrad_fast.runtime import precision
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.training import branches
 from unigrad_fast.training import trainer as training
@@ -270,6 +271,17 @@ def test_times_follow_the_cards_figures():
     with thin():
         fast, found = (walk(configured(1), 1, card).parts["convolution"] for card in (CARD, slow))
     assert fast.flops == found.flops and found.seconds > fast.seconds
+
+
+def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):
+    def counted(has_bf16: bool) -> Walk:
+        monkeypatch.setattr(precision, "has_fast_bf16", lambda device: has_bf16)
+        with thin():
+            return walk(configured(1), 1, CARD)
+
+    without, with_bf16 = counted(False), counted(True)
+    assert without.parts == with_bf16.parts and without.peak == with_bf16.peak
+    assert without.parts["casts"].launches > 0
 
 
 def test_without_a_momentum_target_a_step_launches_less_and_keeps_no_copy():

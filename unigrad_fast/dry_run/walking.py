@@ -48,6 +48,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         RuntimeError: the step reads a value; or there is a process group already.
     """
     require_walkable(config, ranks)
+    if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})})
     found = Walk()
     device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
