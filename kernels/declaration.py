@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def takes_first(first: Tensor, *_: Any, **__: Any) -> bool:
+def takes_first(first: Tensor, *_: Any) -> bool:
     """Whether the Triton kernels take the first argument."""
     return takes_triton(first.device, first.dtype)
 
@@ -35,7 +35,7 @@ class Operator(Generic[P, R]):
         name: in torch's library.
         twin: computes it in plain torch, and without `kernel` on every device; its annotations are the schema's.
         kernel: module of this package whose launcher has the twin's name and arguments.
-        takes: whether the launcher takes these arguments; the device of the first is the one that it launches on.
+        takes: whether the launcher takes these arguments, of those given by place; the device is that of the first.
         writes: arguments that change in place.
         fake: takes the arguments by name and returns tensors like the results, without content; None: there are none.
     """
@@ -61,7 +61,7 @@ class Operator(Generic[P, R]):
         return (self.registered if needs_dispatcher() else self.compute)(*args, **kwargs)
 
     def _choose(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self.takes(*args, **kwargs):
+        if not self.takes(*args):
             return self.twin(*args, **kwargs)
         first: Any = args[0]
         with on_device_of(first if isinstance(first, Tensor) else first[0]):

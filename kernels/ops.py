@@ -20,7 +20,7 @@ unit_embeddings = Operator(
     "unit_embeddings",
     reference.unit_embeddings,
     kernel="normalize",
-    takes=lambda views, dtype, *_, **__: takes_triton(views[0].device, dtype, exact_dtype(*views)),
+    takes=lambda views, dtype, *_: takes_triton(views[0].device, dtype, exact_dtype(*views)),
     writes=("nonfinite", "raised", "ticket"),
     fake=lambda views, dtype, spare, **_: (
         views[0].new_empty(len(views) * views[0].shape[0] + spare, views[0].shape[1], dtype=dtype),
@@ -43,7 +43,7 @@ update_correlation_ = Operator(
     "update_correlation_",
     reference.update_correlation_,
     kernel="correlation",
-    takes=lambda correlation, unit_MC, *_, **__: takes_triton(correlation.device, correlation.dtype, unit_MC.dtype),
+    takes=lambda correlation, unit_MC, *_: takes_triton(correlation.device, correlation.dtype, unit_MC.dtype),
     writes=("correlation", "working"),
 )
 
@@ -53,7 +53,7 @@ correlation_product = Operator(
     "correlation_product",
     reference.correlation_product,
     kernel="gradient",
-    takes=lambda unit_MC, correlation, *_, **__: takes_triton(unit_MC.device, unit_MC.dtype, correlation.dtype),
+    takes=lambda unit_MC, correlation, *_: takes_triton(unit_MC.device, unit_MC.dtype, correlation.dtype),
     fake=lambda unit_MC, correlation, **_: unit_MC.new_empty(
         unit_MC.shape[0], correlation.shape[0], dtype=exact_dtype(unit_MC)
     ),
