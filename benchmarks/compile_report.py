@@ -139,7 +139,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def launch(case: Case) -> None:
     """Call the launcher with what training gives it."""
     from unigrad_fast.kernels import correlation, gradient, multi_tensor, normalize
-    from unigrad_fast.kernels.structures import Correlation, Rows, State
 
     precision = case.arithmetic if case.dtype == torch.float32 else "tf32"
     unit_MC, flags = empty(case.rows, case.width, dtype=case.dtype), empty(case.rows, dtype=torch.int32)
@@ -149,24 +148,34 @@ def launch(case: Case) -> None:
     working_RC = correlation_RC.to(case.dtype) if "working copy" in case.variant else None
     if case.kernel == "update":
         correlation.update_correlation_(
-            Correlation(matrix=correlation_RC, working=working_RC, first_row=first_row),
+            correlation_RC,
             unit_MC,
             decay=empty(),
             count=empty(),
             skip=flags[0],
             updates=updates,
+            first_row=first_row,
+            working=working_RC,
             input_precision=precision,
         )
     elif case.kernel == "product":
         operand = correlation_RC if working_RC is None else working_RC
         gradient.correlation_product(unit_MC, operand, input_precision=precision)
     elif case.kernel == "embedding_gradient":
-        pair = {"second": index_M, "ratio": empty(case.rows)} if case.variant.startswith("pair") else {}
+        second, ratio = (index_M, empty(case.rows)) if case.variant.startswith("pair") else (None, None)
         gradient.embedding_gradient(
             empty(case.rows, case.width),
-            Rows(unit=unit_MC, inverse_norm=empty(case.rows), target=unit_MC, first=index_M, **pair),
-            State(nonfinite=flags, skip=flags, updates=updates, ticket=empty(dtype=torch.int32)),
             gradient_MC=unit_MC,
+            unit_MC=unit_MC,
+            inverse_norm_M=empty(case.rows),
+            target_KC=unit_MC,
+            first=index_M,
+            second=second,
+            ratio=ratio,
+            nonfinite=flags,
+            skip=flags,
+            updates=updates,
+            ticket=empty(dtype=torch.int32),
             balance=100.0,
             scale=1.0 / case.rows,
         )
@@ -180,7 +189,6 @@ def launch(case: Case) -> None:
             raised=empty(2, dtype=torch.int32),
             ticket=empty(dtype=torch.int32),
             spare=16,
-            smallest_norm=1e-12,
         )
     elif case.kernel == "target":
         copies = [unit_MC.bfloat16()] if case.variant else []

@@ -70,7 +70,6 @@ class Problem:
 def problem(kernel: str, precision: str, rows: int, width: int, device: torch.device) -> Problem:
     """A kernel on scratch data of a size."""
     from unigrad_fast.kernels import correlation, gradient
-    from unigrad_fast.kernels.structures import Correlation
 
     dtype = DTYPES[precision]
     unit = torch.nn.functional.normalize(torch.randn(rows, width, device=device), dim=-1).to(dtype)
@@ -78,10 +77,10 @@ def problem(kernel: str, precision: str, rows: int, width: int, device: torch.de
     working = None if dtype == torch.float32 else torch.zeros_like(moment, dtype=dtype)
     if kernel == "update":
         scratch, zero, count = torch.zeros_like(moment), moment.new_zeros(()), moment.new_full((), rows)
-        moved = Correlation(matrix=scratch, working=working)
+        settings = {"decay": zero, "count": count, "working": working, "input_precision": "tf32"}
 
         def update(tile: Tile) -> list[Tensor]:
-            correlation.update_correlation_(moved, unit, decay=zero, count=count, input_precision="tf32", tile=tile)
+            correlation.update_correlation_(scratch, unit, **settings, tile=tile)
             return [scratch] if working is None else [scratch, working]
 
         return Problem(update, moment.triu_(), upper=True)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_reference import WORD
+from .batch_norm_reference import WORD, empty_mask, is_dense
 
 MOST_CHUNKS = 256  # of a group, so that the last program is soon done with them
 PARTS = 16  # chunks that it merges at a time
@@ -414,12 +414,12 @@ def settle(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
-    *,
     momentum: float | None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.settle`."""
     ranks, groups, _, channels = parts_RG3C.shape
-    mean_GC, variance_GC = (torch.empty(groups, channels, device=parts_RG3C.device) for _ in range(2))
+    mean_GC, variance_GC = (torch.empty(groups, channels, dtype=dtype, device=parts_RG3C.device) for _ in range(2))
     count_G = torch.empty(groups, dtype=torch.float64, device=parts_RG3C.device)
     columns = 64
     settle_kernel[(triton.cdiv(channels, columns),)](
@@ -451,21 +451,39 @@ def normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    *,
     eps: float,
     relu: bool,
     keep_mask: bool,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """See `batch_norm_reference.normalise`; `in_place` writes over x."""
+) -> tuple[Tensor, Tensor]:
+    """See `batch_norm_reference.normalise`."""
+    x_RC, mask = rows_of(x), empty_mask(x, keep_mask)
+    y_RC = torch.empty_like(x_RC)
+    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask if keep_mask else None, eps, relu)
+    return shaped(y_RC, x), mask
+
+
+def normalise_(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> None:
+    """See `batch_norm_reference.normalise_`."""
     x_RC = rows_of(x)
+    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, x_RC, None, eps, relu)
+    if is_dense(x):
+        torch.autograd.graph.increment_version([x])
+    else:
+        x.copy_(shaped(x_RC, x))
+
+
+def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask, eps: float, relu: bool) -> None:
     groups, channels = mean_GC.shape
     rows = x_RC.shape[0] // groups
-    y = x if in_place else torch.empty_like(x_RC)
-    y_RC = rows_of(y) if in_place else y
-    mask = None
-    if keep_mask:
-        mask = torch.empty(x_RC.shape[0], triton.cdiv(channels, WORD), dtype=torch.int32, device=x.device)
     if rows:
         cuts = cut(rows, groups, channels, programs=4096)
         normalise_kernel[cuts.grid](
@@ -486,7 +504,6 @@ def normalise(
             COLUMNS=cuts.columns,
             WORD=WORD,
         )
-    return (x if in_place else shaped(y_RC, x)), mask
 
 
 def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
@@ -505,7 +522,6 @@ def sums(
     weight: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
-    *,
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -555,11 +571,10 @@ def gradient(
     mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
-    *,
     eps: float,
     relu: bool,
     residual: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """See `batch_norm_reference.gradient`."""
     x_RC = rows_of(x)
     groups, channels = mean_GC.shape
@@ -589,4 +604,4 @@ def gradient(
             COLUMNS=cuts.columns,
             WORD=WORD,
         )
-    return shaped(dx_RC, x), None if dresidual_RC is None else shaped(dresidual_RC, x)
+    return shaped(dx_RC, x), x.new_empty(0) if dresidual_RC is None else shaped(dresidual_RC, x)

@@ -87,9 +87,8 @@ def settle(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
-    *,
     momentum: float | None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics over all ranks; the running buffers take each group's in turn.
 
@@ -123,11 +122,10 @@ def normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    *,
     eps: float,
     relu: bool,
     keep_mask: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """y = relu(x̂·γ + β + residual), in x's dtype and memory format.
 
     Args:
@@ -139,8 +137,8 @@ def normalise(
         keep_mask: whether to return what it let through.
 
     Returns:
-        y, and int32 [rows, ⌈C/32⌉]: bit c of a row (an image position, channels-last) says that the ReLU's input in
-        channel c was above zero.
+        y, and with `keep_mask` int32 [rows, ⌈C/32⌉]: bit c of a row (an image position, channels-last) says that the
+        ReLU's input in channel c was above zero.
     """
     dtype = mean_GC.dtype
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
@@ -149,8 +147,34 @@ def normalise(
     )
     if residual is not None:
         y += residual
-    mask = _packed(y > 0) if keep_mask else None
+    mask = _packed(y > 0) if keep_mask else empty_mask(x, keep_mask)
     return (torch.relu_(y) if relu else y), mask
+
+
+def normalise_(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> None:
+    """`normalise`, over x."""
+    x.copy_(normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask=False)[0])
+
+
+def empty_mask(x: Tensor, keep_mask: bool) -> Tensor:
+    """Memory for the mask of a ReLU, and where none is kept a tensor without elements."""
+    channels = x.shape[1]
+    shape = (x.numel() // channels, -(-channels // WORD)) if keep_mask else (0,)
+    return x.new_empty(shape, dtype=torch.int32)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether x lies as its rows of channels, one after the other."""
+    return x.is_contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.is_contiguous()
 
 
 def _per_group(x: Tensor, work, groups: int) -> Tensor:
@@ -202,7 +226,6 @@ def sums(
     weight: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
-    *,
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -240,12 +263,11 @@ def gradient(
     mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
-    *,
     eps: float,
     relu: bool,
     residual: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """dx, and dy' where there is a residual, whose gradient it is.
+) -> tuple[Tensor, Tensor]:
+    """dx, and dy' where there is a residual, whose gradient it is; else a tensor without elements.
 
     Args:
         dy, x, mean_GC, variance_GC, weight, bias, mask, eps, relu: as in `sums`.
@@ -268,4 +290,6 @@ def gradient(
     dx = _per_group(dy, of_dy, len(mean_GC))
     for group, (part, out) in enumerate(zip(x.chunk(len(mean_GC)), dx.chunk(len(mean_GC)), strict=True)):
         out += of_x(part, group)
-    return dx, dy if residual else None
+    if not residual:
+        return dx, x.new_empty(0)
+    return dx, dy if relu else dy.clone()  # an operator may not return what it was given

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .heuristics import TRIANGLE, Tile, blocks, tile_for
-from .structures import Correlation
+from .dispatch import precision_of
+from .heuristics import TRIANGLE, Tile, blocks, tile_for, working_scale
 
 MIRRORED = 64  # rows and columns of a tile that is mirrored
 
@@ -125,38 +125,42 @@ def mirror_kernel(p_correlation, C, BLOCK: tl.constexpr):
     tl.store(p_correlation + o_lower, tl.trans(b_upper), mask=m_lower)
 
 
-def mirror_(correlation_CC: Tensor) -> None:
+def mirror_(correlation: Tensor) -> None:
     """See `functional.mirror_`."""
-    width = correlation_CC.shape[0]
+    width = correlation.shape[0]
     side = blocks(width, MIRRORED)
-    mirror_kernel[(side * (side + 1) // 2,)](correlation_CC, width, BLOCK=MIRRORED, num_warps=8)
-    torch.autograd.graph.increment_version([correlation_CC])
+    mirror_kernel[(side * (side + 1) // 2,)](correlation, width, BLOCK=MIRRORED, num_warps=8)
+    torch.autograd.graph.increment_version([correlation])
 
 
 def update_correlation_(
-    correlation: Correlation,
+    correlation: Tensor,
     unit_MC: Tensor,
-    *,
     decay: Tensor,
     count: Tensor,
     skip: Tensor | None = None,
     updates: Tensor | None = None,
-    input_precision: str,
+    first_row: int = 0,
+    working: Tensor | None = None,
+    input_precision: str = "",
     tile: Tile | None = None,
 ) -> None:
-    """See `functional.update_correlation_`; `skip` is one flag, `tile` the table's unless given."""
-    matrix, working = correlation.matrix, correlation.working
-    rows, width = matrix.shape
+    """See `functional.update_correlation_`; `tile` is the table's unless given."""
+    rows, width = correlation.shape
+    unit_MC = unit_MC.contiguous()
+    input_precision = input_precision or precision_of(unit_MC)
+    if skip is not None and skip.numel() != 1:
+        skip = skip.ne(0).any().to(skip.dtype)
     if unit_MC.dtype == torch.float32 and input_precision != "ieee":
         # TF32 units multiply rows of operands that are contiguous in memory; rows of zeros keep them aligned.
         odd = -len(unit_MC) % 16
         unit_MC = (torch.nn.functional.pad(unit_MC.T, (0, odd)) if odd else unit_MC.T).contiguous().T
     tile = tile or tile_for("update", unit_MC, input_precision)
     row_tiles, column_tiles = blocks(rows, tile.rows), blocks(width, tile.rows)
-    symmetric = correlation.is_whole
+    symmetric = rows == width
     tiles = column_tiles * (column_tiles + 1) // 2 if symmetric else row_tiles * column_tiles
     update_correlation_kernel[(tiles,)](
-        matrix,
+        correlation,
         working,
         unit_MC,
         decay,
@@ -167,8 +171,8 @@ def update_correlation_(
         rows,
         width,
         *unit_MC.stride(),
-        correlation.first_row,
-        correlation.scale,
+        first_row,
+        1.0 if working is None else working_scale(working.dtype, width),
         SYMMETRIC=symmetric,
         WORKING=working is not None,
         TRIANGLE=TRIANGLE,
@@ -178,4 +182,4 @@ def update_correlation_(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    torch.autograd.graph.increment_version([matrix] if working is None else [matrix, working])
+    torch.autograd.graph.increment_version([correlation] if working is None else [correlation, working])

@@ -1,4 +1,4 @@
-"""UniGrad's arithmetic as functions: arguments are checked, defaults filled in, and an operator of `ops` called.
+"""UniGrad's arithmetic as functions: they check their arguments and call an operator of `ops` by the dispatcher.
 
 Shape suffixes: V views, N images, M = V·N rows, C embedding width, K rows of targets, R rows of F.
 """
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, ops  # noqa: F401  the operators are declared there
+from .declaration import OPERATORS
 from .dispatch import exact_dtype
-from .ops import OPERATORS
 
 
 def unit_embeddings(
@@ -99,7 +99,7 @@ def update_correlation_(
     decay, count = _scalar(decay, correlation), _scalar(count, correlation)
     # By place: names take torch a microsecond each.
     OPERATORS.update_correlation_(
-        correlation, unit_MC, decay, count, skip, updates, first_row, working, input_precision
+        correlation, unit_MC, decay, count, skip, updates, first_row, working, input_precision or ""
     )
     return correlation
 
@@ -135,7 +135,7 @@ def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: s
     checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=None)
     checks.require_precision(input_precision)
-    return OPERATORS.correlation_product(unit_MC, correlation, input_precision)
+    return OPERATORS.correlation_product(unit_MC, correlation, input_precision or "")
 
 
 def embedding_gradient(
@@ -181,13 +181,13 @@ def embedding_gradient(
         ValueError: shapes or dtypes that do not fit, with their values.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows = (inverse_norm_M, target_KC, first, second, ratio)
+    rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
     checks.require_units(unit_MC)
     checks.require_product(product_MC, unit_MC)
-    checks.require_rows(unit_MC, *rows, dtype=dtype)
+    checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)
-    return OPERATORS.embedding_gradient(product_MC, unit_MC, *rows, *state, balance, scale, dtype)
+    return OPERATORS.embedding_gradient(product_MC, *rows, balance, scale, *positives, *state, dtype)
 
 
 def unigrad_gradient(
@@ -214,14 +214,16 @@ def unigrad_gradient(
     dz = (g − u·(u·g)) / ‖z‖ · scale.
     """
     dtype = dtype or exact_dtype(unit_MC)
-    rows = (inverse_norm_M, target_KC, first, second, ratio)
+    rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
     checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])
-    checks.require_rows(unit_MC, *rows, dtype=dtype)
+    checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)
     checks.require_precision(input_precision)
-    return OPERATORS.unigrad_gradient(unit_MC, correlation, *rows, *state, balance, scale, dtype, input_precision)
+    return OPERATORS.unigrad_gradient(
+        *rows, correlation, balance, scale, *positives, *state, dtype, input_precision or ""
+    )
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .heuristics import Tile, blocks, row_tile, tile_for, working_scale
+from .dispatch import precision_of
+from .heuristics import HALF, Tile, blocks, row_tile, tile_for, working_scale
 from .normalize import any_raised
-from .structures import Rows, State
 
 
 @triton.jit
@@ -203,21 +203,24 @@ def embedding_gradient_kernel(
 
 
 def correlation_product(
-    unit_MC: Tensor, correlation_RC: Tensor, *, input_precision: str, tile: Tile | None = None
+    unit_MC: Tensor, correlation: Tensor, input_precision: str = "", tile: Tile | None = None
 ) -> Tensor:
     """See `functional.correlation_product`; `tile` is the table's unless given."""
-    rows, width = correlation_RC.shape
+    unit_MC = unit_MC.contiguous().to(correlation.dtype if correlation.dtype in HALF else unit_MC.dtype)
+    correlation = correlation.contiguous()
+    input_precision = input_precision or precision_of(unit_MC)
+    rows, width = correlation.shape
     images = unit_MC.shape[0]
     product_MR = torch.empty(images, rows, dtype=torch.float32, device=unit_MC.device)
     if not product_MR.numel():
         return product_MR
-    is_working = correlation_RC.dtype != torch.float32
+    is_working = correlation.dtype != torch.float32
     scale = working_scale(unit_MC.dtype, width)
     tile = tile or tile_for("product", unit_MC, input_precision)
     tiles = blocks(images, tile.rows) * blocks(rows, tile.columns)
     correlation_product_kernel[(tiles,)](
         unit_MC,
-        correlation_RC,
+        correlation,
         product_MR,
         images,
         rows,
@@ -236,40 +239,53 @@ def correlation_product(
 
 
 def embedding_gradient(
-    product_MC: Tensor, rows: Rows, state: State, *, gradient_MC: Tensor, balance: float, scale: float
+    product_MC: Tensor,
+    gradient_MC: Tensor,
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    ratio: Tensor | None,
+    nonfinite: Tensor | None,
+    skip: Tensor | None,
+    updates: Tensor | None,
+    ticket: Tensor | None,
+    balance: float,
+    scale: float,
 ) -> Tensor:
-    """See `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
+    """The terms of `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
     device, (M, C) = product_MC.device, product_MC.shape
     cosine_M, negative_M = (torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     terms = torch.empty(5, dtype=torch.float32, device=device)
-    ticket = torch.zeros((), dtype=torch.int32, device=device) if state.ticket is None else state.ticket
+    ticket = torch.zeros((), dtype=torch.int32, device=device) if ticket is None else ticket
     tile = row_tile(C, arrays=3)
     embedding_gradient_kernel[(M,)](
         product_MC,
-        rows.unit,
-        rows.inverse_norm,
-        rows.target,
-        rows.first,
-        rows.second,
-        rows.ratio,
+        unit_MC,
+        inverse_norm_M,
+        target_KC,
+        first,
+        second,
+        ratio,
         gradient_MC,
         cosine_M,
         negative_M,
         terms,
-        state.nonfinite,
-        state.skip,
-        state.updates,
+        nonfinite,
+        skip,
+        updates,
         ticket,
         M,
         C,
-        0 if state.nonfinite is None else state.nonfinite.numel(),
-        0 if state.skip is None else state.skip.numel(),
+        0 if nonfinite is None else nonfinite.numel(),
+        0 if skip is None else skip.numel(),
         balance,
         scale,
         WHOLE_ROW=tile.block >= C,
         BLOCK=tile.block,
         num_warps=tile.warps,
     )
-    if state.updates is not None:
-        torch.autograd.graph.increment_version([state.updates])
+    if updates is not None:
+        torch.autograd.graph.increment_version([updates])
     return terms

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .heuristics import MAX_WIDTH, row_tile
+from .reference import SMALLEST_NORM
 from .structures import DIGIT, tail_rows
 from .tails import tail_of
 
@@ -93,14 +94,12 @@ def unit_embeddings_kernel(
 
 def unit_embeddings(
     views: Sequence[Tensor],
-    *,
     dtype: torch.dtype,
     nonfinite: Tensor,
     raised: Tensor | None = None,
     ticket: Tensor | None = None,
     since: int = 0,
     spare: int = 0,
-    smallest_norm: float,
 ) -> tuple[Tensor, Tensor]:
     """See `functional.unit_embeddings`."""
     images, width = views[0].shape
@@ -132,7 +131,7 @@ def unit_embeddings(
             rows + padding,
             since,
             0 if tail_TC is None else tail_TC.numel(),
-            SMALLEST_NORM=smallest_norm,
+            SMALLEST_NORM=SMALLEST_NORM,
             DIGIT=DIGIT,
             BLOCK=tile.block,
             num_warps=tile.warps,

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .dispatch import exact_dtype
 from .heuristics import working_scale
-from .structures import DIGIT, TAIL, Correlation, Rows, State, tail_rows
+from .structures import DIGIT, TAIL, tail_rows
 
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
 PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
@@ -28,16 +29,16 @@ CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
 def unit_embeddings(
     views: Sequence[Tensor],
-    *,
     dtype: torch.dtype,
     nonfinite: Tensor,
     raised: Tensor | None = None,
+    ticket: Tensor | None = None,
     since: int = 0,
     spare: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """See `functional.unit_embeddings`."""
+    """See `functional.unit_embeddings`; the `ticket` is not needed."""
     images, width = views[0].shape
-    exact = torch.float64 if torch.float64 in (dtype, *(view.dtype for view in views)) else torch.float32
+    exact = torch.promote_types(dtype, exact_dtype(*views))
     unit_MC = torch.empty(len(views) * images + spare, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
     norm_M1 = inverse_norm_M.unsqueeze(-1)  # norms stand there at first
@@ -73,7 +74,16 @@ def unit_embeddings(
 
 
 def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """See `unchecked.sum_tails_`."""
+    """What the ranks say of rows that they gave, each with a tail (see `tails`); zeros are left in its place.
+
+    Args:
+        gathered_MC: the rows of all ranks, of each as many.
+        ranks: how many.
+
+    Returns:
+        The number of rows over all ranks, a scalar in fp32 (float64 for float64), and int32 flags [4]: the first and
+        the second flag of any rank, and the same, raised too where no rank has a row.
+    """
     tails_WT = _tails(gathered_MC, ranks)
     sums = tails_WT.to(torch.int64).sum(dim=0)
     tails_WT.zero_()
@@ -114,13 +124,15 @@ def _scaled(row_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def update_correlation_(
-    correlation: Correlation,
+    correlation: Tensor,
     unit_MC: Tensor,
-    *,
     decay: Tensor,
     count: Tensor,
     skip: Tensor | None = None,
     updates: Tensor | None = None,
+    first_row: int = 0,
+    working: Tensor | None = None,
+    input_precision: str = "",
 ) -> None:
     """See `functional.update_correlation_`.
 
@@ -129,28 +141,27 @@ def update_correlation_(
     """
     if skip is not None and skip.any():
         return
-    matrix_RC, whole = correlation.matrix, correlation.is_whole
-    rows = matrix_RC.shape[0]
-    unit_MC = unit_MC.to(matrix_RC.dtype)
+    rows, width = correlation.shape
+    whole = rows == width
+    unit_MC = unit_MC.to(correlation.dtype)
     rho = 0.0 if updates is not None and updates == 0 else decay.item()
     weight = (1.0 - rho) / count.item()
     for first in range(0, rows, PANEL_ROWS):
         last = min(first + PANEL_ROWS, rows)
         start = first if whole else 0
-        panel = matrix_RC[first:last, start:]
-        left_MP = unit_MC[:, correlation.first_row + first : correlation.first_row + last]
+        panel = correlation[first:last, start:]
+        left_MP = unit_MC[:, first_row + first : first_row + last]
         panel.addmm_(left_MP.T, unit_MC[:, start:], beta=rho, alpha=weight)
         if whole:
-            _mirror_panel_(matrix_RC, first, last)
-    if correlation.working is not None:
-        round_into_(correlation.working, matrix_RC)
+            _mirror_panel_(correlation, first, last)
+    if working is not None:
+        round_into_(working, correlation)
 
 
-def mirror_(correlation_CC: Tensor) -> Tensor:
-    """Fill the lower triangle of F [C, C] from the upper, in place."""
-    for first in range(0, correlation_CC.shape[0], PANEL_ROWS):
-        _mirror_panel_(correlation_CC, first, min(first + PANEL_ROWS, correlation_CC.shape[0]))
-    return correlation_CC
+def mirror_(correlation: Tensor) -> None:
+    """See `functional.mirror_`."""
+    for first in range(0, correlation.shape[0], PANEL_ROWS):
+        _mirror_panel_(correlation, first, min(first + PANEL_ROWS, correlation.shape[0]))
 
 
 def round_into_(working_RC: Tensor, correlation_RC: Tensor) -> Tensor:
@@ -168,31 +179,44 @@ def _mirror_panel_(correlation_CC: Tensor, first: int, last: int) -> None:
     correlation_CC[last:, first:last].copy_(correlation_CC[first:last, last:].T)
 
 
-def correlation_product(unit_MC: Tensor, correlation_RC: Tensor) -> Tensor:
+def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: str = "") -> Tensor:
     """See `functional.correlation_product`."""
     exact = torch.promote_types(unit_MC.dtype, torch.float32)
     with torch.autocast(unit_MC.device.type, enabled=False):
-        if correlation_RC.dtype in (torch.float32, torch.float64):
-            return unit_MC.to(exact) @ correlation_RC.T.to(exact)
-        product_MR = (unit_MC.to(correlation_RC.dtype) @ correlation_RC.T).to(exact)
-    return product_MR.mul_(1.0 / working_scale(correlation_RC.dtype, correlation_RC.shape[1]))
+        if correlation.dtype in (torch.float32, torch.float64):
+            return unit_MC.to(exact) @ correlation.T.to(exact)
+        product_MR = (unit_MC.to(correlation.dtype) @ correlation.T).to(exact)
+    return product_MR.mul_(1.0 / working_scale(correlation.dtype, correlation.shape[1]))
 
 
 def embedding_gradient(
-    product_MC: Tensor, rows: Rows, state: State, *, gradient_MC: Tensor, balance: float, scale: float
+    product_MC: Tensor,
+    gradient_MC: Tensor,
+    unit_MC: Tensor,
+    inverse_norm_M: Tensor,
+    target_KC: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    ratio: Tensor | None,
+    nonfinite: Tensor | None,
+    skip: Tensor | None,
+    updates: Tensor | None,
+    ticket: Tensor | None,
+    balance: float,
+    scale: float,
 ) -> Tensor:
-    """See `functional.embedding_gradient`.
+    """The terms of `functional.embedding_gradient`; the `ticket` is not needed.
 
     `product_MC` is overwritten, `gradient_MC` is written and may be `product_MC`.
     """
     exact = product_MC.dtype
     count, width = product_MC.shape
     cosine_M, negative_M = (product_MC.new_empty(count) for _ in range(2))
-    factor_M1 = (rows.inverse_norm * scale).unsqueeze(-1)
+    factor_M1 = (inverse_norm_M * scale).unsqueeze(-1)
     weight_M1 = balance * factor_M1
     for chunk in _cached_rows(count, width):
-        step_MC, row_MC = product_MC[chunk], rows.unit[chunk].to(exact)
-        positive_MC = _positives(rows, chunk, exact)
+        step_MC, row_MC = product_MC[chunk], unit_MC[chunk].to(exact)
+        positive_MC = _positives(target_KC, first, second, ratio, chunk, exact)
         terms_MC = row_MC * positive_MC
         cosine_M[chunk] = terms_MC.sum(dim=-1)
         negative_M[chunk] = torch.mul(row_MC, step_MC, out=terms_MC).sum(dim=-1)
@@ -201,23 +225,30 @@ def embedding_gradient(
         step_MC.addcmul_(row_MC, along_M1 * factor_M1[chunk], value=-1.0)
         if gradient_MC is not product_MC:
             gradient_MC[chunk] = step_MC
-    if state.updates is not None:
-        state.updates.add_(1 if state.skip is None else (~state.skip.any()).to(state.updates.dtype))
+    if updates is not None:
+        updates.add_(1 if skip is None else (~skip.any()).to(updates.dtype))
     cosine, negative = cosine_M.sum() * scale, negative_M.sum() * scale
-    flag = cosine.new_zeros(()) if state.nonfinite is None else state.nonfinite.any().to(cosine.dtype)
+    flag = cosine.new_zeros(()) if nonfinite is None else nonfinite.any().to(cosine.dtype)
     objective, surrogate = balance / 2 * negative - cosine, balance * negative - cosine
     return torch.stack([objective, cosine, negative, surrogate, flag])
 
 
-def _positives(rows: Rows, chunk: slice, exact: torch.dtype) -> Tensor:
+def _positives(
+    target_KC: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    ratio: Tensor | None,
+    chunk: slice,
+    exact: torch.dtype,
+) -> Tensor:
     """m⁺ of some rows."""
-    if rows.first is None:
-        return rows.target[chunk].to(exact)
-    first_MC = rows.target.index_select(0, rows.first[chunk]).to(exact)
-    if rows.second is None:
+    if first is None:
+        return target_KC[chunk].to(exact)
+    first_MC = target_KC.index_select(0, first[chunk]).to(exact)
+    if second is None or ratio is None:
         return first_MC
-    second_MC = rows.target.index_select(0, rows.second[chunk]).to(exact)
-    return torch.lerp(second_MC, first_MC, rows.ratio[chunk].to(exact).unsqueeze(-1))
+    second_MC = target_KC.index_select(0, second[chunk]).to(exact)
+    return torch.lerp(second_MC, first_MC, ratio[chunk].to(exact).unsqueeze(-1))
 
 
 def effective_rank(correlation_CC: Tensor) -> Tensor:

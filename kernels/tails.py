@@ -46,7 +46,7 @@ def sum_tails_kernel(p_gathered, p_count, p_flags, W, stride_rank, offset, DIGIT
 
 
 def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """See `unchecked.sum_tails_`."""
+    """See `reference.sum_tails_`."""
     count = torch.empty((), dtype=torch.float32, device=gathered_MC.device)
     flags = torch.empty(4, dtype=torch.int32, device=gathered_MC.device)
     width = gathered_MC.shape[1]

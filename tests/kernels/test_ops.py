@@ -46,7 +46,8 @@ def gradient_arguments(pair: bool, dtype: torch.dtype) -> tuple:
     pairs = (image.flip(0), image, torch.rand(len(image))) if pair else (None, None, None)
     state = (flags(0, 1), flags(0), torch.tensor(3), flags(0)[0]) if pair else (None, None, None, None)
     inverse = torch.ones(len(units), dtype=correlation.dtype)
-    return units, correlation, (inverse, targets, *pairs, *state, 100.0, 0.1, torch.float16 if pair else torch.float32)
+    settings = (100.0, 0.1, *pairs, *state, torch.float16 if pair else torch.float32)
+    return (units, inverse, targets), correlation, settings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
@@ -88,26 +89,26 @@ def test_correlation_product_is_a_lawful_operator(dtype):
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_embedding_gradient_is_a_lawful_operator(dtype, pair):
-    units, correlation, arguments = gradient_arguments(pair, dtype)
-    product = units.to(correlation.dtype) @ correlation
-    torch.library.opcheck(OPERATORS.embedding_gradient.default, (product, units, *arguments))
+    rows, correlation, settings = gradient_arguments(pair, dtype)
+    product = rows[0].to(correlation.dtype) @ correlation
+    torch.library.opcheck(OPERATORS.embedding_gradient.default, (product, *rows, *settings))
 
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_unigrad_gradient_is_a_lawful_operator(dtype, pair):
-    units, correlation, arguments = gradient_arguments(pair, dtype)
-    torch.library.opcheck(OPERATORS.unigrad_gradient.default, (units, correlation, *arguments, "ieee"))
+    rows, correlation, settings = gradient_arguments(pair, dtype)
+    torch.library.opcheck(OPERATORS.unigrad_gradient.default, (*rows, correlation, *settings, "ieee"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gradient_of_blocks_is_a_lawful_operator_and_that_of_the_whole_product(dtype):
-    units, correlation, arguments = gradient_arguments(True, dtype)
-    product = units.to(correlation.dtype) @ correlation
+    rows, correlation, settings = gradient_arguments(True, dtype)
+    product = rows[0].to(correlation.dtype) @ correlation
     blocks = [product[:, :5].contiguous(), product[:, 5:]]
-    torch.library.opcheck(OPERATORS.gradient_of_blocks.default, (blocks, units, *arguments))
-    found = OPERATORS.gradient_of_blocks(blocks, units, *arguments)
-    assert all(map(torch.equal, found, OPERATORS.embedding_gradient(product, units, *arguments)))
+    torch.library.opcheck(OPERATORS.gradient_of_blocks.default, (blocks, *rows, *settings))
+    found = OPERATORS.gradient_of_blocks(blocks, *rows, *settings)
+    assert all(map(torch.equal, found, OPERATORS.embedding_gradient(product, *rows, *settings)))
 
 
 def test_what_an_operator_writes_is_known_to_autograd_and_nothing_else_is_touched():

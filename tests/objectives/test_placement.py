@@ -13,7 +13,7 @@ from test_unigrad import Mixed, leaves, mixed, views
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigrad_fast.kernels import unchecked
+from unigrad_fast.kernels import ops
 from unigrad_fast.objectives import UniGrad, ranks
 from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
 from unigrad_fast.objectives.sharded_correlation import row_bounds
@@ -251,8 +251,8 @@ def test_what_has_begun_goes_on_with_the_same_targets_and_not_otherwise():
 
 def test_the_update_that_has_begun_is_not_computed_again(monkeypatch):
     module, given, seen = objective("replicated"), batch("two views", 0), []
-    update = unchecked.update_correlation_
-    monkeypatch.setattr(unchecked, "update_correlation_", lambda *args, **more: seen.append(1) or update(*args, **more))
+    update = ops.update_correlation_
+    monkeypatch.setattr(ops, "update_correlation_", lambda *args, **more: seen.append(1) or update(*args, **more))
     take(module, given, early=True)
     assert len(seen) == 1 and module.updates == 1
 

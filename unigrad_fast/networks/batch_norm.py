@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unigrad_fast.kernels.batch_norm_ops import is_dense
+from unigrad_fast.kernels import batch_norm_ops
+from unigrad_fast.kernels.batch_norm_reference import is_dense
 from unigrad_fast.kernels.dispatch import host_may_read, use_triton
-from unigrad_fast.kernels.ops import OPERATORS
 
 
 def is_alone() -> bool:
@@ -162,9 +162,9 @@ class GroupedBatchNorm(_BatchNorm):
         """Without gradient; over x where it is not used afterwards."""
         arguments = (mean_GC, variance_GC, self.weight, self.bias, residual, self.eps, relu)
         if is_dense(x) and (relu or residual is not None):
-            OPERATORS.batch_norm_normalise_(x, *arguments)
+            batch_norm_ops.normalise_(x, *arguments)
             return x
-        return OPERATORS.batch_norm_normalise(x, *arguments, False)[0]
+        return batch_norm_ops.normalise(x, *arguments, False)[0]
 
 
 def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
@@ -175,7 +175,7 @@ def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
 
 def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, synchronised: bool) -> Statistics:
     """The statistics over all ranks; the running buffers move."""
-    own_G3C = OPERATORS.batch_norm_statistics(x, groups)
+    own_G3C = batch_norm_ops.statistics(x, groups)
     parts_RG3C = own_G3C.unsqueeze(0)
     if synchronised:
         parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
@@ -188,7 +188,7 @@ def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, sy
                 f"got {least} (input of this rank: {list(x.shape)}, {groups} groups); use a larger batch"
             )
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return OPERATORS.batch_norm_settle(parts_RG3C, running_mean, running_var, tracked, momentum, dtype)
+    return batch_norm_ops.settle(parts_RG3C, running_mean, running_var, tracked, momentum, dtype)
 
 
 class _GroupedBatchNorm(torch.autograd.Function):
@@ -199,7 +199,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual what the ReLU lets through follows from x.
         keep_mask = relu and residual is not None
-        y, mask = OPERATORS.batch_norm_normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
+        y, mask = batch_norm_ops.normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
         ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
         ctx.settings = (eps, relu)
         ctx.residual, ctx.synchronised = residual is not None, synchronised
@@ -211,12 +211,12 @@ class _GroupedBatchNorm(torch.autograd.Function):
         x, weight, bias, mean_GC, variance_GC, count_G, mask = ctx.saved_tensors
         dy = _dense(dy, like=x)
         arguments = (dy, x, mean_GC, variance_GC, weight, bias, mask)
-        sums_G2C, dparameters_2C = OPERATORS.batch_norm_sums(*arguments, *ctx.settings)
+        sums_G2C, dparameters_2C = batch_norm_ops.sums(*arguments, *ctx.settings)
         dx = dresidual = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             if ctx.synchronised:
                 dist.all_reduce(sums_G2C)
-            dx, dresidual = OPERATORS.batch_norm_gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
+            dx, dresidual = batch_norm_ops.gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
         dweight, dbias = (
             None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
         )

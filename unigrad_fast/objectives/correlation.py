@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import effective_rank, mirror_, round_into_, unchecked
+from unigrad_fast.kernels import effective_rank, mirror_, ops, round_into_
 from unigrad_fast.objectives.state import moved
 from unigrad_fast.objectives.surroundings import require_no_capture
 
@@ -116,7 +116,7 @@ class MovingCorrelation(nn.Module):
             count: M over all ranks, a scalar on the device.
             skip: int32, where one of them is not 0, on any rank, F stays as it is.
         """
-        unchecked.update_correlation_(
+        ops.update_correlation_(
             self.correlation,
             unit_MC,
             decay=decay,

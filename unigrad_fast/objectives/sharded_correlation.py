@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unigrad_fast.kernels import mirror_, unchecked
+from unigrad_fast.kernels import mirror_, ops
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation
 
@@ -59,7 +59,7 @@ class ShardedCorrelation(MovingCorrelation):
             gathered_MC: unit embeddings of all ranks, of each as many.
             operand: see `operand`.
         """
-        return ranks.exchange_columns(unchecked.correlation_product(gathered_MC, operand), self.sizes, group)
+        return ranks.exchange_columns(ops.correlation_product(gathered_MC, operand), self.sizes, group)
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:

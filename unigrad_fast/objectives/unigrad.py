@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.kernels import attach_gradient, functional, unchecked
+from unigrad_fast.kernels import attach_gradient, functional, ops
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import MovingCorrelation
@@ -138,7 +138,7 @@ class UniGrad(nn.Module):
         known = self._layouts.get(key)
         layout = known or self._layout(online, target)
         # What is like an earlier batch needs no second look.
-        kernels = functional if known is None or mix is not None else unchecked
+        kernels = functional if known is None or mix is not None else ops
         if mix is not None:
             self._require_mix(mix, layout)
         if self.training:
@@ -155,7 +155,7 @@ class UniGrad(nn.Module):
             if isinstance(self.average, ShardedCorrelation) and room:
                 gathered_MC = ranks.gather(room.filled(batch.sent_MC), self.process_group)
                 if begun is not None:  # each rank has told of its online rows here, and of its targets before
-                    flags = unchecked.sum_tails_(gathered_MC, self._ranks())[1]
+                    flags = ops.sum_tails_(gathered_MC, self._ranks())[1]
                     nonfinite = torch.maximum(flags[0], update.flag)
                 columns = self.average.columns(gathered_MC, batch.operand, self.process_group)
                 blocks = [block[:rows] for block in columns]
@@ -177,7 +177,7 @@ class UniGrad(nn.Module):
             unit_MC = batch.sent_MC[:rows]
             branches = (unit_MC, batch.inverse_norm_M[:rows], batch.target_MC)
             if blocks:
-                gradient_MC, terms = unchecked.gradient_of_blocks(blocks, *branches, **arguments)
+                gradient_MC, terms = ops.gradient_of_blocks(blocks, *branches, **arguments)
             else:
                 gradient_MC, terms = kernels.unigrad_gradient(*branches, batch.operand, **arguments)
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
@@ -337,7 +337,7 @@ class UniGrad(nn.Module):
         """
         known = len(self._layouts)
         layout = self._target_layout(target, dtypes)
-        kernels = functional if len(self._layouts) > known else unchecked
+        kernels = functional if len(self._layouts) > known else ops
         device, stream = layout.device, None
         if early and device.type == "cuda":
             stream = self._stream = self._stream or torch.cuda.Stream(device)

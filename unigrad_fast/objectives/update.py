@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unigrad_fast.kernels import unchecked
+from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.reference import refusal
 from unigrad_fast.kernels.structures import tail_rows
 from unigrad_fast.objectives import ranks
@@ -81,7 +81,7 @@ class Update:
             self._work.wait()
         count = self.layout.count
         if self.room:
-            count, flags = unchecked.sum_tails_(self.rows, ranks.size(self.group))
+            count, flags = ops.sum_tails_(self.rows, ranks.size(self.group))
             self.flag, _, *skips = flags.unbind()
             self.skip = skips[self.source]
         if self.counts:

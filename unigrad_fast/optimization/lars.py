@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.dispatch import use_triton
-from unigrad_fast.kernels.ops import OPERATORS
 from unigrad_fast.optimization.gated import Gated, Stretch
 
 Rows: TypeAlias = "list[tuple[Tensor, Tensor, Tensor]]"  # weights, gradients, velocities
@@ -100,7 +100,7 @@ class LARS(Gated):
                 if fused:
                     names = ("momentum", "weight_decay", "trust_coefficient", "adapt")
                     settings = {name: group[name] for name in names}
-                    OPERATORS.lars_(*zip(*fused, strict=True), lr=lr, **settings, skip=self.nonfinite, scale=scale)
+                    ops.lars_(*zip(*fused, strict=True), lr=lr, **settings, skip=self.nonfinite, scale=scale)
             if rows:
                 self._move(rows, lr, group, scale)
 

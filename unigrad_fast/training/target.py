@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.dispatch import use_triton
-from unigrad_fast.kernels.ops import OPERATORS
 
 
 def make_target(online: nn.Module) -> nn.Module:
@@ -77,7 +77,7 @@ def update_target_(
         if fused:
             targets, onlines = zip(*fused, strict=True)
             written = [copy_of.pop(ours) for ours in targets if ours in copy_of]
-            OPERATORS.lerp_(targets, onlines, written, momentum, skip)
+            ops.lerp_(targets, onlines, written, momentum, skip)
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
         weight = torch.where(skip != 0, 0.0, 1.0 - momentum).to(ours[0].dtype)
