@@ -12,7 +12,7 @@ OUTPUT ?= bench-results
 READY := .venv/ready
 DOCS := .venv/ready-for-docs
 
-.PHONY: help quickstart test test-quick coverage test-slow bench bench-compare lint docs
+.PHONY: help quickstart test test-quick coverage test-slow test-processors bench bench-compare lint docs
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test         the tests, but the slow ones"
 	@echo "make test-quick   those that start no processes, in a minute and a half"
 	@echo "make test-slow    the slow tests, or TESTS=FILE::TEST; writes tests/slow-results.md"
+	@echo "make test-processors    the tests that compute, with the kernels of other processors, or TESTS=FILES"
 	@echo "make coverage     the lines that make test reaches"
 	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
 	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
@@ -52,6 +53,9 @@ coverage: $(READY)
 
 test-slow: $(READY)
 	@$(PYTEST) -m slow --slow-results tests/slow-results.md $(TESTS)
+
+test-processors: $(READY)
+	@tests/other_processors.sh $(TESTS)
 
 bench: $(READY)
 	@mkdir -p "$(OUTPUT)"

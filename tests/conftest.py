@@ -18,8 +18,9 @@ from slow_results import Record
 pytest_plugins = ["worker_fixtures"]
 
 ROOT = Path(__file__).resolve().parent.parent
-# One each where several pytest processes share the cores.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
+THREADS = int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1)))
+if "PYTEST_XDIST_WORKER" in os.environ:  # several pytest processes share the cores
+    THREADS = 1
 LONGEST = (
     "training/test_interruption.py",
     "training/test_ranks.py",

@@ -13,6 +13,9 @@ from unittest import mock
 
 import torch
 
+if os.environ.get("EIGENVECTORS") == "flipped":  # see other_processors.sh; here, as ranks import this too
+    import flipped_eigenvectors  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -56,7 +56,8 @@ def test_variant_has_the_authors_gradient_and_correlation(make):
         variant.step(*ours)
         for z, expected in zip(ours[0], theirs[0], strict=True):
             torch.testing.assert_close(z.grad, expected.grad, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(variant.correlation, authors.correlation, rtol=1e-5, atol=1e-8)
+        # Means of 16 products that come to 1/48 or so, of rounded factors: 2·(16 + 4)·2⁻²⁴/48 is 5e-8.
+        torch.testing.assert_close(variant.correlation, authors.correlation, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fp32 results of half-precision products need a GPU")

@@ -42,7 +42,8 @@ def test_authors_loss_has_our_objectives_gradient():
         out = objective(online=ours, target=targets)
         out.loss.backward()
         torch.testing.assert_close(loss, out.metrics["surrogate"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(correlation, objective.correlation, rtol=1e-5, atol=1e-8)
+        # Means of 32 products that come to 1/24 or so, of rounded factors: 2·(32 + 4)·2⁻²⁴/24 is 2e-7.
+        torch.testing.assert_close(correlation, objective.correlation, rtol=1e-5, atol=2e-7)
         for their, our in zip(theirs, ours, strict=True):
             assert torch.linalg.vector_norm(their.grad - our.grad) <= 1e-5 * torch.linalg.vector_norm(their.grad)
 

@@ -17,7 +17,10 @@ from unigrad_fast.objectives import ROWS, GradientForm, build
 from unigrad_fast.objectives.losses import MoCo
 
 WIDTH, IMAGES = 16, 12
-PRECISION = {"simclr": 1e-12, "barlow_twins": 1e-12, "byol_directpred": 1e-9}
+# DirectPred's W_h is √(F/λ_max) + 0.3. Of an error of C·eps in F/λ_max its root has C·eps/(2·√(λ/λ_max)): 2e-12 of the
+# 0.3 for the smallest λ/λ_max here, 5e-5. The first F on one rank has λ = 0, which LAPACK finds as up to C·eps·λ_max.
+PRECISION = {"simclr": 1e-12, "barlow_twins": 1e-12, "byol_directpred": 1e-11}
+ROOT_AT_ZERO = (40 * torch.finfo(torch.float64).eps) ** 0.5 / 0.3
 # Every way of computing: the rows, and what their names stand for.
 EVERY = {
     **{letter: replace(row, bank_size=40) for letter, row in ROWS.items()},
@@ -60,9 +63,9 @@ def check_against_golden(folder: str, method: str, size: int, rank: int) -> None
         output.loss.backward()
         for view in (1, 2):
             found = error(online[view - 1].grad, torch.tensor(golden[f"step{step}_dz{view}"]))
-            assert found < (1e-7 if method == "byol_directpred" and step == 0 else PRECISION[method])
+            assert found < (ROOT_AT_ZERO if method == "byol_directpred" and step == 0 else PRECISION[method])
         for metric, key in (("surrogate", "loss"), ("positive_cosine", "pos_sim")):
-            assert output.metrics[metric].item() == pytest.approx(
+            assert output.metrics[metric].item() == pytest.approx(  # DirectPred's u·g is 0; C·eps is 9e-15
                 golden[f"step{step}_{key}"].item(), rel=1e-12, abs=1e-14
             )
         if objective.average is not None:

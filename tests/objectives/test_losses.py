@@ -91,20 +91,25 @@ def test_byol_of_predictions_is_the_negative_cosine(golden):
     check(z.grad, witness["dz1"])
 
 
-def test_direct_pred_multiplies_with_the_roots_of_the_correlation():
-    online, target = leaves(views()), views(seed=1)
-    for kind in ("authors", "paper"):
-        objective = made(DirectPred, epsilon=0.2, kind=kind)
-        output = objective(online=online, target=target)
-        unit = normalize(torch.cat(target), dim=-1)
-        value, vector = torch.linalg.eigh(unit.T @ unit / 12)
-        value, largest = value.clamp_min(0), value.max()
-        lifted = (value / largest).sqrt() + 0.2 if kind == "authors" else value.sqrt() + 0.2 * largest
-        matrix = vector @ lifted.diag() @ vector.T
-        cosine = torch.stack(
-            [torch.cosine_similarity(z @ matrix, m, dim=-1).mean() for z, m in zip(online, target[::-1], strict=True)]
-        )
-        assert output.loss.item() == pytest.approx(-cosine.mean().item(), rel=1e-9)
+@pytest.mark.parametrize("kind", ["authors", "paper"])
+@pytest.mark.parametrize("images", [6, 12])  # with 6, F of 12 targets has four eigenvalues of 0 among 16
+def test_direct_pred_multiplies_with_the_roots_of_the_correlation(kind, images):
+    """Of W_h its square is compared: √λ at λ = 0 makes of an error of 1e-17, as any LAPACK has, one of 3e-9."""
+    online, target = views(images=images), views(images=images, seed=1)
+    objective = made(DirectPred, epsilon=0.2, kind=kind)
+    loss = objective(online=online, target=target).loss
+    unit = normalize(torch.cat(target), dim=-1)
+    correlation = unit.T @ unit / len(unit)
+    largest = torch.linalg.matrix_norm(correlation, 2)
+    lift, square = (0.2, correlation / largest) if kind == "authors" else (0.2 * largest, correlation)
+    matrix = objective.direct.matrix
+    root = matrix - lift * torch.eye(WIDTH, dtype=torch.float64)
+    # Three products of C numbers of this size and the decomposition, each with an error of C roundings at most.
+    tolerance = 2 * WIDTH * torch.finfo(torch.float64).eps * matrix.norm() ** 2  # eps is two roundings
+    assert (root @ root - square).norm() < tolerance and (root - root.T).norm() < tolerance
+    assert torch.linalg.eigvalsh(root).min() > -(tolerance**0.5)  # of the matrices with this square, the root
+    cosine = [torch.cosine_similarity(z @ matrix, m, dim=-1).mean() for z, m in zip(online, target[::-1], strict=True)]
+    assert loss.item() == pytest.approx(-sum(cosine).item() / 2, rel=1e-12)
 
 
 def test_direct_pred_decomposes_every_few_steps_and_goes_on_so_after_loading():

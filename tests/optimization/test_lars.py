@@ -35,8 +35,10 @@ def test_five_steps_are_those_of_the_formula(dtype, weight_decay, adapt):
             w.grad = gradient.to(dtype)
         optimizer.step()
         formula(expected, [g.double() for g in gradients], velocities, adapt=adapt, **settings)
+    # Five steps round weights and what they are made of some four times each, an eps for two; weights may cancel.
+    tolerance = 10 * torch.finfo(dtype).eps * max(e.abs().max() for e in expected)
     for w, e in zip(ours, expected, strict=True):
-        assert torch.allclose(w.double(), e, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-7)
+        assert (w.double() - e).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
