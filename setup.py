@@ -39,7 +39,6 @@ setup(
         "numpy>=1.26",
         "pillow>=10",
         "pydantic>=2.8,<3",
-        "tyro>=0.9.2",
         "pyyaml>=6",
         "rich>=13",
         "tensorboard>=2.16",

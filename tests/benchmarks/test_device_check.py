@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("rich", "pydantic", "tyro", "yaml", "deepspeed", "torchvision", "matplotlib", "tensorboard", "safetensors")
+ABSENT = ("rich", "pydantic", "yaml", "deepspeed", "torchvision", "matplotlib", "tensorboard", "safetensors")
 CODE = """
 import sys
 sys.modules.update(dict.fromkeys({absent!r}))
