@@ -30,6 +30,7 @@ from unigrad_fast.pipelines import RECIPES, View, photometric, recipe
 from unigrad_fast.pipelines.manifest import Manifest
 from unigrad_fast.pipelines.parameters import Parameters, sample
 from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN, Growth
+from unigrad_fast.runtime.torch_private import spin
 
 DRAWN, DRAWN_SIZE = 64, (500, 375)  # images; width and height, those of a photograph of ImageNet
 COMPARED = 32  # images of a comparison
@@ -311,7 +312,7 @@ def read_views(ground: Ground, wait: bool) -> list[Tensor]:
     with closing(loader):
         for batch in loader.iterate(stop_step=8):
             if ground.on_gpu and wait:
-                torch.cuda._sleep(50_000_000)  # clock cycles
+                spin(50_000_000)  # clock cycles
             copies.append(batch.views[0].clone())
             del batch
             if not wait:
