@@ -178,7 +178,8 @@ class TorchsEncoder(nn.Module):
 
 def torchs_encoder(config, synchronised: bool) -> nn.Module:
     """With torch's norms, or those that it synchronises over ranks, which the CPU has not."""
-    from unigrad_fast.networks.encoder import build_backbone, build_projector
+    from unigrad_fast.networks.backbones import build_backbone
+    from unigrad_fast.networks.encoder import build_projector
 
     torch.manual_seed(config.seed)
     backbone = build_backbone(config.model.backbone, config.model.stem)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from unigrad_fast.dry_run import Card
+from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
-from unigrad_fast.networks.encoder import build_backbone
 from unigrad_fast.networks.residual import fuse
 
 X, BIT = 2.0, 1 / 8  # bytes of an element of a tensor, and of the mask
