@@ -64,7 +64,7 @@ bench: $(READY)
 	    --benchmark-json "$(OUTPUT)/micro-$$(date -u +%Y%m%dT%H%M%SZ).json"
 
 bench-compare: $(READY)
-	@$(BIN)/python -m unigrad_fast.benchmarks.compare --base "$(BASE)" --output "$(OUTPUT)"
+	@$(BIN)/python -m unigrad_fast.benchmarks.micro.compare --base "$(BASE)" --output "$(OUTPUT)"
 
 # mypy sees the package as it is installed, with its three folders in it.
 lint: $(READY)

@@ -4,25 +4,17 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = (ROOT / "unigrad_fast/__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "(.+)"$', SOURCE, re.MULTILINE)[1]
 
 MAPPED = ("kernels", "pipelines", "benchmarks")
+IN_A_CHECKOUT = ["benchmarks.micro", "benchmarks.pages"]  # what developers run; no command needs them
 packages = find_packages(include=["unigrad_fast", "unigrad_fast.*"])
 for folder in MAPPED:
-    packages += [f"unigrad_fast.{name}" for name in find_packages(include=[folder, f"{folder}.*"])]
-
-
-class BuildWithoutTests(build_py):
-    """Leaves out the micro-benchmarks, `benchmarks/test_*.py`, which pytest runs in a checkout."""
-
-    def find_package_modules(self, package, package_dir):
-        modules = super().find_package_modules(package, package_dir)
-        return [found for found in modules if not found[1].startswith(("test_", "conftest"))]
-
+    found = find_packages(include=[folder, f"{folder}.*"], exclude=IN_A_CHECKOUT)
+    packages += [f"unigrad_fast.{name}" for name in found]
 
 setup(
     name="unigrad-fast",
@@ -47,7 +39,6 @@ setup(
         "numpy>=1.26",
         "pillow>=10",
         "pydantic>=2.8,<3",
-        "tyro>=0.9.2",
         "pyyaml>=6",
         "rich>=13",
         "tensorboard>=2.16",
@@ -80,6 +71,5 @@ setup(
         ],
         "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
     },
-    cmdclass={"build_py": BuildWithoutTests},
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
 )

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from unigrad_fast.kernels.torch_private import dispatch_modes
+
 INTERPRETED = ("1", "true", "yes", "on", "y")  # values of Triton's variable
 _imagined = False  # CPU tensors stand for those of a GPU
 
@@ -74,7 +76,7 @@ def needs_dispatcher() -> bool:
 
     Else its function may be called past the dispatcher, which takes longer than some launchers do.
     """
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_modes() > 0
 
 
 def exact_dtype(*tensors: Tensor) -> torch.dtype:

@@ -30,7 +30,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from unigrad_fast.kernels.torch_private import FakeTensor
 
 CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2,300 chunks
 MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger

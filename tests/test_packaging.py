@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("unigrad_fast", "kernels", "pipelines", "benchmarks")
+IN_A_CHECKOUT = (ROOT / "benchmarks/micro", ROOT / "benchmarks/pages")  # what developers run
 HEAVY = ("torch", "deepspeed", "nvidia.dali", "torchvision", "matplotlib", "tensorboard")
 
 
@@ -51,11 +52,16 @@ def test_wheel_holds_every_module_under_its_installed_name(wheel):
         prefix = "" if source == "unigrad_fast" else "unigrad_fast/"
         kinds = ("*.py", "*.yaml", "tiles.json", "cards.json", "py.typed")
         files = [file for kind in kinds for file in (ROOT / source).rglob(kind)]
-        kept = [file for file in files if not file.name.startswith(("test_", "conftest"))]  # micro-benchmarks
+        kept = [file for file in files if not any(room in file.parents for room in IN_A_CHECKOUT)]
         expected |= {prefix + str(file.relative_to(ROOT)) for file in kept}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
     assert held == expected
+
+
+def test_what_is_installed_needs_nothing_that_only_a_checkout_has(site):
+    sources = [file.read_text(encoding="utf-8") for file in (site / "unigrad_fast").rglob("*.py")]
+    assert not [text for text in sources for room in IN_A_CHECKOUT if f"unigrad_fast.benchmarks.{room.name}" in text]
 
 
 def test_installed_package_finds_kernels_pipelines_benchmarks_and_recipes(site, tmp_path):

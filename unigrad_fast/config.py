@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
 
 import yaml
 from pydantic import Field, model_validator
 
 from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_side
 from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, methods, recipe_names, title
+from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
 from unigrad_fast.runtime.wording import count
+
+if TYPE_CHECKING:
+    Backbone = str
+else:
+    Backbone = Literal[BACKBONES]
 
 MOST_THREADS = 1024
 Pair = tuple[float, float]
@@ -139,9 +145,7 @@ class Projector(Node):
 
 
 class Model(Node):
-    backbone: Literal[
-        "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2"
-    ] = "resnet50"
+    backbone: Backbone = "resnet50"
     """torchvision encoder (paper: resnet50)."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """First layers: imagenet is a 7x7 convolution and pooling, small one 3x3 convolution for tiny images."""

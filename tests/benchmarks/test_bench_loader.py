@@ -15,7 +15,10 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_loader, images, loader_measure, loader_variants
+from unigrad_fast.benchmarks.harness import images
+from unigrad_fast.benchmarks.measures import loader as bench_loader
+from unigrad_fast.benchmarks.measures import loader_blocks as loader_measure
+from unigrad_fast.benchmarks.peers import loader as loader_variants
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.pipelines import Manifest

@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import roofline_methods
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_methods, roofline_methods
-from unigrad_fast.benchmarks.bench_methods import GROUPS, objectives
-from unigrad_fast.benchmarks.objective_measure import draw_embeddings
-from unigrad_fast.benchmarks.objective_variants import release
-from unigrad_fast.benchmarks.timed import Timed
+from unigrad_fast.benchmarks.harness.timed import Timed
+from unigrad_fast.benchmarks.measures import methods as bench_methods
+from unigrad_fast.benchmarks.measures.methods import GROUPS, objectives
+from unigrad_fast.benchmarks.measures.objective_blocks import draw_embeddings
+from unigrad_fast.benchmarks.peers.objective import release
 
 CPU = torch.device("cpu")
 ROOFLINE = Path(__file__).resolve().parents[2] / "benchmarks/ROOFLINE.md"

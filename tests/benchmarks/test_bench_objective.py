@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import objective_measure
-from unigrad_fast.benchmarks.memory import peak_bytes
-from unigrad_fast.benchmarks.objective_variants import (
+from unigrad_fast.benchmarks.counts.roofline import Design, Peaks, launches, measure_peaks
+from unigrad_fast.benchmarks.harness.memory import peak_bytes
+from unigrad_fast.benchmarks.measures import objective_blocks as objective_measure
+from unigrad_fast.benchmarks.peers.objective import (
     BALANCE,
     DECAY,
     ON_GPU,
@@ -23,7 +24,6 @@ from unigrad_fast.benchmarks.objective_variants import (
     release,
     variants,
 )
-from unigrad_fast.benchmarks.roofline import Design, Peaks, launches, measure_peaks
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.precision import has_fast_bf16
 

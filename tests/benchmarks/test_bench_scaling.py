@@ -12,10 +12,12 @@ from drawn_images import draw_tree
 from thin import thin
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_scaling, scaling_measure
-from unigrad_fast.benchmarks.processes import results
-from unigrad_fast.benchmarks.run_config import changed
-from unigrad_fast.benchmarks.scaling_measure import RankBlock
+from unigrad_fast.benchmarks.harness.processes import results
+from unigrad_fast.benchmarks.harness.run_config import changed
+from unigrad_fast.benchmarks.harness.turns import Turns
+from unigrad_fast.benchmarks.measures import scaling as bench_scaling
+from unigrad_fast.benchmarks.measures import scaling_blocks as scaling_measure
+from unigrad_fast.benchmarks.measures.scaling_blocks import RankBlock
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.dry_run import Collectives, Walk
 from unigrad_fast.runtime.collectives import Sum
@@ -52,7 +54,7 @@ def run(config: Config, ranks: tuple[int, ...], output: Path, monkeypatch: pytes
     """The recorded rows, by what they are of."""
     monkeypatch.setattr(scaling_measure, "new_process", thin_process)
     with thin():
-        bench_scaling.main(config, ranks, IMAGES, repetitions=1, steps=1, output=output)
+        bench_scaling.main(config, ranks, IMAGES, Turns(repetitions=1, steps=1), output)
     return {row["what"]: row for row in map(json.loads, (output / "scaling.jsonl").read_text().splitlines())}
 
 
@@ -107,7 +109,7 @@ def test_of_ranks_that_fail_together_the_one_with_a_reason_is_heard():
 def test_more_ranks_than_rows_of_f_are_refused_before_anything_is_made(config, tmp_path):
     with thin(), pytest.raises(UserError, match="placement = sharded: 3 ranks share 2 rows"):
         narrow = changed(config, {"model": {"projector": {"width": 2}}})
-        bench_scaling.main(narrow, (3,), IMAGES, output=tmp_path / "results")
+        bench_scaling.main(narrow, (3,), IMAGES, Turns(), tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 

@@ -16,10 +16,12 @@ import torch
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_step, step_measure
-from unigrad_fast.benchmarks.authors import authors_loss
-from unigrad_fast.benchmarks.step_measure import SUBJECTS, Block, Case
-from unigrad_fast.benchmarks.step_variants import simsiam_augmentation
+from unigrad_fast.benchmarks.harness.turns import Turns
+from unigrad_fast.benchmarks.measures import step as bench_step
+from unigrad_fast.benchmarks.measures import step_blocks as step_measure
+from unigrad_fast.benchmarks.measures.step_blocks import SUBJECTS, Block, Case
+from unigrad_fast.benchmarks.peers.authors import authors_loss
+from unigrad_fast.benchmarks.peers.step import simsiam_augmentation
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.objectives import UniGrad
@@ -72,7 +74,7 @@ def test_images_are_linked_evenly_or_repeatedly(count, images, drawn, tmp_path):
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step_measure, "new_process", forked.new_pool)
     monkeypatch.setitem(bench_step.CASES, "tiny", Case("resnet18", 32, 8))
-    bench_step.main("tiny", drawn, repetitions=1, steps=1, output=tmp_path / "results")
+    bench_step.main("tiny", drawn, None, None, Turns(repetitions=1, steps=1), tmp_path / "results")
     rows = [json.loads(line) for line in (tmp_path / "results/step.jsonl").read_text().splitlines()]
     variants = [row for row in rows if row["unit"] == "images/s"]
     assert [row["what"] for row in variants] == [
@@ -118,8 +120,8 @@ def test_variant_ends_when_its_parent_is_killed():
     code = """
 import os
 from functools import partial
-from unigrad_fast.benchmarks.processes import in_processes
-from unigrad_fast.benchmarks.step_measure import StepWorker, new_process
+from unigrad_fast.benchmarks.harness.processes import in_processes
+from unigrad_fast.benchmarks.measures.step_blocks import StepWorker, new_process
 from unigrad_fast.config import resolve
 with in_processes({"ceiling": partial(StepWorker, "ceiling", resolve("cifar_subset"))}, new_process):
     print("started", flush=True)

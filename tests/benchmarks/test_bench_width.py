@@ -10,9 +10,10 @@ from test_bench_scaling import thin_process
 from thin import thin
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import bench_width
-from unigrad_fast.benchmarks.run_config import with_images
-from unigrad_fast.benchmarks.step_measure import Block
+from unigrad_fast.benchmarks.harness.run_config import with_images
+from unigrad_fast.benchmarks.harness.turns import Turns
+from unigrad_fast.benchmarks.measures import width as bench_width
+from unigrad_fast.benchmarks.measures.step_blocks import Block
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.images import drawing
 from unigrad_fast.runtime.errors import UserError
@@ -39,7 +40,7 @@ def rows_of(path: Path) -> list[dict]:
 def test_every_width_is_measured_and_recorded(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_width, "new_process", thin_process)
     widths = (32, 24)
-    bench_width.main(config, widths, repetitions=1, steps=1, output=tmp_path)
+    bench_width.main(config, widths, Turns(repetitions=1, steps=1), False, tmp_path)
     rows = rows_of(tmp_path / "width.jsonl")
     assert [row["width"] for row in rows] == list(widths)
     for row in rows:
@@ -54,14 +55,14 @@ def test_a_run_of_each_width_is_trained_and_judged_and_not_mixed_with_another(co
     block = Block(1.0, 1.0, {"ms_objective": 1.0})
     monkeypatch.setattr(bench_width, "measure", lambda _, widths, *__: {width: [block] for width in widths})
     with thin():
-        bench_width.main(config, (24,), train_runs=True, output=tmp_path)
+        bench_width.main(config, (24,), Turns(), True, tmp_path)
     (row,) = rows_of(tmp_path / "width.jsonl")
     assert row["epochs"] == 1
     assert row["knn"] == json.loads((tmp_path / "width-24/summary.json").read_text())["knn_last"]
     assert resolve(tmp_path / "width-24/config.yaml").model.projector.width == 24
     longer = config.model_copy(update={"schedule": config.schedule.model_copy(update={"epochs": 2})})
     with pytest.raises(UserError, match=r"schedule\.epochs = 2: the run in .*width-24 has 1"):
-        bench_width.main(longer, (24,), train_runs=True, output=tmp_path)
+        bench_width.main(longer, (24,), Turns(), True, tmp_path)
 
 
 def test_the_share_of_the_objective_is_that_of_its_phase_over_the_rounds():

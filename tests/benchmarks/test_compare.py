@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unigrad_fast.benchmarks import compare, script
+from unigrad_fast.benchmarks.harness import script
+from unigrad_fast.benchmarks.micro import compare
 
 SUITE = """
 def test_of_both(benchmark, public):
@@ -108,7 +109,8 @@ def test_the_worktree_is_removed_when_it_is_terminated(repository, suite):
     (suite / "test_arithmetic.py").write_text(
         f"import os, signal\ndef test_ending():\n    os.kill(os.getppid(), {int(signal.SIGTERM)})\n    signal.pause()\n"
     )
-    command = [sys.executable, "-m", "unigrad_fast.benchmarks.compare", *words(repository, suite, "--base", "base")]
+    module = "unigrad_fast.benchmarks.micro.compare"
+    command = [sys.executable, "-m", module, *words(repository, suite, "--base", "base")]
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)

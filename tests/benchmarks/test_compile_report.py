@@ -3,7 +3,7 @@
 import csv
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import compile_report
+from unigrad_fast.benchmarks.counts import compiled as compile_report
 
 
 def test_the_lines_are_written_into_the_output_folder(tmp_path, monkeypatch, capsys):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("rich", "pydantic", "tyro", "yaml", "deepspeed", "torchvision", "matplotlib", "tensorboard", "safetensors")
+ABSENT = ("rich", "pydantic", "yaml", "deepspeed", "torchvision", "matplotlib", "tensorboard", "safetensors")
 CODE = """
 import sys
 sys.modules.update(dict.fromkeys({absent!r}))
-from unigrad_fast.benchmarks import device_check
+from unigrad_fast.benchmarks.device_check import __main__, kernels
 {change}
 sys.argv = ["device_check", "--cpu", "--only", {only!r}, *{options!r}]
-sys.exit(device_check.main())
+sys.exit(__main__.main())
 """
 
 
@@ -84,7 +84,7 @@ def test_without_dali_one_line_says_so_and_torchs_operations_are_checked():
     assert "decoding" not in done.stdout
 
 
-DATA = "from unigrad_fast.benchmarks import device_check_data as data; from unigrad_fast.pipelines import "
+DATA = "from unigrad_fast.benchmarks.device_check import data; from unigrad_fast.pipelines import "
 NOTHING_SOLARIZED = DATA + "graph; graph._SOLARIZED = list(range(256)); data.CHECKS = (data.operations,)"
 EVERY_FILE_IS_GOOD = (
     DATA.replace("pipelines import", "pipelines.reading import")
@@ -99,12 +99,9 @@ def test_wrong_views_and_files_that_are_not_refused_fail(change, word):
     assert any(line.startswith("FAIL") and word in line for line in done.stdout.splitlines())
 
 
-NOT_TIMED = "from unigrad_fast.benchmarks import bench_objective; bench_objective.bench = lambda *_, **__: []; "
-GATES_OF_ZERO = (
-    NOT_TIMED
-    + "device_check.GATES = dict.fromkeys(device_check.GATES, 0.0); device_check.CHECKS = device_check.CHECKS[:1]"
-)
-A_CHECK_THAT_RAISES = NOT_TIMED + "device_check.CHECKS = (lambda scene: 1 / 0,)"
+NOT_TIMED = "from unigrad_fast.benchmarks.measures import objective; objective.bench = lambda *_, **__: []; "
+GATES_OF_ZERO = NOT_TIMED + "kernels.GATES = dict.fromkeys(kernels.GATES, 0.0); kernels.CHECKS = kernels.CHECKS[:1]"
+A_CHECK_THAT_RAISES = NOT_TIMED + "kernels.CHECKS = (lambda scene: 1 / 0,)"
 
 
 @pytest.mark.parametrize(("change", "word"), [(GATES_OF_ZERO, "dz"), (A_CHECK_THAT_RAISES, "ZeroDivisionError")])

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks.harness import ratio_row, spread, take_turns
-from unigrad_fast.benchmarks.record import append
+from unigrad_fast.benchmarks.harness.record import append
+from unigrad_fast.benchmarks.harness.turns import ratio_row, spread, take_turns
 
 
 def test_variants_take_turns_and_warm_up_rounds_are_dropped():
@@ -53,7 +53,7 @@ def test_output_that_is_a_file_is_refused_before_anything_is_measured(command, t
     assert f"output = {file}: is a file or lies below one; name a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench_manifest", "bench_small_convolution", "compare"])
+@pytest.mark.parametrize("name", ["pages.manifest", "pages.small_convolution", "micro.compare"])
 def test_benchmarks_without_a_command_show_their_help(name, monkeypatch, capsys):
     module = f"unigrad_fast.benchmarks.{name}"
     monkeypatch.setattr(sys, "argv", [name, "--help"])

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from thin import thin
-
-from unigrad_fast.benchmarks.roofline_norm import (
+from roofline_norm import (
     FUSIONS,
     VECTOR,
     Count,
@@ -20,6 +18,8 @@ from unigrad_fast.benchmarks.roofline_norm import (
     statistics,
     sums,
 )
+from thin import thin
+
 from unigrad_fast.config import resolve
 from unigrad_fast.dry_run import Card, walk
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-from unigrad_fast.benchmarks import wide_table
-from unigrad_fast.benchmarks.wide_table import CARDS, WIDTHS, Setting
+import wide_table
+from wide_table import CARDS, WIDTHS, Setting
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/wide.md"
 

@@ -21,7 +21,7 @@ from unigrad_fast.checkpoints import export
 from unigrad_fast.checkpoints.files import Reader, complete_checkpoints, write_weights
 from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
-from unigrad_fast.networks.encoder import build_backbone
+from unigrad_fast.networks.backbones import build_backbone
 
 CLASSES = ["cat", "dog", "eel"]
 

@@ -20,7 +20,8 @@ from torch import nn
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
 from unigrad_fast.config import Model, resolve
-from unigrad_fast.networks.encoder import Encoder, build_backbone, build_encoder
+from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.networks.encoder import Encoder, build_encoder
 
 ONLINE, TARGET = 0, 1  # seeds of the branches
 PROJECTOR = {"depth": 3, "width": 24}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ahead_of_time import compiled, wide_accesses
 
-from unigrad_fast.benchmarks.compile_report import resources
+from unigrad_fast.benchmarks.counts.compiled import resources
 from unigrad_fast.kernels.batch_norm import (
     PARTS,
     WORD,

@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's compiler: Triton installed, its interpreter off", allow_module_level=True)
 
-from unigrad_fast.benchmarks.compile_report import (
+from unigrad_fast.benchmarks.counts.compiled import (
     MATRIX_INSTRUCTION,
     Case,
     Row,

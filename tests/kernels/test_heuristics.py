@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unigrad_fast import cli
-from unigrad_fast.benchmarks import tune_kernels
+from unigrad_fast.benchmarks.measures import tiles as tune_kernels
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.kernels.heuristics import TABLE, TRIANGLE, Tile, architecture, choose, row_tile, tiles
 

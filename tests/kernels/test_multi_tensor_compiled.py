@@ -8,7 +8,7 @@ import pytest
 import triton.language as tl
 from ahead_of_time import compiled, wide_accesses
 
-from unigrad_fast.benchmarks.compile_report import resources
+from unigrad_fast.benchmarks.counts.compiled import resources
 from unigrad_fast.kernels.multi_tensor import (
     BLOCK,
     MAX_CHUNKS,

@@ -7,7 +7,9 @@ from thin import thin
 from torch import nn
 
 from unigrad_fast.config import Model, Projector
-from unigrad_fast.networks.encoder import build_backbone, build_encoder, build_projector
+from unigrad_fast.networks.backbones import BUILDERS, build_backbone
+from unigrad_fast.networks.encoder import build_encoder, build_projector
+from unigrad_fast.recipes.backbones import BACKBONES
 
 CPU = torch.device("cpu")
 
@@ -96,3 +98,7 @@ def test_groups_of_one_size_may_pass_together(statistics):
     assert len(encoder._passes(views)) == 2
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_every_backbone_of_the_configuration_has_a_builder():
+    assert tuple(BUILDERS) == BACKBONES

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unigrad_fast.benchmarks.memory import peak_bytes
+from unigrad_fast.benchmarks.harness.memory import peak_bytes
 from unigrad_fast.kernels import functional
 from unigrad_fast.objectives import UniGrad, build
 

@@ -192,7 +192,7 @@ def test_a_descriptor_that_is_full_for_now_is_waited_for():
 
 
 def size_in(environment: dict[str, str], columns: int, lines: int) -> None:
-    """Exits with the columns that Rich and tyro see on a terminal of a size."""
+    """Exits with the columns that Rich and argparse see on a terminal of a size."""
     _ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     for number in range(3):

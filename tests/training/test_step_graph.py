@@ -14,8 +14,8 @@ from recorder import record
 from thin import thin
 from trainer_state import batches, changed, make_trainer, small_config, state
 
-from unigrad_fast.benchmarks import device_check_graph
-from unigrad_fast.benchmarks.device_check_step import Size
+from unigrad_fast.benchmarks.device_check import graph as device_check_graph
+from unigrad_fast.benchmarks.device_check.step import Size
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.kernels import multi_tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_state import batches, make_trainer, small_config
 
-from unigrad_fast.benchmarks import device_check_overlap
+from unigrad_fast.benchmarks.device_check import overlap as device_check_overlap
 from unigrad_fast.config import resolve
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError

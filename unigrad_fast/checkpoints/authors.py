@@ -23,7 +23,8 @@ from torch import Size, Tensor
 
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
-from unigrad_fast.networks.encoder import build_backbone, build_projector
+from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.outputs import within_images

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from unigrad_fast.benchmarks.record import OUTPUT
-from unigrad_fast.commands.requirements import require_dali, require_folders, require_triton
+from unigrad_fast.benchmarks.harness.record import OUTPUT
+from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_folders, require_triton
 from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import AbsolutePath, Node, shown
+from unigrad_fast.runtime.validation import AbsolutePath, Node
+
+if TYPE_CHECKING:
+    from unigrad_fast.benchmarks.harness.turns import Turns
 
 Measured = Literal["moco", "simclr", "byol", "byol_directpred", "unigrad", "barlow_twins", "vicreg"]
 
@@ -51,19 +54,18 @@ COUNTED = ("ranks", "images", "card", "recipe")  # options of the dry run
 
 
 def bench_step(options: BenchStep) -> None:
-    taken = {"dry_run", "output", *COUNTED} if options.dry_run else BenchStep.model_fields.keys() - set(COUNTED)
-    if ignored := sorted(options.model_fields_set - taken):
-        value = shown(getattr(options, ignored[0]))
-        raise UserError(f"{ignored[0]} = {value}: not used with dry_run {str(options.dry_run).lower()}; leave it out")
+    measured = BenchStep.model_fields.keys() - {"dry_run", "output", *COUNTED}
+    refuse_unused(options, measured if options.dry_run else COUNTED, _not_used(options))
     if options.dry_run:
-        from unigrad_fast.benchmarks import dry_step
+        from unigrad_fast.benchmarks.counts import step
 
-        dry_step.main(**{key: getattr(options, key) for key in (*COUNTED, "output")})
+        step.main(**{key: getattr(options, key) for key in (*COUNTED, "output")})
         return
     require_dali()
-    from unigrad_fast.benchmarks import bench_step
+    from unigrad_fast.benchmarks.measures import step
 
-    bench_step.main(**{key: value for key, value in options if key not in ("dry_run", *COUNTED)})
+    images = options.photographs, options.batch_size, options.image_size
+    step.main(options.case, *images, _turns(options), options.output)
 
 
 class BenchLoader(Node):
@@ -93,9 +95,9 @@ class BenchLoader(Node):
 
 def bench_loader(options: BenchLoader) -> None:
     require_dali()
-    from unigrad_fast.benchmarks import bench_loader
+    from unigrad_fast.benchmarks.measures import loader
 
-    bench_loader.main(**dict(options))
+    loader.main(**dict(options))
 
 
 class BenchKernels(Node):
@@ -126,22 +128,23 @@ def bench_kernels(options: BenchKernels) -> None:
     if options.compile_only and options.tune:
         raise UserError("compile_only needs no GPU and tune does; give one of them")
     for mode, taken in (("compile_only", {"output"}), ("tune", set())):
-        if getattr(options, mode) and (ignored := sorted(options.model_fields_set - taken - {"compile_only", "tune"})):
-            raise UserError(f"{ignored[0]} = {getattr(options, ignored[0])}: {mode} does not use it; leave it out")
+        if getattr(options, mode):
+            others = BenchKernels.model_fields.keys() - taken - {"compile_only", "tune"}
+            refuse_unused(options, others, f"{mode} does not use it")
     if options.tune:
-        from unigrad_fast.benchmarks import tune_kernels
+        from unigrad_fast.benchmarks.measures import tiles
 
-        tune_kernels.main()
+        tiles.main()
         return
     if options.compile_only:
         require_triton()
-        from unigrad_fast.benchmarks import compile_report
+        from unigrad_fast.benchmarks.counts import compiled
 
-        compile_report.main(options.output)
+        compiled.main(options.output)
         return
-    from unigrad_fast.benchmarks import bench_objective
+    from unigrad_fast.benchmarks.measures import objective
 
-    bench_objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+    objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
 
 
 class BenchMethods(Node):
@@ -166,9 +169,9 @@ class BenchMethods(Node):
 
 
 def bench_methods(options: BenchMethods) -> None:
-    from unigrad_fast.benchmarks import bench_methods
+    from unigrad_fast.benchmarks.measures import methods
 
-    bench_methods.main(**dict(options))
+    methods.main(**dict(options))
 
 
 class BenchWidth(Config):
@@ -200,20 +203,17 @@ class BenchWidth(Config):
 
 def bench_width(options: BenchWidth) -> None:
     only_counted, only_measured = {"ranks", "images", "card"}, {"repetitions", "steps", "warmup", "train"}
-    refused = only_measured if options.dry_run else only_counted
-    if ignored := sorted(options.model_fields_set & refused):
-        value = shown(getattr(options, ignored[0]))
-        raise UserError(f"{ignored[0]} = {value}: not used with dry_run {str(options.dry_run).lower()}; leave it out")
+    refuse_unused(options, only_measured if options.dry_run else only_counted, _not_used(options))
     config = _configuration(options)
-    from unigrad_fast.benchmarks import bench_width
-
     if options.dry_run:
-        counted = {key: getattr(options, key) for key in sorted(only_counted)}
-        bench_width.dry_run(config, options.widths, **counted, output=options.output)
+        from unigrad_fast.benchmarks.counts import width
+
+        width.main(config, options.widths, options.ranks, options.images, options.card, options.output)
         return
     config = _with_openable_images(config, judged=options.train)
-    turns = {key: getattr(options, key) for key in ("repetitions", "steps", "warmup")}
-    bench_width.main(config, options.widths, **turns, train_runs=options.train, output=options.output)
+    from unigrad_fast.benchmarks.measures import width
+
+    width.main(config, options.widths, _turns(options), options.train, options.output)
 
 
 class BenchScaling(Config):
@@ -237,10 +237,19 @@ class BenchScaling(Config):
 
 def bench_scaling(options: BenchScaling) -> None:
     config = _with_openable_images(_configuration(options), judged=False)
-    from unigrad_fast.benchmarks import bench_scaling
+    from unigrad_fast.benchmarks.measures import scaling
 
-    turns = {key: getattr(options, key) for key in ("repetitions", "steps", "warmup")}
-    bench_scaling.main(config, options.ranks, options.images, **turns, output=options.output)
+    scaling.main(config, options.ranks, options.images, _turns(options), options.output)
+
+
+def _not_used(options: BenchStep | BenchWidth) -> str:
+    return f"not used with dry_run {str(options.dry_run).lower()}"
+
+
+def _turns(options: BenchStep | BenchWidth | BenchScaling) -> Turns:
+    from unigrad_fast.benchmarks.harness.turns import Turns
+
+    return Turns(options.repetitions, options.steps, options.warmup)
 
 
 def _configuration(options: Config) -> Config:
@@ -255,7 +264,7 @@ def _with_openable_images(config: Config, judged: bool) -> Config:
         UserError: there is no DALI; images were named that cannot be opened, or none to judge with.
     """
     require_dali()
-    from unigrad_fast.benchmarks.run_config import lacks_images
+    from unigrad_fast.benchmarks.harness.run_config import lacks_images
 
     if lacks_images(config):
         return config

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from unigrad_fast.benchmarks.record import require_folder
+from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import require_folder
 from unigrad_fast.runtime.outputs import require_file, write_files
-from unigrad_fast.runtime.validation import AbsolutePath, shown
+from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class Plan(Config):
 
 
 def plan(options: Plan) -> None:
-    if options.sweep and (ignored := sorted(options.model_fields_set & {"gpus", "nodes"})):
-        value = shown(getattr(options, ignored[0]))
-        raise UserError(f"{ignored[0]} = {value}: not used with sweep true; leave it out")
+    if options.sweep:
+        refuse_unused(options, ("gpus", "nodes"), "not used with sweep true")
     config = _configuration(options)
     require_folder(options.output)
     name = f"{Path(config.recipe).stem}-{options.card}"
@@ -112,7 +111,7 @@ def _single(config: Config, options: Plan) -> list[bytes]:
 
 
 def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
-    from unigrad_fast.benchmarks.tables import table_of_figures
+    from unigrad_fast.runtime.tables import table_of_figures
 
     setting, card = found.setting, counted.card
     title = (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.outputs import holds_run, problem_of_run_folder, within_images
+from unigrad_fast.runtime.validation import Node, shown
 
 
 def require_run(folder: Path) -> None:
@@ -64,6 +65,12 @@ def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     if not os.access(parent, os.W_OK | os.X_OK):
         return [f"output = {output}: {parent} is not writable; give another folder"]
     return []
+
+
+def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:
+    """Raises UserError where one of these options is given, which are not used, and why."""
+    if given := sorted(options.model_fields_set & set(keys)):
+        raise UserError(f"{given[0]} = {shown(getattr(options, given[0]))}: {why}; leave it out")
 
 
 def require_named_output(environ: Mapping[str, str]) -> None:

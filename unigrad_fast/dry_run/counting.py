@@ -11,8 +11,6 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from unigrad_fast.dry_run.cards import Card, meeting_seconds, sent
@@ -20,7 +18,9 @@ from unigrad_fast.dry_run.memory import Memory, key_of, stored
 from unigrad_fast.dry_run.walked import Meeting, Walk
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
+from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
 from unigrad_fast.training import checkpoint, engine
+from unigrad_fast.training.deepspeed_private import gradient_parts
 from unigrad_fast.training.telemetry.phases import PhaseClock
 from unigrad_fast.training.trainer import Trainer
 
@@ -61,7 +61,7 @@ class Count(TorchDispatchMode):
             order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
             following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
             if phase == "backward":
-                for tensor in tree_leaves(getattr(self.trainer.online.optimizer, "averaged_gradients", {})):
+                for tensor in tree_leaves(gradient_parts(self.trainer.online.optimizer)):
                     self.memory.name(tensor, "gradients")
             self.phase = following[phase]
 

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from unigrad_fast.dry_run.walked import PASSING
+from unigrad_fast.runtime.torch_private import tree_leaves
 
 
 class Memory:

@@ -8,8 +8,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run.cards import Card
@@ -19,6 +17,12 @@ from unigrad_fast.dry_run.without_data import prepared
 from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.torch_private import (
+    FUSED_OPTIMIZERS,
+    DataDependentOutputException,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 
 
 def require_walkable(config: Config, ranks: int) -> None:
@@ -94,6 +98,6 @@ class _Fused(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket in (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adamw_):
+        if operator.overloadpacket in FUSED_OPTIMIZERS:
             return None
         return operator(*args, **(kwargs or {}))

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import build_encoder
@@ -20,6 +18,7 @@ from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.torch_private import init_fake_process_group
 from unigrad_fast.training import branches
 from unigrad_fast.training import trainer as training
 from unigrad_fast.training.fragments import Fragments, PartitionedFragments, WholeFragments
@@ -38,7 +37,7 @@ def _process_group(ranks: int) -> Iterator[None]:
     """A process group whose collectives have no peers."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with mock.patch.dict(os.environ, variables):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        init_fake_process_group(ranks)
         try:
             yield
         finally:

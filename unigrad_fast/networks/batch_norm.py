@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from unigrad_fast.kernels import batch_norm_ops
 from unigrad_fast.kernels.batch_norm_reference import is_dense
 from unigrad_fast.kernels.dispatch import host_may_read, use_triton
+from unigrad_fast.runtime.torch_private import BatchNorm
 
 
 def is_alone() -> bool:
@@ -78,7 +78,7 @@ class Pass:
         self.groups.count, self.groups.current = self._around
 
 
-class GroupedBatchNorm(_BatchNorm):
+class GroupedBatchNorm(BatchNorm):
     """Batch norm over the images of all ranks, group by group, for tensors [G·N, C], [G·N, C, L] or [G·N, C, H, W].
 
     A drop-in for torch's BatchNorm1d and BatchNorm2d: same arguments, parameters, buffers and rules, output

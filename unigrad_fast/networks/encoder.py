@@ -1,4 +1,4 @@
-"""The encoder: a torchvision ResNet with a projector, over all views of a step.
+"""The encoder: a backbone with a projector, over all views of a step.
 
 Shape suffixes: N images per rank, H and W pixels, D feature dimension, C embedding width.
 """
@@ -9,39 +9,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from unigrad_fast import config
 from unigrad_fast.kernels.dispatch import acts_as_cuda
+from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import convert
 from unigrad_fast.networks.residual import fuse
 from unigrad_fast.networks.small_convolution import use_small_convolutions
-
-
-def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
-    """A torchvision ResNet without its classifier.
-
-    Residual branches start at zero (the last batch norm of each block), as is usual for large batches (Goyal et
-    al., 2017, section 5.1).
-
-    Args:
-        name: "resnet18" to "resnet152", "wide_resnet50_2", "wide_resnet101_2".
-        stem: "imagenet" (7×7 convolution of stride 2, max-pool) or "small" (3×3 of stride 1, no pool), the usual
-            one for images of 32 to 64 pixels.
-
-    Returns:
-        A module from [N, 3, H, W] to features [N, D]; D is its attribute `feature_dim`. With the "imagenet" stem
-        its state dict loads strictly into torchvision's model with `fc` replaced by `nn.Identity`.
-    """
-    backbone = getattr(torchvision.models, name)(zero_init_residual=True)
-    backbone.feature_dim = backbone.fc.in_features
-    backbone.fc = nn.Identity()
-    if stem == "small":
-        backbone.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
-        nn.init.kaiming_normal_(backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
-        backbone.maxpool = nn.Identity()
-    return backbone
 
 
 def build_projector(feature_dim: int, settings: config.Projector) -> nn.Sequential:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree
+
+from unigrad_fast.runtime.torch_private import register_pytree_node
 
 TENSORS = ("loss", "metrics", "nonfinite", "unit")
 
@@ -60,7 +61,7 @@ class ObjectiveOutput:
 
 
 # What wraps a model (FSDP, DDP) looks for the tensors in what its forward returns.
-_pytree.register_pytree_node(
+register_pytree_node(
     ObjectiveOutput,
     lambda output: ([getattr(output, name) for name in TENSORS], (output.over_ranks, output.process_group)),
     lambda tensors, ranks: ObjectiveOutput(*tensors, *ranks),

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from unigrad_fast.runtime.torch_private import in_backward
+
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """While inside, nothing is cast."""
@@ -15,7 +17,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 def require_no_recomputation() -> None:
     """Raises RuntimeError in a backward pass."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if not torch.compiler.is_compiling() and in_backward():
         raise RuntimeError(
             "activation checkpointing calls UniGrad again in the backward pass, and F would take the batch twice; call "
             "the objective outside of torch.utils.checkpoint (it keeps no more than one array of the embeddings' size)"

@@ -12,6 +12,14 @@ from torch import Tensor
 from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.optimization.gated import Gated, Stretch
+from unigrad_fast.runtime.torch_private import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+)
 
 Rows: TypeAlias = "list[tuple[Tensor, Tensor, Tensor]]"  # weights, gradients, velocities
 
@@ -73,11 +81,11 @@ class LARS(Gated):
         # Of each tensor ‖w‖², ‖grad‖² and ⟨w, grad⟩: what clipping and decay make of them follows without asking again.
         sums = torch.zeros(3, self._tensors, dtype=torch.float64, device=self.nonfinite.device)
         if gradients:
-            sums[1].index_copy_(0, self._numbers, torch.stack(torch._foreach_norm(gradients)).double().square())
+            sums[1].index_copy_(0, self._numbers, torch.stack(foreach_norm(gradients)).double().square())
         if self._adapted:
             weights = [self._stretches[n].of(self._stretches[n].flat) for n in self._adapted]
             products = [torch.dot(w, gradients[n]) for w, n in zip(weights, self._adapted, strict=True)]
-            sums[0].index_copy_(0, self._adapted_numbers, torch.stack(torch._foreach_norm(weights)).double().square())
+            sums[0].index_copy_(0, self._adapted_numbers, torch.stack(foreach_norm(weights)).double().square())
             sums[2].index_copy_(0, self._adapted_numbers, torch.stack(products).double())
         dist.all_reduce(sums)
         self._sums = sums
@@ -109,20 +117,20 @@ class LARS(Gated):
         weights, updates, velocities = (list(tensors) for tensors in zip(*rows, strict=True))
         dropped = self.nonfinite != 0
         if scale is not None:
-            updates = list(torch._foreach_mul(updates, scale))
+            updates = list(foreach_mul(updates, scale))
         if group["weight_decay"]:
-            updates = list(torch._foreach_add(updates, weights, alpha=group["weight_decay"]))
+            updates = list(foreach_add(updates, weights, alpha=group["weight_decay"]))
         updates = [torch.where(dropped, 0.0, update) for update in updates]
         if group["adapt"] and self._stretches is None:
-            weight_norms, update_norms = (torch.stack(torch._foreach_norm(each)) for each in (weights, updates))
+            weight_norms, update_norms = (torch.stack(foreach_norm(each)) for each in (weights, updates))
             ratios = trust_ratios(weight_norms, update_norms, group["trust_coefficient"])
-            torch._foreach_mul_(updates, list(ratios))
+            foreach_mul_(updates, list(ratios))
         elif group["adapt"]:
             self._adapt_stretches_(weights, updates, group, scale)
         kept = (~dropped).double()
-        torch._foreach_mul_(velocities, kept * group["momentum"] + (1 - kept))
-        torch._foreach_add_(velocities, updates)
-        torch._foreach_addcmul_(weights, velocities, [kept * lr] * len(weights), value=-1)
+        foreach_mul_(velocities, kept * group["momentum"] + (1 - kept))
+        foreach_add_(velocities, updates)
+        foreach_addcmul_(weights, velocities, [kept * lr] * len(weights), value=-1)
 
     def _adapt_stretches_(
         self, flats: list[Tensor], updates: list[Tensor], group: dict[str, Any], scale: Tensor | None
@@ -138,7 +146,7 @@ class LARS(Gated):
             here = [stretch for stretch in self._stretches or () if stretch.flat is flat]
             if here:
                 every = list(ratios.to(update.dtype))
-                torch._foreach_mul_([s.of(update) for s in here], [every[s.number] for s in here])
+                foreach_mul_([s.of(update) for s in here], [every[s.number] for s in here])
 
 
 def trust_ratios(weight_norms: Tensor, update_norms: Tensor, trust_coefficient: float) -> Tensor:

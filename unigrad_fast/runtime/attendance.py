@@ -21,6 +21,7 @@ import torch.distributed as dist
 from unigrad_fast.runtime.errors import RankLost
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.rendezvous import say
+from unigrad_fast.runtime.torch_private import collectives_begun
 
 LONGEST_BEAT = 1.0  # seconds between two lines of a rank
 MISSED = 3  # beats after which a rank counts as silent, though not before
@@ -241,7 +242,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _collectives() -> int:
     """How many this rank has begun; one that others wait for has begun fewer."""
     with suppress(RuntimeError):  # the groups are being taken down
-        return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+        return collectives_begun()
     return 0
 
 

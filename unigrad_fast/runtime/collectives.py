@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
 
 # Gathers into one tensor. The same under two names: torch renames it, and warns of the old one.
 gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)

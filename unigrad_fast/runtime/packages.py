@@ -11,7 +11,7 @@ from unigrad_fast.runtime.shell import typed
 # Module, and the name that pip knows it by; setup.py says the versions.
 NEEDED = {
     **{"torch": "torch", "torchvision": "torchvision", "deepspeed": "deepspeed", "numpy": "numpy", "PIL": "pillow"},
-    **{"pydantic": "pydantic", "tyro": "tyro", "yaml": "pyyaml", "rich": "rich", "tensorboard": "tensorboard"},
+    **{"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "tensorboard": "tensorboard"},
     **{"matplotlib": "matplotlib", "safetensors": "safetensors"},
 }
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from unigrad_fast.pipelines.cores import usable_cores
-from unigrad_fast.runtime import devices
+from unigrad_fast.runtime import devices, torch_private
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.limits import require_room
 from unigrad_fast.runtime.rendezvous import meet, told
@@ -336,11 +336,8 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
 def limit(timeout: timedelta) -> None:
     """How long a collective may take from now on, in every group that there is, those of libraries too."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            # What the host waits for fails first, with an error that can be explained; NCCL ends the process.
-            backend._set_default_timeout(timeout * NCCL_MARGIN if backend.name() == "nccl" else timeout)
+    # What the host waits for fails first, with an error that can be explained; NCCL ends the process.
+    torch_private.set_timeout(lambda backend: timeout * NCCL_MARGIN if backend == "nccl" else timeout)
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:

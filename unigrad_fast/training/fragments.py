@@ -20,6 +20,7 @@ from torch import Tensor
 from unigrad_fast.optimization.gated import Gated, Stretch
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import gather
+from unigrad_fast.training import deepspeed_private
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,13 @@ class PartitionedFragments:
         self.named = list(engine.module.named_parameters())
         self.zero, self.optimizer = engine.optimizer, optimizer
         number_of = {id(parameter): number for number, (_, parameter) in enumerate(self.named)}
-        self.flats = list(self.zero.single_partition_of_fp32_groups)
+        self.flats = deepspeed_private.flat_masters(self.zero)
         self.stretches, self.starts = [], []  # and the first element of each in its parameter
-        for flat, group in zip(self.flats, self.zero.bit16_groups, strict=True):
+        for flat, group in zip(self.flats, deepspeed_private.parameter_groups(self.zero), strict=True):
             for parameter in group:
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    at, number = mapping.hp_fragment_address, number_of[id(parameter)]
-                    self.stretches.append(Stretch(flat, at.start, at.numel, number))
-                    self.starts.append(mapping.lp_fragment_address.start)
+                if place := deepspeed_private.place_of(parameter):
+                    self.stretches.append(Stretch(flat, place.in_flat, place.numel, number_of[id(parameter)]))
+                    self.starts.append(place.start)
         optimizer.divide(self.stretches, len(self.named))
 
     def parameters(self) -> Iterator[Fragment]:
@@ -100,7 +99,8 @@ class PartitionedFragments:
         if kept[0].ndim:
             yield from self._fragments(lambda flat: self.optimizer.state_of(flat)[kind])
             return
-        for value, group in zip(kept, self.zero.bit16_groups, strict=True):  # one for all parameters of a flat tensor
+        groups = deepspeed_private.parameter_groups(self.zero)
+        for value, group in zip(kept, groups, strict=True):  # one for all parameters of a flat tensor
             members = {id(parameter) for parameter in group}
             yield from (whole(name, value) for name, parameter in self.named if id(parameter) in members)
 
@@ -108,7 +108,7 @@ class PartitionedFragments:
         """Of each stretch; what DeepSpeed has besides is padding."""
         found = []
         for number, flat in enumerate(self.flats):
-            parts = self.zero.averaged_gradients[number]  # one after the other they are laid out like the flat tensor
+            parts = deepspeed_private.gradient_parts(self.zero)[number]
             starts = list(accumulate((part.numel() for part in parts), initial=0))
             for stretch in self.stretches:
                 if stretch.flat is flat:
@@ -125,10 +125,7 @@ class PartitionedFragments:
     @torch.no_grad()
     def refresh(self) -> None:
         # DeepSpeed's gather would take, on gloo, as much memory as all weights; a broadcast takes none.
-        groups = zip(
-            self.flats, self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group, strict=True
-        )
-        for flat, parts, group in groups:
+        for flat, (parts, group) in zip(self.flats, deepspeed_private.weight_parts(self.zero), strict=True):
             parts[dist.get_rank(group)].data.copy_(flat)
             for source, part in enumerate(parts):
                 dist.broadcast(part.data, group=group, group_src=source)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.runtime.torch_private import foreach_copy_
+
 BUCKET_BYTES = 25_000_000  # as DDP has it: large enough for bandwidth, small enough to begin early
 ALIGNMENT = 64  # elements: gradients begin where 128-bit accesses may
 
@@ -116,7 +118,7 @@ class BucketedReduction:
         there = [parameter for parameter in bucket.places if parameter.grad is not None]
         views = [bucket.view(parameter) for parameter in there]
         if there:
-            torch._foreach_copy_(views, [parameter.grad for parameter in there])
+            foreach_copy_(views, [parameter.grad for parameter in there])
         for parameter, view in zip(there, views, strict=True):
             parameter.grad = view
         bucket.work = dist.all_reduce(bucket.flat, async_op=True)

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.runtime.torch_private import foreach_copy_, foreach_lerp_
 
 
 def make_target(online: nn.Module) -> nn.Module:
@@ -81,6 +82,6 @@ def update_target_(
     if parameters:
         ours, theirs = zip(*parameters, strict=True)
         weight = torch.where(skip != 0, 0.0, 1.0 - momentum).to(ours[0].dtype)
-        torch._foreach_lerp_(ours, theirs, [weight] * len(ours))
+        foreach_lerp_(ours, theirs, [weight] * len(ours))
     if copy_of:
-        torch._foreach_copy_(list(copy_of.values()), list(copy_of))
+        foreach_copy_(list(copy_of.values()), list(copy_of))

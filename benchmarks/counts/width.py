@@ -1,0 +1,62 @@
+"""A training step by the width of its projector, counted on so many cards without one.
+
+    unigrad-fast bench width --dry_run true --recipe imagenet_100ep [--ranks 8] [--images 128] [--card h100|a100]
+
+See `unigrad_fast.dry_run`. The objective's share is of the expected time, without its collectives. Rows go to
+OUTPUT/dry_width.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unigrad_fast.benchmarks.harness.record import append
+from unigrad_fast.benchmarks.harness.run_config import at_width, changed
+from unigrad_fast.config import Config
+from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.planning import WIDTHS
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.quiet import without_warnings
+from unigrad_fast.runtime.tables import table_of_figures
+
+
+def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, card: str, output: Path) -> None:
+    """Walk through a step of every width, print the table and append the rows, with the options of the command.
+
+    Args:
+        config: what is trained, with this batch in place of its own.
+
+    Raises:
+        UserError: a setting that is not walked.
+    """
+    require_folder(output)
+    figures, console = Card.of(card), new_console()
+    batch = ranks * images * config.engine.accumulation_steps
+    config = changed(config, {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": batch}})
+    found: dict[int, Walk] = {}
+    with without_warnings(), console.status("starting") as status:
+        for width in dict.fromkeys(widths or WIDTHS):
+            status.update(f"width {width}")
+            found[width] = walk(at_width(config, width), ranks, figures)
+    title = f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each"
+    headers = ("width", "ms", "objective, %", "its TFLOP", "collectives, GB", "GiB", "F, GiB")
+    table = table_of_figures(*headers, title=title, title_justify="left")
+    shares = {width: each.parts["objective"].seconds / each.seconds for width, each in found.items()}
+    for width, each in found.items():
+        table.add_row(
+            f"{width}",
+            f"{1e3 * each.seconds:.2f}",
+            f"{100 * shares[width]:.1f}",
+            f"{each.parts['objective'].flops / 1e12:.2f}",
+            f"{sum(kind.bytes for kind in each.collectives.values()) / 1e9:.3f}",
+            f"{sum(each.peak.values()) / 2**30:.2f}",
+            f"{each.peak['correlation'] / 2**30:.2f}",
+        )
+    console.print(table)
+    console.print("ms are expected, one operator after the other; GiB are those at the fullest moment", soft_wrap=True)
+    setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
+    setting |= {"placement": config.objective.placement, "zero_stage": config.engine.zero_stage}
+    rows = [{**setting, "width": w, "objective_share": shares[w], **each.as_json()} for w, each in found.items()]
+    console.print(f"rows appended to {append(output, 'dry_width', rows)}")

@@ -1,0 +1,291 @@
+"""The training step on a device: what the host waits for, a replayed graph beside launched steps, times by part.
+
+A step is what `training.Trainer.step` does on the device, without loader, reports and DeepSpeed: target branch, online
+branch, objective with its update of F, backward, SGD, target update. It is timed whole and by part, beside the same
+step with a pass for each view, with torchvision's networks and torch's norms, and beside the networks alone. Without
+torchvision or pydantic nothing can be checked, and that is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unigrad_fast.benchmarks.device_check.capture import captured
+from unigrad_fast.benchmarks.device_check.finding import Finding
+from unigrad_fast.benchmarks.harness.record import append
+from unigrad_fast.benchmarks.harness.turns import seconds, spread, synchronize, take_turns
+
+PARTS = ("target", "online", "objective", "backward", "optimizer", "target update")
+VARIANTS = ("ours", "a pass for each view", "torch's norms", "networks alone")
+ROUNDS, STEPS, WARMUP = 5, 10, 5
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network and its input: images of `side` pixels, so many per rank."""
+
+    backbone: str
+    side: int
+    images: int
+    width: int
+
+
+ON_A_GPU = (Size("resnet50", 224, 128, 2048), Size("resnet50", 224, 64, 2048), Size("resnet50", 224, 32, 2048))
+ON_THE_CPU = (Size("resnet18", 32, 4, 32),)
+
+
+def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]:
+    """All findings; times are appended to device_step.jsonl in the folder `output`, if there is one."""
+    try:
+        import pydantic  # noqa: F401
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        yield Finding("the step", f"not checked: {error.name} is not installed", True)
+        return
+    sizes = ON_A_GPU if device.type == "cuda" else ON_THE_CPU
+    small = Size("resnet50", 224, 16, 2048) if device.type == "cuda" else ON_THE_CPU[0]
+    yield from waits(device, small)
+    if device.type == "cuda":
+        yield graph(device, small)
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        yield from times(device, size, rows)
+    if output is not None:
+        append(output, "device_step", rows)
+
+
+class Step:
+    """A step by one of `VARIANTS`, on images that lie in memory.
+
+    Attributes:
+        moments: where parts of the last step ended, if `timed`.
+    """
+
+    def __init__(self, variant: str, size: Size, device: torch.device):
+        from unigrad_fast.config import resolve
+        from unigrad_fast.networks.encoder import build_encoder
+        from unigrad_fast.objectives import UniGrad
+        from unigrad_fast.optimization.sgd import SGD
+        from unigrad_fast.training.target import make_copies, make_target
+
+        settings = {"backbone": size.backbone, "projector": {"width": size.width}}
+        self.device, self.alone = device, variant == "networks alone"
+        config = resolve("imagenet_100ep", {"model": settings})
+        if variant == "torch's norms":
+            online = torchs_encoder(config, synchronised=device.type == "cuda")
+        else:
+            online = build_encoder(config.model, config.seed, device)
+        if variant == "a pass for each view":
+            online.one_pass = False
+        self.online = online.to(device, memory_format=torch.channels_last).train()
+        self.target = make_target(self.online)
+        self.objective = UniGrad(size.width, most_images=size.images).to(device)
+        self.optimizer = SGD(self.online.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        generator = torch.Generator().manual_seed(0)
+        views = (torch.randn(size.images, 3, size.side, size.side, generator=generator) for _ in range(2))
+        self.views = [view.to(device, memory_format=torch.channels_last) for view in views]
+        self.dtype = torch.bfloat16 if device.type == "cuda" else None
+        self.copies = make_copies(self.target, self.dtype)
+        self.timed = False
+        self.moments: list[torch.cuda.Event] = []
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        from unigrad_fast.training.target import embed
+
+        with self.autocast():
+            with torch.no_grad():
+                target = embed(self.target, self.copies, self.views)
+            self.mark()
+            online = self.online(self.views)
+        self.mark()
+        return online, target
+
+    def __call__(self) -> Tensor:
+        """The loss."""
+        from unigrad_fast.training.target import update_target_
+
+        self.moments.clear()
+        self.mark()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.open()
+        online, target = self.forward()
+        if self.alone:
+            loss = torch.stack([embedding.float().mean() for embedding in online]).sum()
+            self.mark()
+            loss.backward()
+            return loss.detach()
+        with self.autocast():
+            output = self.objective(online=online, target=target)
+        torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
+        self.mark()
+        output.loss.backward()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for parameter in self.online.parameters():
+                dist.all_reduce(parameter.grad)
+        self.mark()
+        self.optimizer.step()
+        self.mark()
+        update_target_(self.target, self.online, 0.996, skip=self.optimizer.nonfinite, copies=self.copies)
+        self.mark()
+        return output.loss.detach()
+
+    def mark(self) -> None:
+        if self.timed and self.device.type == "cuda":
+            self.moments.append(torch.cuda.Event(enable_timing=True))
+            self.moments[-1].record()
+
+    def milliseconds(self, steps: int) -> dict[str, float]:
+        """Of a step, and on a GPU of its parts: means over so many."""
+        self.timed = True
+        sums = dict.fromkeys(("step", *PARTS), 0.0)
+        for _ in range(steps):
+            self()
+            synchronize(self.device)
+            for part, (begin, end) in zip(PARTS, itertools.pairwise(self.moments), strict=False):
+                sums[part] += begin.elapsed_time(end)
+        self.timed = False
+        if self.device.type == "cuda":
+            sums["step"] = 1e3 * steps * seconds(self, self.device, steps)
+        return {part: total / steps for part, total in sums.items() if total}
+
+
+class TorchsEncoder(nn.Module):
+    """The same networks as torchvision has them, with torch's norms, a pass for each view."""
+
+    def __init__(self, backbone: nn.Module, projector: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(backbone, projector)
+
+    def forward(self, views: list[Tensor]) -> list[Tensor]:
+        return [self.layers(view) for view in views]
+
+
+def torchs_encoder(config, synchronised: bool) -> nn.Module:
+    """With torch's norms, or those that it synchronises over ranks, which the CPU has not."""
+    from unigrad_fast.networks.backbones import build_backbone
+    from unigrad_fast.networks.encoder import build_projector
+
+    torch.manual_seed(config.seed)
+    backbone = build_backbone(config.model.backbone, config.model.stem)
+    encoder = TorchsEncoder(backbone, build_projector(backbone.feature_dim, config.model.projector))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(encoder) if synchronised else encoder
+
+
+def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Milliseconds of all variants in turns, on one rank; rows are added to `rows`."""
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.cuda.empty_cache()
+    steps = {variant: Step(variant, size, device) for variant in VARIANTS}
+    on_gpu = device.type == "cuda"
+    for step in steps.values():
+        for _ in range(WARMUP if on_gpu else 1):
+            step()
+
+    def block(step: Step) -> Callable[[], dict[str, float]]:
+        return lambda: step.milliseconds(STEPS if on_gpu else 1)
+
+    blocks = take_turns({name: block(step) for name, step in steps.items()}, ROUNDS if on_gpu else 1)
+    where = f"{size.backbone}, {size.side} px, {size.images} images"
+    for name, measured in blocks.items():
+        if not on_gpu:
+            yield Finding(f"{name}, {where}", "ran", True)
+            continue
+        for part in measured[0]:
+            row = spread([each[part] for each in measured])
+            rows.append({"what": f"{name}: {part}", "unit": "ms", "case": where, **row})
+        whole = spread([each["step"] for each in measured])["median"]
+        ceiling = spread([each["step"] for each in blocks["networks alone"]])["median"]
+        parts = ", ".join(f"{part} {spread([e[part] for e in measured])['median']:.1f}" for part in measured[0])
+        found = f"{size.images / whole * 1e3:,.0f} images/s, {ceiling / whole:.0%} of the networks alone; ms: {parts}"
+        yield Finding(f"{name}, {where}", found, True)
+
+
+def graph(device: torch.device, size: Size) -> Finding:
+    """The networks of a captured step, replayed, give what launched ones give."""
+    from unigrad_fast.training.target import refresh_
+
+    launched, replayed = Step("networks alone", size, device), Step("networks alone", size, device)
+    replayed.online.load_state_dict(launched.online.state_dict())
+    replayed.target.load_state_dict(launched.target.state_dict())
+    refresh_(replayed.copies, replayed.target)
+
+    def run(step: Step) -> Tensor:
+        online, target = step.forward()
+        loss = torch.stack([embedding.float().square().mean() for embedding in online]).sum()
+        gradients = torch.autograd.grad(loss, list(step.online.parameters()))
+        return torch.cat([*(z.detach().float().flatten() for z in (*online, *target)), gradients[0].flatten()])
+
+    run(launched)
+    recorded, result = captured(lambda: run(replayed), error_mode="thread_local")
+    worst = 0.0
+    for _ in range(3):
+        recorded.replay()
+        expected = run(launched)
+        worst = max(worst, ((result - expected).norm() / expected.norm()).item())
+    buffers = zip(launched.online.buffers(), replayed.online.buffers(), strict=True)
+    moved = all(torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5) for a, b in buffers)
+    return Finding("a CUDA graph of the networks", f"differs by {worst:.1e}, gate 1e-3", worst < 1e-3 and moved)
+
+
+def waits(device: torch.device, size: Size) -> Iterator[Finding]:
+    """What the host waits for in a step on each of two ranks, over gloo, since NCCL refuses two on one card."""
+    variants = ("ours", "torch's norms") if device.type == "cuda" else ("ours",)
+    with TemporaryDirectory() as folder:
+        for variant in variants:
+            context = multiprocessing.get_context("spawn")
+            with context.Manager() as manager:
+                found = manager.dict()
+                meeting = str(Path(folder) / f"{len(variant)}")
+                arguments = (meeting, variant, size, str(device), found)
+                ranks = [context.Process(target=count_waits, args=(rank, *arguments)) for rank in range(RANKS)]
+                for rank in ranks:
+                    rank.start()
+                for rank in ranks:
+                    rank.join(300)
+                    if rank.is_alive():
+                        rank.kill()
+                counts = [found.get(rank) for rank in range(RANKS)]
+            said = f"{' and '.join(map(str, counts))} a step on {RANKS} ranks"
+            good = all(isinstance(count, int) for count in counts) and (variant != "ours" or not any(counts))
+            yield Finding(f"waits of the host, {variant}", said, good)
+
+
+def count_waits(rank: int, meeting: str, variant: str, size: Size, device: str, found: Any) -> None:
+    """In a process of its own: how often torch reports that an operator made the host wait; or what went wrong."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        step = Step(variant, size, torch.device(device))
+        step()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+        found[rank] = sum("synchroniz" in str(each.message) for each in said)
+        dist.destroy_process_group()
+    except Exception as error:
+        found[rank] = f"{type(error).__name__}: {error}"[:200]

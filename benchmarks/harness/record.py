@@ -1,0 +1,62 @@
+"""Rows of measurements: what was measured, on what, with which code; appended to a file and never changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+from unigrad_fast.runtime.links import require_folder
+
+OUTPUT = Path("bench-results")
+"""Where rows go unless the user says otherwise; the project's own lie in benchmarks/results."""
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores, card, versions, commit and time."""
+    import torch  # here: the command line names OUTPUT in its help, which is to answer at once
+
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    flags = Path("/proc/cpuinfo").read_text()
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except OSError:  # no git
+        commit = ""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": names[0].partition(": ")[2] if names else platform.machine(),
+        "matrix_units": "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none",
+        "cores": os.cpu_count() or 1,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def make_folder(output: Path) -> None:
+    """Make the folder of the rows, if it is not there; called before anything is measured.
+
+    Raises:
+        UserError: see `require_folder`.
+    """
+    require_folder(output)
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def append(output: Path, name: str, rows: Iterable[Mapping]) -> Path:
+    """Append rows, with the machine in each, to OUTPUT/NAME.jsonl."""
+    make_folder(output)
+    path, where = output / f"{name}.jsonl", machine()
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**row, **where}) + "\n" for row in rows)
+    return path

@@ -1,0 +1,109 @@
+"""How variants are compared: they take turns, a block each, round after round; ratios are those of one round.
+
+What slows the machine for a while then slows all of them, and a ratio knows little of it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch
+
+Variant = TypeVar("Variant")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often and how long the variants of a training step have their turn.
+
+    Attributes:
+        repetitions: rounds, in each of which every variant has a block.
+        steps, warmup: measured steps of a block, and those before them.
+    """
+
+    repetitions: int = 3
+    steps: int = 2
+    warmup: int = 1
+
+    @property
+    def all_steps(self) -> int:
+        return self.repetitions * (self.warmup + self.steps)
+
+    def as_row(self) -> dict[str, int]:
+        return {**asdict(self), "threads": len(os.sched_getaffinity(0))}
+
+
+def take_turns(
+    blocks: Mapping[Variant, Callable[[], Result]],
+    rounds: int,
+    *,
+    warmup: int = 0,
+    report: Callable[[str], object] = lambda what: None,
+) -> dict[Variant, list[Result]]:
+    """One block of every variant, round after round.
+
+    Args:
+        blocks: by variant, what runs a block and returns its result.
+        rounds: blocks of each.
+        warmup: rounds before them, whose results are dropped.
+        report: is told whose turn it is.
+
+    Returns:
+        The results of each variant, one per round.
+    """
+    results: dict[Variant, list[Result]] = {variant: [] for variant in blocks}
+    for number in range(-warmup, rounds):
+        for variant, block in blocks.items():
+            report(f"{f'round {number + 1} of {rounds}' if number >= 0 else 'warm-up'}: {variant}")
+            result = block()
+            if number >= 0:
+                results[variant].append(result)
+    return results
+
+
+def seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Mean seconds of some runs, until the device is done with them."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - start) / times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of an error, relative to what is exact."""
+    return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def ratio_row(what: str, above: Sequence[float], below: Sequence[float], **more: object) -> dict:
+    """A row of the ratios of two variants' figures, one per round: median, least and most.
+
+    Args:
+        what: names the ratio.
+        above, below: figures of the same rounds.
+        more: what else the row says.
+    """
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    return {"what": what, "unit": "ratio", **more, **spread(ratios)}
+
+
+def median_and_range(row: Mapping, digits: int, prefix: str = "") -> tuple[str, str]:
+    """Two cells of a row's spread; `prefix` stands before the keys of another one than its first."""
+    median, least, most = (f"{row[prefix + key]:,.{digits}f}" for key in ("median", "least", "most"))
+    return median, f"{least} to {most}"

@@ -1,0 +1,1 @@
+"""What `unigrad-fast bench` measures. A module `…_blocks` has what runs in the measured processes."""

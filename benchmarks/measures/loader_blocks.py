@@ -1,0 +1,85 @@
+"""Measures the data path: every variant in a process of its own, block by block in turn; the memory of ours."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from unigrad_fast.benchmarks.harness.memory import give_back_free_memory, process_bytes
+from unigrad_fast.benchmarks.harness.processes import cpu_seconds, in_processes, rest
+from unigrad_fast.benchmarks.harness.turns import seconds, take_turns
+from unigrad_fast.benchmarks.peers.loader import VARIANTS, Setting
+from unigrad_fast.pipelines import Loader
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of batches: images/s by the wall clock, and processor time per image in ms."""
+
+    images_per_s: float
+    cpu_ms: float
+
+
+class LoaderWorker:
+    """A variant in a process of its own."""
+
+    def __init__(self, what: str, setting: Setting):
+        self.setting = setting
+        self.batches = VARIANTS[what](setting)
+        next(self.batches)
+        rest()
+
+    def block(self, steps: int) -> Block:
+        """Measures a block of batches; the process is at rest before and after it."""
+        warmup, batch_size = self.setting.warmup, self.setting.batch_size
+        device = torch.device("cuda" if self.setting.device == "gpu" else "cpu")
+        before = cpu_seconds()
+        for _ in range(warmup):
+            next(self.batches)
+        each = seconds(lambda: next(self.batches), device, steps)
+        rest()
+        return Block(batch_size / each, 1000 * (cpu_seconds() - before) / ((warmup + steps) * batch_size))
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+def measure(setting: Setting, rounds: int, steps: int, report: Callable[[str], None]) -> dict[str, list[Block]]:
+    """The blocks of every variant, one per round."""
+    report("starting")
+    with in_processes({what: partial(LoaderWorker, what, setting) for what in VARIANTS}, new_process) as blocks:
+        return take_turns({what: partial(block, steps) for what, block in blocks.items()}, rounds, report=report)
+
+
+def measure_memory(setting: Setting, epochs: int) -> list[float]:
+    """`resident_after_epochs` of a fresh process."""
+    with new_process() as pool:
+        return pool.submit(resident_after_epochs, setting, epochs).result()
+
+
+def resident_after_epochs(setting: Setting, epochs: int) -> list[float]:
+    """MiB of this process after each epoch of ours, a first one left out."""
+    loader = Loader(
+        setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
+    )
+    batches = loader.iterate()
+    resident = []
+    for _ in range(1 + epochs):
+        for _ in range(loader.steps_per_epoch):
+            next(batches)
+        give_back_free_memory()
+        resident.append(process_bytes("VmRSS") / 2**20)
+    loader.close()
+    return resident[1:]
+
+
+def new_process() -> ProcessPoolExecutor:
+    """A process forked from one that has imported this module and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(1, context)

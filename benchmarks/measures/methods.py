@@ -1,0 +1,228 @@
+"""Speed and memory of every method's objective, forward and backward, against plain torch.
+
+    unigrad-fast bench methods [--methods moco,vicreg] [--width C] [--images N] [--bank K] [--output FOLDER]
+
+Plain torch is `peers.methods`: the method as one writes it, with whole-matrix expressions and autograd, in eager mode.
+Against it stand the method's gradient form and rows, and its original; rows that have another loss than the method have
+their own, (g), (h) and (j). All take the same fp32 embeddings of two views; MoCo's bank is full. DirectPred's W_h is
+given: the decomposition, which is the same for all and takes seconds, is left out.
+
+A method's objectives and its plain torch take turns, a block of steps each, round after round; a ratio is that of one
+round. Memory is that of a step at its peak beyond what it starts with, gradients included; what stays, banks and F, is
+not in it. Rows go to OUTPUT/methods.jsonl.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from unigrad_fast.benchmarks.counts.roofline import float32_products
+from unigrad_fast.benchmarks.harness.memory import free_bytes
+from unigrad_fast.benchmarks.harness.processes import require_one_process
+from unigrad_fast.benchmarks.harness.record import append, make_folder
+from unigrad_fast.benchmarks.harness.timed import Timed, time_in_turns
+from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread
+from unigrad_fast.benchmarks.measures.objective_blocks import draw_embeddings
+from unigrad_fast.benchmarks.peers.methods import PLAIN
+from unigrad_fast.benchmarks.peers.objective import release
+from unigrad_fast.objectives import build
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.tables import table_of_figures
+from unigrad_fast.runtime.wording import byte_size
+
+WIDTHS, IMAGES = (2048, 8192), (128, 512)
+NEVER = 2**31  # steps until W_h is decomposed
+# What is measured of each method, by name and arguments of `build`, against which plain torch.
+GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "moco": {"moco": {"method": "moco"}, "moco, original": {"method": "moco", "form": "original"}},
+    "simclr": {
+        "simclr": {"method": "simclr"},
+        "row b": {"row": "b"},
+        "simclr, original": {"method": "simclr", "form": "original"},
+    },
+    "byol": {"byol, original": {"method": "byol"}, "simsiam, original": {"method": "simsiam"}},
+    "byol_directpred": {
+        "byol_directpred": {"method": "byol_directpred", "every": NEVER},
+        "row d": {"row": "d", "every": NEVER},
+        "byol_directpred, original": {"method": "byol_directpred", "form": "original", "every": NEVER},
+    },
+    "unigrad": {"unigrad": {"method": "unigrad"}, "row e": {"row": "e"}},
+    "barlow_twins": {"row f": {"row": "f"}, "barlow_twins, original": {"method": "barlow_twins", "form": "original"}},
+    "row g": {"row g": {"row": "g"}},
+    "row h": {"barlow_twins": {"method": "barlow_twins"}},
+    "vicreg": {"row i": {"row": "i"}, "vicreg, original": {"method": "vicreg", "form": "original"}},
+    "row j": {"vicreg": {"method": "vicreg"}},
+}
+METHOD_OF = {"row g": "barlow_twins", "row h": "barlow_twins", "row j": "vicreg"}
+METHODS = tuple(group for group in GROUPS if group not in METHOD_OF)
+
+
+def objectives(group: str, width: int, bank: int, device: torch.device) -> dict[str, nn.Module]:
+    """Plain torch, and what is compared with it, by name; what is kept is as in the middle of a run."""
+    sizes = {"bank": bank} if group == "moco" else {}
+    made = {f"plain {group}": PLAIN[group](width, **sizes)}
+    for name, arguments in GROUPS[group].items():
+        more = {"bank_size": bank} if group == "moco" else {}
+        made[name] = build(width=width, **arguments, **more)
+    generator = torch.Generator().manual_seed(1)
+    state: list[torch.Tensor] = []
+    for objective in made.values():
+        objective.to(device)
+        fill_(objective, state, generator)
+    return made
+
+
+@torch.no_grad()
+def fill_(objective: nn.Module, state: list[torch.Tensor], generator: torch.Generator) -> None:
+    """A full bank, the same for all; a W_h that is given."""
+
+    def drawn(like: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if not state:
+            state.append(make().to(like))
+        return state[0]
+
+    if (bank := getattr(objective, "bank", None)) is not None:
+        bank.keys.copy_(drawn(bank.keys, lambda: _units(bank.keys.shape, generator)))
+        bank.taken.fill_(len(bank.keys))
+    elif hasattr(objective, "queue"):
+        objective.queue.copy_(drawn(objective.queue, lambda: _units(objective.queue.shape, generator)))
+    elif (direct := getattr(objective, "direct", None)) is not None:
+        direct.matrix.copy_(drawn(direct.matrix, lambda: _predictor(len(direct.matrix), generator)))
+        direct.largest.fill_(1.0)
+        objective.average.updates.fill_(1)  # the first batch would decompose it
+    elif hasattr(objective, "matrix"):
+        objective.matrix.copy_(drawn(objective.matrix, lambda: _predictor(len(objective.matrix), generator)))
+
+
+def _units(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    keys = torch.randn(*shape, generator=generator)
+    return keys.div_(torch.linalg.vector_norm(keys, dim=-1, keepdim=True))
+
+
+def _predictor(width: int, generator: torch.Generator) -> torch.Tensor:
+    factor = torch.randn(width, 16, generator=generator)
+    return (factor @ factor.T / width).add_(torch.eye(width), alpha=0.3)
+
+
+def needed_bytes(group: str, images: int, width: int, bank: int) -> int:
+    """About what a group takes: banks, a clone and similarities, or matrices of F's size."""
+    if group == "moco":
+        return 4 * ((len(GROUPS[group]) + 2) * bank * width + 10 * images * bank)
+    return 4 * (3 * (len(GROUPS[group]) + 1) * width**2 + 30 * images * width)
+
+
+def measure(
+    group: str,
+    images: int,
+    width: int,
+    bank: int,
+    device: torch.device,
+    repetitions: int,
+    block_seconds: float,
+    most_seconds: float,
+    report: Callable[[str], object],
+) -> list[Timed]:
+    """Plain torch first."""
+    online, target = draw_embeddings(images, width, device, torch.float32)
+    timed = []
+    for name, objective in objectives(group, width, bank, device).items():
+        parameters = [*objective.parameters()]
+
+        def release_all(parameters: Sequence[torch.Tensor] = parameters) -> None:
+            release([*online, *parameters])
+
+        def step(objective: nn.Module = objective, release_all: Callable[[], None] = release_all) -> None:
+            release_all()
+            found = objective(online=online, target=target)
+            (found if isinstance(found, torch.Tensor) else found.loss).backward()
+
+        timed.append(Timed(name, step, release_all, device))
+    shape = f"C = {width}, N = {images}"
+    with float32_products("fp32"):
+        for each in timed:
+            report(f"{shape}: preparing {each}")
+            each.take_memory()
+            each.plan_block(block_seconds)
+        time_in_turns(timed, repetitions, most_seconds, lambda what: report(f"{shape}: {what}"))
+    return timed
+
+
+def rows_of(timed: Sequence[Timed]) -> list[dict[str, Any]]:
+    """A row of each, and the ratios to plain torch, above 1 where ours is faster, or takes less."""
+    plain, *ours = timed
+    rows = [
+        {"what": str(each), "unit": "ms", **spread(each.milliseconds), "memory_mib": each.memory / 2**20}
+        for each in timed
+    ]
+    for each in ours:
+        memory = {"memory_ratio": plain.memory / each.memory}
+        rows.append(ratio_row(f"{each} / {plain}", plain.milliseconds, each.milliseconds, **memory))
+    return rows
+
+
+def show(console: Console, title: str, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    headers = ("ms of a step", "median", "least to most", "MiB", "times as fast", "least to most", "MiB, times less")
+    table = table_of_figures(*headers, title=title, title_justify="left")
+    for rows in groups:
+        table.add_section()
+        ratios = {row["what"].partition(" / ")[0]: row for row in rows if row["unit"] == "ratio"}
+        for row in (row for row in rows if row["unit"] == "ms"):
+            cells = [row["what"], *median_and_range(row, digits=2), f"{row['memory_mib']:,.1f}"]
+            if ratio := ratios.get(row["what"]):
+                cells += [*median_and_range(ratio, digits=2), f"{ratio['memory_ratio']:.2f}"]
+            table.add_row(*cells)
+    console.print(table)
+
+
+def main(
+    methods: Sequence[str] | None,
+    width: int | None,
+    images: int | None,
+    bank: int,
+    repetitions: int,
+    block_seconds: float,
+    most_seconds: float,
+    output: Path,
+) -> None:
+    """Measure, print the tables and append the rows, with the options of `unigrad-fast bench methods`.
+
+    Raises:
+        UserError: the environment says that this is one process of several; `output` is a file; memory would not do.
+    """
+    require_one_process("bench methods")
+    require_folder(output)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [group for group in GROUPS if methods is None or METHOD_OF.get(group, group) in methods]
+    shapes = list(itertools.product([images] if images else IMAGES, [width] if width else WIDTHS))
+    free = free_bytes()
+    for group, (N, C) in itertools.product(chosen, shapes):
+        if (needed := needed_bytes(group, N, C, bank)) > free:
+            raise UserError(
+                f"{group} at width = {C}, images = {N}{f', bank = {bank}' if group == 'moco' else ''} takes about "
+                f"{byte_size(needed)}, and {byte_size(free)} are free; give a smaller one, or other methods"
+            )
+    make_folder(output)
+    console = new_console()
+    setting = {"device": device.type, "threads": torch.get_num_threads(), "precision": "fp32"}
+    turns = {"repetitions": repetitions, "block_seconds": block_seconds, "most_seconds": most_seconds}
+    with console.status("starting") as status:
+        for N, C in shapes:
+            found = []
+            for group in chosen:
+                timed = measure(group, N, C, bank, device, **turns, report=status.update)
+                where = {**setting, "method": METHOD_OF.get(group, group), "width": C, "images": N}
+                where |= {"bank": bank if group == "moco" else None, "rounds": len(timed[0].milliseconds)}
+                found.append([{**where, **row} for row in rows_of(timed)])
+                path = append(output, "methods", found[-1])
+                del timed  # it holds banks, and the next ones come before these would go
+            show(console, f"C = {C}, N = {N}", found)
+    console.print(f"rows appended to {path}")

@@ -1,0 +1,147 @@
+"""Speed and memory of the objective alone, forward and backward, against plain torch and against the limit.
+
+    unigrad-fast bench kernels [--width C] [--images N] [--output FOLDER]
+
+    authors          the authors' formulation: whole-matrix expressions and autograd; under autocast, as published, F is
+                     in half precision too
+    torch            the best of plain torch: F moved by one in-place product over both views, the gradient by hand
+    torch lerp       the same with bf16 operands and fp32 results: a product, then `lerp_`; on a GPU only
+    torch addmm      the same as one product that adds bf16 operands into F in fp32; on a GPU only
+    ours             `UniGrad`; on the CPU also with the product u·F in bf16, where the processor multiplies it
+
+Each but the authors' and ours is measured as it is and compiled. All take the same embeddings of two views, and turns:
+one block of steps each, round after round. A row has milliseconds per step; TFLOP/s and GB/s by the counts of our
+design (`roofline.Design`) for the variant's precision; the share of that design's roofline, with peaks measured in the
+same run; the peak memory of a step beyond what it starts with, gradients included, in fp32 elements per N·C (8 are the
+gradients and three more of their size); the bytes of F and its copies, which stay; and the gradient's relative error
+against float64. Rows go to OUTPUT/objective.jsonl.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from unigrad_fast.benchmarks.counts.roofline import measure_peaks
+from unigrad_fast.benchmarks.harness.record import append, make_folder
+from unigrad_fast.benchmarks.measures.objective_blocks import measure, ratio_rows
+from unigrad_fast.benchmarks.peers.objective import left_out, variants
+from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.errors import UserError
+
+WIDTHS, IMAGES = (1024, 2048, 4096, 8192, 16384), (128, 512)
+
+
+def lines(title: str, rows: list[dict]) -> list[str]:
+    """A table of measurements, and the ratios below it."""
+    cells = [["", "ms", "range", "TFLOP/s", "GB/s", "limit", "N·C", "F, MiB", "error"]]
+    notes = []
+    for row in rows:
+        if row["unit"] == "ratio":
+            notes.append(f"{row['what']}: {row['median']:.2f} ({row['least']:.2f} to {row['most']:.2f})")
+        elif row["failed"]:
+            notes.append(f"{row['what']} failed: {row['failed']}")
+        else:
+            median, least, most = (digits(row[key]) for key in ("median", "least", "most"))
+            rates = [digits(row["tflops"]), digits(row["gb_per_s"]), f"{row['roofline_share']:.0%}"]
+            space = [f"{row['memory_nc']:.2f}", f"{row['correlation_bytes'] / 2**20:.0f}"]
+            cells.append([row["what"], median, f"{least}–{most}", *rates, *space, f"{row['gradient_error']:.0e}"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = [
+        "  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True))])
+        for first, *rest in cells
+    ]
+    return ["", title, *table, *notes]
+
+
+def digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def bench(
+    device: torch.device,
+    shapes: Iterable[tuple[int, int]],
+    *,
+    repetitions: int = 11,
+    block_seconds: float = 0.2,
+    most_seconds: float = 20.0,
+    compiled: bool = True,
+    output: Path | None = None,
+    end: float = math.inf,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[dict]:
+    """Measure, print the tables and append the rows.
+
+    Args:
+        device: where to.
+        shapes: C and N of each measurement.
+        repetitions: rounds at most, in each of which every variant has a block.
+        block_seconds: what a block takes at least, in whole steps.
+        most_seconds: of the rounds of one shape; at least `timed.LEAST_ROUNDS` are made all the same.
+        compiled: whether torch.compile has its turn.
+        output: folder of the rows; None writes none.
+        end: by `time.monotonic`; no shape is begun after it.
+        progress: is told what is being done.
+
+    Returns:
+        The rows.
+    """
+    progress("measuring the peaks")
+    rows: list[dict] = []
+    precisions = {variant.precision for variant in variants(1, device, False)}
+    side, elements = (8192, 2**28) if device.type == "cuda" else (2048, 2**26)
+    peaks = measure_peaks(precisions, device, side, elements)
+    products = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {precision}" for precision, flops in peaks.flops.items())
+    print(f"peaks: {products}; copy {peaks.copy / 1e9:.3g} GB/s", flush=True)
+    if missing := left_out(device):
+        print(f"left out, as fp32 results of bf16 matrices need a GPU that has bf16: {', '.join(missing)}")
+    print("limit: share of the roofline; N·C: peak memory beyond F in fp32 arrays of that size; F: with its copies")
+    for C, N in itertools.takewhile(lambda _: time.monotonic() < end, shapes):
+        torch.compiler.reset()  # it gives up after some shapes
+        measured = measure(variants(C, device, compiled), N, C, repetitions, block_seconds, most_seconds, progress)
+        setting = {
+            "width": C,
+            "images": N,
+            "device": device.type,
+            "threads": torch.get_num_threads(),
+            "rounds": max(len(each.milliseconds) for each in measured),
+            "peak_tflops": {precision: flops / 1e12 for precision, flops in peaks.flops.items()},
+            "peak_gb_per_s": peaks.copy / 1e9,
+        }
+        found = [{**setting, **row} for row in (*(each.row(peaks) for each in measured), *ratio_rows(measured))]
+        del measured  # every variant holds an F, and the next ones come before these would go
+        print("\n".join(lines(f"C = {C}, N = {N}", found)), flush=True)
+        rows += found
+        if output is not None:
+            path = append(output, "objective", found)
+    if output is not None and rows:
+        print(f"rows appended to {path}")
+    return rows
+
+
+def main(width: int | None, images: int | None, output: Path, **settings) -> None:
+    """`bench` on this machine's device, with the options of `unigrad-fast bench kernels`.
+
+    Raises:
+        UserError: the environment says that this is one process of several; `output` is a file.
+    """
+    if process_group.launch_environment(os.environ).size > 1:
+        raise UserError("bench kernels measures one process; start it without torchrun, deepspeed or srun")
+    shapes = itertools.product([width] if width else WIDTHS, [images] if images else IMAGES)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        use_triton(device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    make_folder(output)
+    from rich.console import Console  # here: `bench` runs where torch and Triton are all there is
+
+    with Console().status("starting") as status:
+        bench(device, shapes, output=output, progress=status.update, **settings)

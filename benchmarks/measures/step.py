@@ -1,0 +1,129 @@
+"""Images per second and peak memory of a training step, against a plain loop in the authors' formulation.
+
+    unigrad-fast bench step [--case resnet50|resnet18|all] [--photographs FOLDER] [--output FOLDER]
+
+    authors   images decoded and augmented by Pillow and torchvision in 2 worker processes, contiguous memory, the
+              objective in whole-matrix torch expressions, torch's SGD, a target update parameter by parameter
+    ours      a step of `pretrain` as shipped: DALI, channels-last memory, our objective, DeepSpeed, all reports
+    ceiling   our networks alone on images that lie in memory: target forward, online forward, backward of a sum
+
+All start from the same weights and read the same images. Each variant lives in a process of its own and they take
+turns: one block of steps each, round after round, every block begun by steps that are not measured. A process may
+still fill its queues of images after its block; the next one starts when it has come to rest. Where data is slower
+than the networks, take as many `--warmup` steps as those queues hold batches (4), or a block begins with a gift.
+
+Peak memory is that of the variant's process (without the authors' worker processes), on a GPU that of torch's
+allocator (without DALI's). Rows go to OUTPUT/step.jsonl.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from unigrad_fast.benchmarks.harness.images import draw, link_images, spread_evenly
+from unigrad_fast.benchmarks.harness.processes import require_one_process
+from unigrad_fast.benchmarks.harness.record import append, make_folder
+from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, ratio_row, spread
+from unigrad_fast.benchmarks.measures.step_blocks import SUBJECTS, Block, Case, Subject, measure
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.precision import autocast_dtype
+from unigrad_fast.runtime.tables import table_of_figures
+
+LEAST_BATCHES = 4  # per epoch
+CASES = {"resnet50": Case("resnet50", 224, 16), "resnet18": Case("resnet18", 96, 64)}
+
+
+def rows_of(blocks: dict[Subject, list[Block]], shipped: str) -> list[dict]:
+    """A row per variant (images/s) and per ratio: median, least and most over the rounds.
+
+    Args:
+        blocks: of every variant, one per round.
+        shipped: the precision that ours chooses by itself.
+    """
+    rows = []
+    for subject, measured in blocks.items():
+        phases = {key: statistics.median(block.phases[key] for block in measured) for key in measured[-1].phases}
+        speed = spread([block.images_per_s for block in measured])
+        peak = measured[-1].peak_gib
+        rows.append({"what": str(subject), "unit": "images/s", **speed, "peak_gib": peak, "phases": phases})
+    ratios = {
+        f"ours as shipped ({shipped}) / authors, fp32": (("ours", shipped), ("authors", "fp32")),
+        "ours / authors, bf16": (("ours", "bf16"), ("authors", "bf16")),
+        "ours / authors, fp32": (("ours", "fp32"), ("authors", "fp32")),
+        "ours / ceiling, bf16": (("ours", "bf16"), ("ceiling", "bf16")),
+        "ours / ceiling, fp32": (("ours", "fp32"), ("ceiling", "fp32")),
+    }
+    for name, pair in ratios.items():
+        rows.append(ratio_row(name, *([block.images_per_s for block in blocks[Subject(*each)]] for each in pair)))
+    return rows
+
+
+def show(console: Console, title: str, rows: list[dict]) -> None:
+    table = table_of_figures("images/s", "median", "least to most", "peak, GiB", title=title)
+    for row in rows:
+        peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else ""
+        table.add_row(row["what"], *median_and_range(row, digits=2 if row["unit"] == "ratio" else 1), peak)
+        table.rows[-1].end_section = row is rows[len(SUBJECTS) - 1]
+    console.print(table)
+    for row in rows:
+        if row.get("phases"):
+            parts = (f"{key.removeprefix('ms_')} {value:.0f}" for key, value in row["phases"].items())
+            console.print(f"{row['what']}, ms of a step: {', '.join(parts)}")
+
+
+def open_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
+    """The images to use, drawn into `folder` where none are given, and what they are."""
+    source, what = (given, f"images of {given.name}") if given else draw(folder / "drawn")
+    found = Manifest.open(source)
+    return found, f"{len(found):,} {what}"
+
+
+def link_tree(found: Manifest, folder: Path, count: int) -> Path:
+    """An ImageFolder tree of `count` links to images: some of them, spread evenly, or all of them repeatedly."""
+    link_images((Path(found.path(number)) for number in spread_evenly(len(found), count)), folder / "images")
+    return folder
+
+
+def main(
+    case: str, photographs: Path | None, batch_size: int | None, image_size: int | None, turns: Turns, output: Path
+) -> None:
+    """Measure, print the table and append the rows, with the options of `unigrad-fast bench step`.
+
+    Raises:
+        UserError: the environment says that this is one process of several; `output` is a file.
+        DataError: the images cannot be used.
+    """
+    require_one_process("bench step")
+    make_folder(output)
+    console = new_console()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shipped = "fp32" if autocast_dtype("auto", device) is None else "bf16"
+    with tempfile.TemporaryDirectory() as folder:
+        found, what = open_images(photographs, Path(folder))
+        for name in CASES if case == "all" else [case]:
+            chosen = CASES[name]
+            batch = batch_size or chosen.batch_size
+            chosen = Case(chosen.backbone, image_size or chosen.image_size, batch)
+            needed = batch * max(LEAST_BATCHES, turns.all_steps)
+            count = max(LEAST_BATCHES * batch, min(needed, len(found)))
+            linked = link_tree(found, Path(folder, name), count)
+            with console.status("starting") as status:
+                blocks = measure(chosen, linked, turns, status.update)
+            rows = rows_of(blocks, shipped)
+            title = f"{chosen.backbone}, {chosen.image_size} px, batch {batch}, {what}"
+            show(console, title, rows)
+            setting = {
+                "backbone": chosen.backbone,
+                "image_size": chosen.image_size,
+                "batch_size": batch,
+                "images": what,
+                **turns.as_row(),
+            }
+            path = append(output, "step", [{**setting, **row} for row in rows])
+    console.print(f"rows appended to {path}")

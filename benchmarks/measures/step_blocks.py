@@ -1,0 +1,120 @@
+"""Measures the training step: every variant in a process of its own, block by block in turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from unigrad_fast.benchmarks.harness.memory import give_back_free_memory, process_bytes
+from unigrad_fast.benchmarks.harness.processes import in_processes, new_process, rest
+from unigrad_fast.benchmarks.harness.turns import Turns, seconds, take_turns
+from unigrad_fast.benchmarks.peers.step import VARIANTS
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.runtime import process_group
+from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
+
+
+class Subject(NamedTuple):
+    """A variant in a precision."""
+
+    who: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.who}, {self.precision}"
+
+
+SUBJECTS = [Subject(who, precision) for who in VARIANTS for precision in ("fp32", "bf16")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its input: images of `image_size` pixels a side, `batch_size` of them per step."""
+
+    backbone: str
+    image_size: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block of steps took: images/s (two views each), GiB at the peak until now, ms per phase of a step."""
+
+    images_per_s: float
+    peak_gib: float
+    phases: dict[str, float]
+
+
+class StepWorker:
+    """A variant in a process of its own."""
+
+    def __init__(self, who: str, config: Config):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        with ExitStack() as session:  # which ends here if the variant cannot be made: others may wait for this process
+            world = session.enter_context(process_group.session(config.engine.device))
+            self.device = world.device
+            session.enter_context(tensor_float32(config.engine.tf32))
+            session.enter_context(fastest_convolutions(world.device))
+            self.variant = VARIANTS[who](config, world)
+            session.callback(self.variant.close)
+            self.session = session.pop_all()
+
+    def block(self, warmup: int, steps: int) -> Block:
+        """Measures a block of steps, and returns when the process is at rest again."""
+        for _ in range(warmup):
+            self.variant.step()
+        each = seconds(self.variant.step, self.device, steps)
+        block = Block(
+            images_per_s=self.variant.config.data.batch_size / each,
+            peak_gib=self.peak() / 2**30,
+            phases=self.variant.phases(steps),
+        )
+        self.come_to_rest()
+        return block
+
+    def come_to_rest(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_free_memory()
+        rest()
+
+    def close(self) -> None:
+        self.session.close()
+
+    def peak(self) -> int:
+        """Bytes of memory at the peak."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else process_bytes("VmHWM")
+
+
+def configure(case: Case, images: Path, precision: str, least_steps: int) -> Config:
+    """The recipe `imagenet_100ep`, long enough for `least_steps`; every step is reported."""
+    per_epoch = len(list(images.glob("*/*"))) // case.batch_size
+    return resolve(
+        "imagenet_100ep",
+        {
+            "data": {"train": images, "batch_size": case.batch_size, "image_size": case.image_size},
+            "model": {"backbone": case.backbone},
+            "schedule": {"epochs": max(100, -(-least_steps // per_epoch))},
+            "engine": {"precision": precision},
+            "telemetry": {"every": 1},
+        },
+    )
+
+
+def measure(case: Case, images: Path, turns: Turns, report: Callable[[str], None]) -> dict[Subject, list[Block]]:
+    """The blocks of every variant, one per round."""
+    workers = {
+        subject: partial(StepWorker, subject.who, configure(case, images, subject.precision, turns.all_steps))
+        for subject in SUBJECTS
+    }
+    with in_processes(workers, new_process) as blocks:
+        each = {subject: partial(block, turns.warmup, turns.steps) for subject, block in blocks.items()}
+        return take_turns(each, turns.repetitions, report=lambda what: report(f"{case.backbone}, {what}"))

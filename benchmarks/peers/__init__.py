@@ -1,0 +1,1 @@
+"""What ours is compared with: the authors' formulation, plain torch, torchvision."""

@@ -1,0 +1,194 @@
+"""The variants of the data path, endless batches each: ours, torchvision's three, decoding alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchvision import transforms
+from torchvision.io import decode_image
+from torchvision.transforms import InterpolationMode, v2
+
+from unigrad_fast.benchmarks.harness.images import read_image
+from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, View
+
+QUEUE = 2  # batches per worker process that a DataLoader makes ahead
+LEAST_WARMUP = 4  # batches; no fewer than DALI makes ahead
+ENDLESS = 2**40
+
+Batches = Generator[object, None, None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every variant has to do.
+
+    Attributes:
+        views: the recipe.
+        images, cache: folder of the files, and of the manifest's remembered sizes.
+        batch_size: images per batch.
+        threads: of ours; worker processes of the others.
+        device: of ours, "cpu" or "gpu".
+    """
+
+    views: tuple[View, ...]
+    images: Path
+    cache: Path
+    batch_size: int
+    threads: int
+    device: str
+
+    @property
+    def warmup(self) -> int:
+        """Batches that may lie in the queues when a block begins."""
+        return max(LEAST_WARMUP, QUEUE * self.threads)
+
+    def manifest(self) -> Manifest:
+        return Manifest.open(self.images, self.cache)
+
+
+def ours(setting: Setting) -> Batches:
+    loader = Loader(
+        setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
+    )
+    for batch in loader.iterate():
+        yield batch.views
+
+
+def torchvision_v1(setting: Setting) -> Batches:
+    tail = [transforms.ToTensor()]
+    augment = [augmentation(view, transforms, blur_image(view), tail) for view in setting.views]
+    yield from torch_batches(setting, lambda data: each(augment, read_image(data)))
+
+
+def torchvision_v2_pillow(setting: Setting) -> Batches:
+    tail = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    augment = [augmentation(view, v2, blur_image(view), tail) for view in setting.views]
+    yield from torch_batches(setting, lambda data: each(augment, read_image(data)))
+
+
+def torchvision_v2_tensors(setting: Setting) -> Batches:
+    tail = [v2.ToDtype(torch.float32, scale=True)]
+    augment = [augmentation(view, v2, blur_tensor(view), tail) for view in setting.views]
+    yield from torch_batches(setting, lambda data: each(augment, read_tensor(data)))
+
+
+def dali_decoding(setting: Setting) -> Batches:
+    from nvidia.dali import fn, pipeline_def, types
+
+    manifest = setting.manifest()
+    on_gpu = setting.device == "gpu"
+    order = iter(RandomSampler(manifest, num_samples=ENDLESS))
+
+    def encoded() -> list[np.ndarray]:
+        return [np.frombuffer(manifest.read(next(order)), np.uint8) for _ in range(setting.batch_size)]
+
+    @pipeline_def(
+        batch_size=setting.batch_size,
+        num_threads=setting.threads,
+        device_id=torch.cuda.current_device() if on_gpu else None,
+        prefetch_queue_depth=2,
+    )
+    def define() -> Any:
+        data = fn.external_source(source=encoded, batch=True)
+        device = "mixed" if on_gpu else "cpu"
+        return fn.decoders.image(data, device=device, output_type=types.RGB, adjust_orientation=False)
+
+    pipeline = define()
+    while True:
+        yield pipeline.run()
+
+
+def pillow_decoding(setting: Setting) -> Batches:
+    yield from torch_batches(setting, lambda data: read_image(data).size)
+
+
+OURS, DALI, PILLOW = "ours", "DALI, decoding alone", "Pillow, decoding alone"
+TORCHVISION: dict[str, Callable[[Setting], Batches]] = {
+    "torchvision v1": torchvision_v1,
+    "torchvision v2, Pillow": torchvision_v2_pillow,
+    "torchvision v2, tensors": torchvision_v2_tensors,
+}
+VARIANTS = {OURS: ours, **TORCHVISION, DALI: dali_decoding, PILLOW: pillow_decoding}
+
+
+def augmentation(
+    view: View, kit: ModuleType, blur: Callable[[Any], Any], tail: list[Callable[[Any], Any]]
+) -> Callable[[Any], Tensor]:
+    """A recipe's view by torchvision: a decoded image to a normalised tensor [3, size, size].
+
+    Args:
+        view: the numbers.
+        kit: `torchvision.transforms` or its `v2`.
+        blur: of an image.
+        tail: what makes an fp32 tensor on the scale 0..1 of it.
+    """
+    steps = [
+        kit.RandomResizedCrop(view.size, view.scale, view.ratio, InterpolationMode(view.interpolation), antialias=True)
+    ]
+    if view.jitter_probability:
+        steps.append(kit.RandomApply([kit.ColorJitter(*view.jitter)], view.jitter_probability))
+    if view.gray_probability:
+        steps.append(kit.RandomGrayscale(view.gray_probability))
+    if view.blur_probability:
+        steps.append(kit.RandomApply([blur], view.blur_probability))
+    if view.solarize_probability:
+        steps.append(kit.RandomSolarize(128, view.solarize_probability))
+    return kit.Compose([*steps, kit.RandomHorizontalFlip(view.flip_probability), *tail, kit.Normalize(MEAN, DEVIATION)])
+
+
+def blur_image(view: View) -> Callable[[Image.Image], Image.Image]:
+    return lambda image: image.filter(ImageFilter.GaussianBlur(random.uniform(*view.blur_sigma)))
+
+
+def blur_tensor(view: View) -> Callable[[Tensor], Tensor]:
+    return v2.GaussianBlur(2 * int(np.ceil(3 * view.blur_sigma[1])) + 1, view.blur_sigma)
+
+
+def each(augment: list[Callable[[Any], Tensor]], image: object) -> list[Tensor]:
+    return [view(image) for view in augment]
+
+
+def read_tensor(data: bytes) -> Tensor:
+    """uint8 [3, H, W]; by Pillow where torchvision comes without a decoder for the file."""
+    try:
+        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
+    except RuntimeError:
+        return v2.functional.pil_to_tensor(read_image(data))
+
+
+@dataclass(frozen=True)
+class Files(Dataset):
+    """The images of a manifest, transformed from their encoded bytes."""
+
+    manifest: Manifest
+    transform: Callable[[bytes], object]
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, index: int) -> object:
+        return self.transform(self.manifest.read(index))
+
+
+def torch_batches(setting: Setting, transform: Callable[[bytes], object]) -> Batches:
+    files = Files(setting.manifest(), transform)
+    yield from DataLoader(
+        files,
+        batch_size=setting.batch_size,
+        # One iteration for all batches: worker processes are started once.
+        sampler=RandomSampler(files, num_samples=ENDLESS),
+        num_workers=setting.threads,
+        prefetch_factor=QUEUE,
+        multiprocessing_context="fork",  # the transforms are closures; and a plain script's default
+    )

@@ -1,0 +1,114 @@
+"""Bytes and FLOPs of batch norm's kernels by count, alone and over a network, beside those of cuDNN and eager torch.
+
+Counted per element of the normalised tensor, in bf16: every tensor of images once per kernel that reads or writes it,
+the ReLU's mask as a bit. What has one number per channel is left out, but in `settle_bytes`, which moves nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from unigrad_fast.dry_run import Card
+from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
+from unigrad_fast.networks.residual import fuse
+
+X, BIT = 2.0, 1 / 8  # bytes of an element of a tensor, and of the mask
+VECTOR = {"h100": 67e12, "a100": 19.5e12}  # FLOP/s in fp32 outside the matrix units, by the data sheets
+
+
+class Fusion(NamedTuple):
+    """What follows a norm in its kernel."""
+
+    relu: bool
+    residual: bool
+
+    def __str__(self) -> str:
+        return "norm" + ", add" * self.residual + ", ReLU" * self.relu
+
+
+FUSIONS = (Fusion(relu=False, residual=False), Fusion(relu=True, residual=False), Fusion(relu=True, residual=True))
+
+
+class Count(NamedTuple):
+    """Of a kernel, per element."""
+
+    bytes: float
+    flops: int
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes
+
+    def least_seconds(self, elements: int, card: str) -> float:
+        figures = Card.of(card)
+        moved, computed = self.bytes * elements / figures.memory, self.flops * elements / VECTOR[card]
+        return max(figures.launch, moved, computed)
+
+
+def statistics() -> Count:
+    """x is read; a difference to the shift, its sum and that of its square."""
+    return Count(X, 4)
+
+
+def normalise(fusion: Fusion) -> Count:
+    """x and the residual are read, y and the mask written; two products, two sums, and what follows."""
+    mask = BIT * (fusion.relu and fusion.residual)
+    return Count(X * (2 + fusion.residual) + mask, 4 + fusion.residual + fusion.relu)
+
+
+def sums(fusion: Fusion) -> Count:
+    """dy, x and the mask are read; x̂, three operations for what the ReLU lets through where no mask says it, sums."""
+    mask = BIT * (fusion.relu and fusion.residual)
+    return Count(2 * X + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 3)
+
+
+def gradient(fusion: Fusion) -> Count:
+    """As `sums` up to the ReLU; dx, and the residual's gradient, are written."""
+    mask = BIT * (fusion.relu and fusion.residual)
+    return Count(X * (3 + fusion.residual) + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 4)
+
+
+def settle_bytes(ranks: int, groups: int, channels: int) -> int:
+    """Three float64 per rank, group and channel read, mean and variance written, two running buffers read and written,
+    and the rows of each group and the counter of batches."""
+    return 24 * ranks * groups * channels + 8 * groups * channels + 16 * channels + 8 * groups + 16
+
+
+def ours(fusion: Fusion) -> tuple[float, float]:
+    """Bytes per element forward and backward."""
+    forward = statistics().bytes + normalise(fusion).bytes
+    return forward, sums(fusion).bytes + gradient(fusion).bytes
+
+
+def eager(fusion: Fusion) -> tuple[float, float]:
+    """The same of cuDNN's batch norm, which reads its input twice in either direction, and torch's operators after it.
+
+    The addition in place reads two tensors and writes one, and passes its gradient on as it is; the ReLU in place reads
+    and writes one, and in the backward pass reads dy and y and writes one.
+    """
+    forward = 3 * X + 3 * X * fusion.residual + 2 * X * fusion.relu
+    return forward, 5 * X + 3 * X * fusion.relu
+
+
+def elements(backbone: str, image_size: int) -> Counter[Fusion]:
+    """Numbers that a backbone normalises per image, by what follows."""
+    found: Counter[Fusion] = Counter()
+
+    def count(module: nn.Module, arguments, keywords, output) -> None:
+        residual = keywords.get("residual") is not None
+        found[Fusion(relu=keywords.get("relu", False), residual=residual)] += output[0].numel()
+
+    with torch.device("meta"):
+        network = build_backbone(backbone)
+        convert(network, synchronised=False)
+        fuse(network, nn.Sequential())
+        for module in network.modules():
+            if isinstance(module, GroupedBatchNorm):
+                module.register_forward_hook(count, with_kwargs=True)
+        network(torch.empty(2, 3, image_size, image_size))
+    return found

@@ -1,0 +1,72 @@
+"""The private parts of torch that the package uses, but for those of `kernels/torch_private.py`.
+
+torch may change or drop any of them with a release. Nothing else in the package names them, and
+`tests/runtime/test_torch_private.py` says which one an installed torch lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_pytree_node, tree_leaves
+
+__all__ = [
+    "DataDependentOutputException",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "register_pytree_node",
+    "tree_leaves",
+]
+
+BatchNorm = _BatchNorm  # of any number of dimensions
+
+# Many tensors at once: torch's optimizers are made of these.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+spin = torch.cuda._sleep
+"""Keeps the current stream busy for so many clock cycles."""
+
+FUSED_OPTIMIZERS = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adamw_)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def set_timeout(timeout_of: Callable[[str], timedelta]) -> None:
+    """How long a collective may take from now on, by the name of a backend, in every process group that there is."""
+    for group in _process_groups():
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            backend._set_default_timeout(timeout_of(backend.name()))
+
+
+def collectives_begun() -> int:
+    """Collectives that this rank has begun, over all process groups."""
+    return sum(group._get_sequence_number_for_group() for group in _process_groups())
+
+
+def init_fake_process_group(ranks: int) -> None:
+    """Make this process rank 0 of a default group without other ranks, whose collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def _process_groups() -> list[dist.ProcessGroup]:
+    """All of this process, those that libraries have made too."""
+    return list(dist.distributed_c10d._world.pg_map)
