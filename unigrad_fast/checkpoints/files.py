@@ -33,7 +33,7 @@ from torch import Tensor
 
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
 
@@ -75,11 +75,11 @@ def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any
         OSError: on all ranks, when a file cannot be written on one of them.
     """
     root = _root(run)
-    unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{gather(uuid.uuid4().hex[:8])[0]}"
+    unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{on_first(lambda: uuid.uuid4().hex[:8])}"
     try:
-        on_all_ranks(lambda: unfinished.mkdir(parents=True) if rank == 0 else None)
+        on_first(lambda: unfinished.mkdir(parents=True))
         records = gather(on_all_ranks(lambda: _write_pieces(unfinished / f"rank-{rank:05}", pieces)))
-        return gather(on_all_ranks(lambda: _complete(unfinished, step, records, about) if rank == 0 else None))[0]
+        return on_first(lambda: _complete(unfinished, step, records, about))
     except BaseException:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -14,7 +14,7 @@ import numpy as np
 from unigrad_fast.config import Config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.process_group import World, from_first, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 
 COMPARED = 16  # files by which a node knows those that rank 0 has listed
 SAMPLED = 256  # images whose sizes a run remembers
@@ -36,10 +36,10 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     folders = [folder for folder in (config.data.train, config.data.val) if folder is not None]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        first = on_all_ranks(lambda: [_list(folder) for folder in folders] if world.rank == 0 else [])
-        told = from_first(first)
+        told = on_first(lambda: [_list(folder) for folder in folders])
         alone = world.rank != 0 and _sees_others(folders, told, world)
-        own = first + on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
+        again = on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
+        own = told if world.rank == 0 else again
     digests = gather([digest(listed.manifest) for listed in own])
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):

@@ -32,7 +32,7 @@ from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
 from unigrad_fast.training.fragments import Fragment, whole
 from unigrad_fast.training.same_run import contradictions
 from unigrad_fast.training.target import refresh_
@@ -171,8 +171,8 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         UserError: on all ranks, when it is damaged, or the configuration contradicts it.
     """
     run, damaged = config.output, []
-    pointer = gather(on_all_ranks(lambda: _dangling_pointer(run) if fall_back and world.rank == 0 else None))[0]
-    for folder in gather(on_all_ranks(lambda: _candidates(run, fall_back) if world.rank == 0 else []))[0]:
+    pointer = on_first(lambda: _dangling_pointer(run) if fall_back else None)
+    for folder in on_first(lambda: _candidates(run, fall_back)):
         try:
             reader = on_all_ranks(lambda: _verified(folder, world))  # noqa: B023
         except UserError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unigrad_fast.runtime.errors import Preempted, RankLost, RunStopped
 from unigrad_fast.runtime.fallback import printable
-from unigrad_fast.runtime.process_group import World, on_all_ranks
+from unigrad_fast.runtime.process_group import World, on_first
 from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.messages import line
 
@@ -30,7 +30,7 @@ def noted(run: Path, world: World) -> Iterator[None]:
         yield
     except Preempted as error:
         said, status = str(error), error.status
-        on_all_ranks(lambda: note_preemption(run, status, said) if world.rank == 0 else None)
+        on_first(lambda: note_preemption(run, status, said))
         raise
     except RankLost:
         raise

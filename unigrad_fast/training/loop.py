@@ -22,7 +22,7 @@ from unigrad_fast.runtime.attendance import attended
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 from unigrad_fast.runtime.shell import own, program, typed
 from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
@@ -69,7 +69,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         stack.push(preemption.settle)
         require_same_everywhere(config, world)
         if not numbered:
-            on_all_ranks(lambda: ending.begin_anew(config.output, os.environ) if world.rank == 0 else None)
+            on_first(lambda: ending.begin_anew(config.output, os.environ))
         saved, warnings = (None, []) if numbered else checkpoint.find(config, world, fall_back)
         if saved is None and not numbered:
             on_all_ranks(lambda: require_same_run(config))
@@ -224,7 +224,7 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
 def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
     """Judge the encoder where that is due and was not done, as it may have been before the run was resumed."""
     step = trainer.steps_done
-    if probe is None or not trainer.is_evaluation_due() or gather(telemetry.evaluated(step))[0]:
+    if probe is None or not trainer.is_evaluation_due() or on_first(lambda: telemetry.evaluated(step)):
         return
     saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
     with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):

@@ -75,7 +75,7 @@ class Trainer:
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config, world)
-        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
+        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
