@@ -11,6 +11,7 @@ import yaml
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import leaves, shown, validate
@@ -22,7 +23,7 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     Raises:
         UserError: there is none in the checkpoint, and none that can be used in RUN/config.yaml.
     """
-    path = run / "config.yaml"
+    path = RunFolder(run).configuration
     tree = reader.about.get("config")
     if not tree:
         return resolve(path), []

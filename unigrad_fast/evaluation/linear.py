@@ -92,7 +92,7 @@ class LinearProbe:
 
     def loader(self, manifest: Manifest) -> EvaluationLoader:
         """Centre crops of this rank's share of some images."""
-        return own_images(manifest, self.config, self.world)
+        return own_images(manifest, self.config.data, self.config.evaluation, self.world)
 
     def left_out(self, loader: EvaluationLoader, kind: str) -> int:
         """How many images no rank could use, of which the user is told."""

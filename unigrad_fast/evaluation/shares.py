@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.evaluation.features import LeftOut, count_left_out, features_of
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
@@ -61,7 +61,8 @@ def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], T
 
 def own_images(
     manifest: Manifest,
-    config: Config,
+    data: config.Data,
+    settings: config.Evaluation,
     world: World,
     image_size: int | None = None,
     crop_fraction: float | None = None,
@@ -69,9 +70,8 @@ def own_images(
     """Centre crops of this rank's images.
 
     Args:
-        image_size, crop_fraction: in place of the configuration's.
+        image_size, crop_fraction: in place of the settings'.
     """
-    data, settings = config.data, config.evaluation
     return EvaluationLoader(
         manifest,
         image_size or data.image_size,

@@ -11,8 +11,8 @@ from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.runtime.errors import DataError, RunStopped
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.process_group import gather, on_first
+from unigrad_fast.runtime.run_folder import RunFolder
 
-FILE = "bad_images.jsonl"
 SHOWN = 5  # in the message of a run that stops
 MOST_TOLD = 50  # warnings of one image each
 
@@ -31,7 +31,7 @@ class BadImages:
     """
 
     def __init__(self, folder: Path | None, manifest: Manifest, most: float, goes_on: bool = True):
-        self.path = None if folder is None else folder / FILE
+        self.path = None if folder is None else RunFolder(folder).bad_images
         self.manifest, self.most = manifest, most
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
         self._told = 0

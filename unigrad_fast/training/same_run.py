@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather
+from unigrad_fast.runtime.run_folder import NEW_RUN, RunFolder
 from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
@@ -33,16 +32,10 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
 
 def require_same_run(config: Config) -> None:
     """Raises UserError when a run that has no checkpoint yet was begun in this folder with another configuration."""
-    path = config.output / "config.yaml"
-    if path.is_file():
-        try:
-            saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
-        if not isinstance(saved, dict):
-            raise UserError(f"{path}: is not the configuration of a run; another --output begins a new run")
-        if differing := contradictions(config, saved, f"the run in {config.output}"):
-            raise UserError("\n".join([*differing, "another --output begins a new run"]))
+    run = RunFolder(config.output)
+    saved = run.saved_configuration()
+    if saved is not None and (differing := contradictions(config, saved, f"the run in {run}")):
+        raise UserError("\n".join([*differing, NEW_RUN]))
 
 
 def require_same_everywhere(config: Config, world: World) -> None:
