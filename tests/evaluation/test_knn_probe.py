@@ -13,8 +13,8 @@ from test_features import listed_before_damage
 from torch import nn
 
 from unigrad_fast.config import resolve
-from unigrad_fast.evaluation import KNNResult
 from unigrad_fast.evaluation.baselines import BASELINES
+from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import RunStopped

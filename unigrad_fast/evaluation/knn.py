@@ -4,15 +4,8 @@ The protocol of InstDisc (Wu et al., CVPR 2018) that MoCo and DINO report too: f
 k images of the bank with the largest cosine similarity s vote for their class with weight exp(s / T), and the
 class with the largest sum wins.
 
-Memory. The search walks over the bank in blocks of `chunk` rows and, inside, over the queries in blocks of
-`chunk` rows, and keeps the k best of each query. Beside the features that the caller holds, it needs at most
-about
-
-    16 · chunk · dim  +  44 · chunk²  +  32 · queries · k  +  48 · chunk · (k + classes)   bytes
-
-where the second term falls to 9 · chunk² unless similarities tie. The 1.28 million by 2048 features of
-ImageNet, 50,000 queries, k = 200 and the default chunk take under 0.9 GB (1.5 GB with ties in every row); the
-bank itself stays where it is (10.5 GB in fp32) and visits the device block by block, once.
+The search walks over the bank in blocks of `chunk` rows and, inside, over the queries in blocks of `chunk` rows, and
+keeps the k best of each query. `sharded_knn` calls it, where each rank has a share of the bank.
 
 Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbours.
 """
@@ -22,9 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import normalize
 
 PROTOCOL = "weighted kNN"
 BRANCH = "online backbone"  # the branch whose features a run reports
@@ -50,94 +41,9 @@ class KNNResult:
     left_out: tuple[str, ...] = ()
 
 
-@torch.no_grad()
-def weighted_knn(
-    train_features: Tensor,
-    train_labels: Tensor,
-    val_features: Tensor,
-    val_labels: Tensor,
-    k: int | Literal["auto"] = "auto",
-    temperature: float = 0.1,
-    chunk: int = 4096,
-    device: torch.device | str | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-) -> KNNResult:
-    """Classifies the validation features by the votes of their nearest training features.
-
-    Args:
-        train_features: the bank, [n, D], any floating dtype (fp32 arithmetic, float64 where the features are
-            float64).
-        train_labels: int64 [n], all ≥ 0.
-        val_features: the queries, [q, D].
-        val_labels: int64 [q], all ≥ 0.
-        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000
-            images, else 20.
-        temperature: T of the votes exp(s / T).
-        chunk: rows per block; bounds the memory (module docstring) and changes nothing but the rounding of s.
-        device: where similarities are computed; by default where the bank lies.
-        rank, world_size: above 1 every rank of the default process group calls this together with the same features,
-            and classifies its share of the queries; all get the result.
-
-    Neither the order of the bank nor that of the queries matters: among equally similar images those with the
-    smaller class number vote, and among equal votes the smaller class number wins. A class without a vote is
-    never a top-5 hit.
-
-    Raises ValueError where shapes, labels, features, k or temperature make no sense.
-    """
-    _check(train_features, train_labels, "train")
-    _check(val_features, val_labels, "val")
-    if train_features.shape[1] != val_features.shape[1]:
-        raise ValueError(
-            f"train features have {train_features.shape[1]} dimensions and val features "
-            f"{val_features.shape[1]}; both must come from one encoder"
-        )
-    k = neighbours(k, len(train_features))
-    if k < 1 or chunk < 1 or not temperature > 0:
-        raise ValueError(f"k ({k}), chunk ({chunk}) and temperature ({temperature}) must be positive")
-
-    train_labels, val_labels = train_labels.cpu(), val_labels.cpu()
-    classes = int(max(train_labels.max(), val_labels.max())) + 1
-    own_queries, own_labels = val_features[rank::world_size], val_labels[rank::world_size]
-    hits = torch.zeros(2, dtype=torch.int64)
-    if len(own_labels):
-        device = torch.device(device or train_features.device)
-        dtype = torch.float64 if train_features.dtype == torch.float64 else torch.float32
-
-        def similarity_to(bank_rows: Tensor) -> Callable[[Tensor], Tensor]:
-            unit_bank_BD = normalize(bank_rows.to(device, dtype), dim=1)
-            return lambda rows: normalize(rows.to(device, dtype), dim=1) @ unit_bank_BD.T
-
-        found = nearest(train_features, train_labels, own_queries, k, chunk, similarity_to)
-        hits += count_hits(*(each.cpu() for each in found), own_labels, classes, temperature, chunk)
-    if world_size > 1:
-        dist.all_reduce(hits)
-    top1, top5 = hits.tolist()
-    enough = len(train_labels.unique()) >= 5
-    return KNNResult(
-        accuracy=100 * top1 / len(val_labels),
-        top5=100 * top5 / len(val_labels) if enough else None,
-        k=k,
-        temperature=temperature,
-        queries=len(val_labels),
-        bank=len(train_labels),
-    )
-
-
 def neighbours(k: int | Literal["auto"], bank: int) -> int:
     """How many of so many images vote."""
     return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
-
-
-def _check(features: Tensor, labels: Tensor, name: str) -> None:
-    if features.ndim != 2 or labels.shape != features.shape[:1] or len(labels) == 0:
-        raise ValueError(
-            f"{name} features {list(features.shape)} and labels {list(labels.shape)} must be [n, D] and [n], with n > 0"
-        )
-    if int(labels.min()) < 0:
-        raise ValueError(f"{name} labels contain {int(labels.min())}; kNN needs a label ≥ 0 for every image")
-    if not all(block.isfinite().all() for block in features.split(65536)):
-        raise ValueError(f"{name} features contain non-finite values")
 
 
 def nearest(

@@ -42,7 +42,13 @@ def sharded_knn(
 
     Args:
         bank, queries: this rank's; of either another rank may have more, fewer or none.
-        k, temperature, chunk: as in `weighted_knn`; a round has about `chunk` queries.
+        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000 images,
+            else 20.
+        temperature: T of the votes exp(s / T).
+        chunk: rows per block, and about as many queries in a round; it bounds the memory and changes nothing else.
+
+    Neither the order of the bank nor that of the queries matters: among equally similar images those with the smaller
+    class number vote, and among equal votes the smaller class number wins. A class without a vote is never a top-5 hit.
     """
     all_labels = torch.cat([bank.labels, queries.labels])
     classes = _over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
