@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 
 from unigrad_fast.evaluation.features import LeftOut
-from unigrad_fast.evaluation.knn import KNNResult
-from unigrad_fast.evaluation.sharded_knn import sharded_knn
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
 from unigrad_fast.evaluation.shares import Share, rounded
 from unigrad_fast.runtime.process_group import World
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from unigrad_fast import config
-from unigrad_fast.evaluation.knn import KNNResult
-from unigrad_fast.evaluation.sharded_knn import sharded_knn
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
 from unigrad_fast.evaluation.shares import own_images, read_share
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World

@@ -23,7 +23,10 @@ def quick(probe: LinearProbe) -> nn.Linear:
 
     Raises RunStopped where a feature is not finite or too many images cannot be used.
     """
-    features, labels, count = own_features(probe)
+    most, loader = probe.config.data.max_bad_fraction, probe.loader(probe.train)
+    features, labels, left_out = extract(probe.backbone, loader, probe.world.device, probe.dtype, most)
+    probe.tell(left_out.told("training"))
+    count = len(probe.train) - left_out.count
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)
     if probe.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
@@ -31,15 +34,6 @@ def quick(probe: LinearProbe) -> nn.Linear:
     classifier = fit(features, labels, probe.classes, count, probe.world.device)
     fold(classifier, mean.to(probe.world.device), deviation.to(probe.world.device))
     return classifier
-
-
-def own_features(probe: LinearProbe) -> tuple[Tensor, Tensor, int]:
-    """Features fp32 [N, D] and labels int64 [N] of this rank's training images, on the CPU; N over all ranks."""
-    most = probe.config.data.max_bad_fraction
-    loader = probe.loader(probe.train)
-    rows, labels, left_out = extract(probe.backbone, loader, probe.world.device, probe.dtype, most)
-    probe.tell(left_out.told("training"))
-    return rows, labels, len(probe.train) - left_out.count
 
 
 def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:

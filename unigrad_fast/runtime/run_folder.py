@@ -14,11 +14,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from unigrad_fast.pipelines.listing import marks
 from unigrad_fast.runtime.errors import Preempted, RankLost, RunStopped, UserError
@@ -53,11 +53,7 @@ class Entry:
     is_of_attempt: bool = False
     judges: bool = False
 
-    @overload
-    def __get__(self, run: None, owner: type[RunFolder]) -> Entry: ...
-    @overload
-    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path: ...
-    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Entry | Path:
+    def __get__(self, run: RunFolder | None, owner: type[RunFolder]) -> Any:
         return self if run is None else run.path / self.name
 
 
@@ -148,17 +144,8 @@ class RunFolder:
         """
         from unigrad_fast.runtime.process_group import on_first
 
-        places: list[_Place] = []
-
-        def occupy() -> Path:
-            places.append(_occupy(self, numbered))
-            return places[0].run.path
-
-        try:
-            yield RunFolder(on_first(occupy))
-        finally:
-            for place in places:
-                place.leave()
+        with ExitStack() as stack:
+            yield RunFolder(on_first(lambda: _occupy(self.path, numbered, stack)))
 
     def begin(self, configuration: str, goes_on: bool) -> bool:
         """Writes config.yaml; whether an attempt before had begun, whose files are cleared away but for log.txt.
@@ -253,33 +240,14 @@ def log_line(message: str) -> str:
     return f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A run folder in use: the descriptor of its lock, and what was not there before, the innermost first."""
-
-    run: RunFolder
-    lock: int
-    made: list[Path]
-
-    def leave(self) -> None:
-        """Give it back; one in which nothing was written is as it was before, or gone."""
-        if not self.run.configuration.exists():
-            with suppress(OSError):
-                for path in self.made:
-                    path.unlink() if path == self.run.lock else path.rmdir()
-        os.close(self.lock)
-
-
-def _occupy(run: RunFolder, numbered: bool) -> _Place:
-    """The folder with a lock, which the system takes back however this process ends."""
+def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
+    """Makes and locks the folder until the stack ends; the system takes the lock back however this process ends."""
     import fcntl  # not on every system; the package can be imported without it
 
-    wanted = run.path
-    if not numbered and (problem := run.problem()):
+    if not numbered and (problem := RunFolder(wanted).problem()):
         raise UserError(f"output = {wanted}: {problem}")
     absent = [folder for folder in (wanted, *wanted.parents) if not folder.exists()]
-    if numbered:
-        run = RunFolder(_make_numbered(wanted))
+    run = RunFolder(_make_numbered(wanted) if numbered else wanted)
     run.path.mkdir(parents=True, exist_ok=True)
     made = [run.path, *(folder for folder in absent if folder != wanted)] if numbered else absent
     if not run.lock.exists():
@@ -294,7 +262,17 @@ def _occupy(run: RunFolder, numbered: bool) -> _Place:
                 f"output = {run}: another process trains in this folder; end it first, or give another folder"
             ) from None
         # A file system without locks: nothing to be done about it.
-    return _Place(run, lock, made)
+    stack.callback(_leave, run, lock, made)
+    return run.path
+
+
+def _leave(run: RunFolder, lock: int, made: list[Path]) -> None:
+    """Gives the folder back; where nothing was written, what was made, the innermost first, is gone again."""
+    if not run.configuration.exists():
+        with suppress(OSError):
+            for path in made:
+                path.unlink() if path == run.lock else path.rmdir()
+    os.close(lock)
 
 
 def _make_numbered(wanted: Path) -> Path:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,10 +22,11 @@ from unigrad_fast.training.telemetry.events import Events
 from unigrad_fast.training.telemetry.length import Length
 
 
-class Logger(Protocol):
-    """Takes the events of a run, on rank 0 alone; made with the run's folder and length."""
+class Logger:
+    """Takes the events of a run, on rank 0 alone."""
 
-    def __init__(self, run: RunFolder, length: Length) -> None: ...
+    def __init__(self, run: RunFolder, length: Length) -> None:
+        """Nothing is written before `open`."""
 
     def open(self, start_step: int) -> None:
         """Begin, or go on; what an earlier process said of steps after this one does not count any more."""
@@ -38,9 +39,10 @@ class Logger(Protocol):
 
     def command(self, run: RunFolder) -> str | None:
         """What to type to look at it, given the run as the user would name it; None where there is nothing."""
+        return None
 
 
-class MetricsFile:
+class MetricsFile(Logger):
     """RUN/metrics.jsonl: one event per line, on its way to the disk as soon as it is written.
 
     Attributes:
@@ -76,11 +78,8 @@ class MetricsFile:
     def close(self) -> None:
         self.file.close()
 
-    def command(self, run: RunFolder) -> str | None:
-        return None
 
-
-class TensorBoard:
+class TensorBoard(Logger):
     """RUN/tensorboard: the numbers as TensorBoard's event files."""
 
     def __init__(self, run: RunFolder, length: Length) -> None:
