@@ -236,7 +236,7 @@ marks.OF_A_RUN.update(os.fsencode(each.name) for each in ENTRIES if each.is_mark
 
 
 def log_line(message: str) -> str:
-    """Of log.txt."""
+    """A line of log.txt, with the time of day."""
     return f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n"
 
 
