@@ -122,5 +122,5 @@ def test_the_device_check_compares_both_ways_of_running_the_branches():
     assert events.count("current waits for target's") == device_check_overlap.REPEATS
 
 
-def on_any_device(self, config, world):
+def on_any_device(self, engine, model, world):
     self._stream = torch.cuda.Stream(0)
