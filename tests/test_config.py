@@ -13,6 +13,7 @@ from unigrad_fast.pipelines import recipe
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.trees import merge, parse_arguments
 from unigrad_fast.runtime.validation import Node, keys
 
@@ -491,3 +492,46 @@ def test_trees_cannot_be_changed_by_accident():
     with pytest.raises(ValueError, match="frozen"):
         Config().seed = 3
     assert isinstance(resolve("quickstart").data.train, Path)
+
+
+OF_A_RANK = {
+    *{"data.train", "data.val", "data.decode", "data.hw_decoder_load", "data.threads"},
+    *{"data.read_threads", "data.read_ahead", "data.read_timeout"},
+}
+OF_THE_MACHINE = {
+    *{"output", "recipe", "data.max_bad_fraction", "objective.placement", "engine.device", "engine.timeout"},
+    *{"engine.zero_stage", "engine.recompute_projector", "engine.deterministic", "engine.max_skipped_steps"},
+    *{"engine.target_stream", "engine.cuda_graph", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every"},
+    *{"evaluation.every", "evaluation.at_start", "evaluation.crop_fraction", "evaluation.batch_size"},
+    *{"evaluation.knn.k", "evaluation.knn.temperature"},
+    *{"telemetry.every", "telemetry.tensorboard", "telemetry.effective_rank_every"},
+    *OF_A_RANK,
+}
+OF_AN_EVALUATION = {
+    *{"seed", "data.train", "data.val", "data.image_size", "engine.precision", "engine.tf32"},
+    *{"model.backbone", "model.stem", "model.projector.depth", "model.projector.width"},
+    *{"model.sync_batch_norm", "model.batch_statistics"},
+    *{"evaluation.crop_fraction", "evaluation.knn.k", "evaluation.knn.temperature"},
+}
+OF_ANOTHER_MACHINE = {
+    *{"data.decode", "data.threads", "data.read_threads", "data.read_ahead", "data.read_timeout"},
+    *{"data.max_bad_fraction", "evaluation.batch_size", "engine.device"},
+}
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        (Scope.RANK, OF_A_RANK),
+        (Scope.MACHINE, OF_THE_MACHINE),
+        (Scope.JUDGMENT, OF_AN_EVALUATION),
+        (Scope.LOCAL, OF_ANOTHER_MACHINE),
+    ],
+)
+def test_these_keys_have_a_scope_and_all_others_decide_the_result(scope, expected):
+    assert {key for key in keys(Config) if scope in scope_of(Config, key)} == expected
+
+
+def test_a_key_that_no_field_declares_decides_the_result():
+    assert scope_of(Config, "objective.of_another_version") == scope_of(Config, "nothing.like.it") == Scope.RESULT
+    assert Scope.MACHINE in scope_of(Config, "telemetry.of_another_version")

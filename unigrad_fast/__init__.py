@@ -10,3 +10,5 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "kernels" / "__init__.py").is_file() and (_checkout / "setup.py").is_file():
     __path__.append(str(_checkout))
 del _checkout
+
+from unigrad_fast.runtime import run_folder  # noqa: E402, F401  tells `pipelines` what a run's folder is known by

@@ -2,7 +2,8 @@
 
 The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file
 that lists what differs; the command line lies on top. Whatever the source of a value, it is checked once,
-by `validation`. "Authors' code" is the code published with the paper.
+by `validation`. "Authors' code" is the code published with the paper. A field's scope (`runtime/scopes.py`) stands in
+its type: without one it decides the result.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_
 from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, methods, recipe_names, title
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.scopes import Scope
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
 from unigrad_fast.runtime.wording import count
@@ -30,6 +32,10 @@ else:
 MOST_THREADS = 1024
 Pair = tuple[float, float]
 Probability = Annotated[float, Field(ge=0, le=1)]
+MACHINE, JUDGMENT = Scope.MACHINE, Scope.JUDGMENT
+RANK = MACHINE | Scope.RANK
+LOCAL = MACHINE | Scope.LOCAL
+LOCAL_RANK = LOCAL | RANK
 
 
 class CutMix(Node):
@@ -81,15 +87,15 @@ class Progressive(Node):
 
 
 class Data(Node):
-    train: AbsolutePath | None = None
+    train: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
     """Folder, list or shards with the training images: a tree CLASS/*.jpg, a flat folder, a text file, .tar files."""
-    val: AbsolutePath | None = None
+    val: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
     """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
     recipe: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
     """Augmentation preset, see `unigrad-fast data recipes` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2, le=2**24)
     """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
-    image_size: int = Field(default=224, ge=16, le=1024)
+    image_size: Annotated[int, JUDGMENT] = Field(default=224, ge=16, le=1024)
     """Height and width of a global view in pixels (paper: 224)."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
     """Local views per image; null is the preset's (simsiam and byol 0, the others 6)."""
@@ -105,19 +111,19 @@ class Data(Node):
     """Smaller views in the first epochs, for speed."""
     cutmix: CutMix = CutMix()
     """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
-    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    decode: Annotated[Literal["auto", "cpu", "gpu"], LOCAL_RANK] = "auto"
     """Where images are decoded and augmented; auto is the GPU where there is one."""
-    hw_decoder_load: float = Field(default=0.65, ge=0, le=1)
+    hw_decoder_load: Annotated[float, RANK] = Field(default=0.65, ge=0, le=1)
     """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
-    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
+    threads: Annotated[int | None, LOCAL_RANK] = Field(default=None, ge=1, le=MOST_THREADS)
     """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
-    read_threads: int = Field(default=32, ge=1, le=MOST_THREADS)
+    read_threads: Annotated[int, LOCAL_RANK] = Field(default=32, ge=1, le=MOST_THREADS)
     """Files that a rank reads at once, which hides the latency of network storage (32: ours)."""
-    read_ahead: int = Field(default=128, ge=0, le=2**20)
+    read_ahead: Annotated[int, LOCAL_RANK] = Field(default=128, ge=0, le=2**20)
     """MiB of encoded images that a rank reads before they are asked for, and 2 to 64 micro-batches (128: ours)."""
-    read_timeout: float = Field(default=60.0, gt=0, le=86_400)
+    read_timeout: Annotated[float, LOCAL_RANK] = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that does not answer is replaced by another image."""
-    max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
+    max_bad_fraction: Annotated[float, LOCAL] = Field(default=0.01, ge=0, le=1)
     """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
 
     def views(self) -> tuple[View, ...]:
@@ -266,29 +272,29 @@ class Schedule(Node):
 
 
 class Engine(Node):
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], LOCAL] = "auto"
     """What the ranks compute on, all the same; auto is GPUs, or the CPU where the machine has no NVIDIA card."""
-    timeout: float = Field(default=10.0, ge=0.01, le=1440)
+    timeout: Annotated[float, MACHINE] = Field(default=10.0, ge=0.01, le=1440)
     """Minutes that ranks wait for one of them in a step before they end and name it (10: NCCL's default)."""
-    zero_stage: int = Field(default=0, ge=0, le=2)
+    zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    precision: Annotated[Literal["auto", "bf16", "fp32"], JUDGMENT] = "auto"
     """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
-    tf32: bool = False
+    tf32: Annotated[bool, JUDGMENT] = False
     """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
     compile: bool = False
     """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
-    recompute_projector: bool = False
+    recompute_projector: Annotated[bool, MACHINE] = False
     """Whether backward computes the projector's norms and casts anew; saves nothing at width 2048 (docs/wide.md)."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, MACHINE] = False
     """Whether a GPU repeats a run bit for bit: slower algorithms alone, and JPEG unit unused; untried on a card."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
-    max_skipped_steps: int = Field(default=10, ge=1)
+    max_skipped_steps: Annotated[int, MACHINE] = Field(default=10, ge=1)
     """Steps in a row with non-finite values after which the run stops (10: ours)."""
-    target_stream: bool = False
+    target_stream: Annotated[bool, MACHINE] = False
     """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
-    cuda_graph: bool = False
+    cuda_graph: Annotated[bool, MACHINE] = False
     """Whether a GPU replays one recorded step per size of the views; for zero_stage 0, without accumulation."""
 
 
@@ -313,11 +319,11 @@ class Evaluation(Node):
     """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
     at_start: bool = True
     """Whether the encoder is judged before the first step too, which takes as long as any later time."""
-    crop_fraction: float = Field(default=0.875, gt=0, le=1)
+    crop_fraction: Annotated[float, JUDGMENT] = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
-    batch_size: int = Field(default=256, ge=1, le=2**16)
+    batch_size: Annotated[int, LOCAL] = Field(default=256, ge=1, le=2**16)
     """Images per rank and forward pass."""
-    knn: KNN = KNN()
+    knn: Annotated[KNN, JUDGMENT] = KNN()
     """The weighted nearest-neighbour classifier."""
 
 
@@ -333,17 +339,17 @@ class Telemetry(Node):
 class Config(Node):
     """Everything that decides a run."""
 
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    seed: Annotated[int, JUDGMENT] = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of weights, order and augmentations."""
-    output: AbsolutePath | None = None
+    output: Annotated[AbsolutePath | None, MACHINE] = None
     """Run folder; null is the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ... with the recipe's name."""
-    recipe: str = DEFAULT_RECIPE
+    recipe: Annotated[str, MACHINE] = DEFAULT_RECIPE
     """Shipped recipe that the tree starts from; on the command line and in a YAML file also another one's path."""
     data: Data = Data()
     """Images and augmentation."""
-    model: Model = Model()
+    model: Annotated[Model, JUDGMENT] = Model()
     """Networks."""
-    objective: Objective = Objective()
+    objective: Annotated[Objective, {"placement": MACHINE}] = Objective()
     """What is minimised."""
     target: Target = Target()
     """The target branch, a momentum copy of the online branch."""
@@ -353,11 +359,11 @@ class Config(Node):
     """Length of the run and course of the learning rate."""
     engine: Engine = Engine()
     """How a step is computed."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Annotated[Checkpoint, MACHINE] = Checkpoint()
     """What is kept."""
-    evaluation: Evaluation = Evaluation()
+    evaluation: Annotated[Evaluation, MACHINE] = Evaluation()
     """How the encoder is judged."""
-    telemetry: Telemetry = Telemetry()
+    telemetry: Annotated[Telemetry, MACHINE] = Telemetry()
     """What is reported."""
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ def target_stream(device: torch.device, backbone: str = "resnet50", images: int 
     deterministic = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
-        pairs = zip(run(None), run(TargetStream(config, world)), strict=True)
+        pairs = zip(run(None), run(TargetStream(config.engine, config.model, world)), strict=True)
         differing = sum(not torch.equal(expected, found) for expected, found in pairs)
     finally:
         torch.backends.cudnn.deterministic = deterministic

@@ -36,6 +36,7 @@ from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run
@@ -106,7 +107,7 @@ def train(run: Config) -> float:
     from unigrad_fast.training import loop  # here: while steps are measured this process is to stay small
 
     loop.pretrain(run)
-    return json.loads((run.output / "summary.json").read_text(encoding="utf-8"))["knn_last"]
+    return json.loads(RunFolder(run.output).summary.read_text(encoding="utf-8"))["knn_last"]
 
 
 def show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -8,9 +8,8 @@ from collections import Counter
 from ..errors import DataError
 from ..files.headers import ENDINGS, EXTENSIONS, reason
 from ..files.slow_storage import spread
+from . import marks
 from .left_out import ending, tell
-
-MARKS_OF_A_RUN = {b"config.yaml", b"metrics.jsonl", b"log.txt"}  # a folder with all of them has pictures of a run
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
@@ -65,8 +64,7 @@ def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[byt
 
 def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], list[bytes], Counter[bytes]]:
     """Sub-folders and images of one folder, the images sorted, and its other files by kind; of a run's, nothing."""
-    marks = set()
-    folders, images, others = [], [], Counter()
+    folders, images, others, marked = [], [], Counter(), set()
     path = os.path.join(base, folder) if folder else base
     prefix = os.path.join(folder, b"")
     try:
@@ -80,12 +78,12 @@ def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes]
                 elif name.lower().endswith(ENDINGS):
                     images.append(prefix + name)
                 else:
-                    if name in MARKS_OF_A_RUN:
-                        marks.add(name)
+                    if name in marks.OF_A_RUN:
+                        marked.add(name)
                     others[ending(name)] += 1
     except OSError as error:
         raise DataError(_unreadable(os.fsdecode(path), error)) from error
-    if marks == MARKS_OF_A_RUN:
+    if marked and marked == marks.OF_A_RUN:
         runs.append(folder)
         return [], [], Counter()
     images.sort()
@@ -105,7 +103,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
 def holds_images(root: str) -> bool:
     """Whether there is an image in a folder, at any depth."""
     for _, folders, files in os.walk(os.fsencode(root), followlinks=False):
-        if MARKS_OF_A_RUN.issubset(files):
+        if marks.OF_A_RUN and marks.OF_A_RUN.issubset(files):
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(b".")]

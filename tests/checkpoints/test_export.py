@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 import unigrad_fast
 from unigrad_fast import cli
 from unigrad_fast.checkpoints import export
-from unigrad_fast.checkpoints.files import Reader, complete_checkpoints, write_weights
+from unigrad_fast.checkpoints.files import Reader, write_weights
 from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.runtime.run_folder import RunFolder
 
 CLASSES = ["cat", "dog", "eel"]
 
@@ -291,7 +292,7 @@ def test_a_folder_without_run_or_weights_is_refused(tmp_path, capsys):
 
 def test_weights_of_another_model_are_refused(run, capsys):
     config = resolve("quickstart", {"model": {"backbone": "resnet34"}})
-    (reader,) = (Reader(folder) for folder in complete_checkpoints(run))
+    (reader,) = (Reader(folder) for folder in RunFolder(run).complete_checkpoints())
     tensors = {name: reader.tensor(name) for name in reader.names}
     write_weights(run, tensors, 40, 2.0, config.model_dump(mode="json"))
     error = refused(capsys, run)

@@ -3,12 +3,23 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 
-from unigrad_fast.evaluation import KNNResult, weighted_knn
+from unigrad_fast.evaluation.features import LeftOut
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
+from unigrad_fast.evaluation.shares import Share, rounded
+from unigrad_fast.runtime.process_group import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+NONE = LeftOut(0, 1, None)
+
+
+def weighted_knn(train, train_labels, val, val_labels, k="auto", temperature: float = 0.1, **settings) -> KNNResult:
+    """The classifier of one rank, which has all images."""
+    bank, queries = Share(rounded(train), train_labels, NONE), Share(rounded(val), val_labels, NONE)
+    return sharded_knn(bank, queries, ALONE, k, temperature, **settings)
 
 
 def clusters(seed: int, bank: int = 90, queries: int = 40, classes: int = 6, dim: int = 8) -> list[torch.Tensor]:
@@ -40,7 +51,9 @@ def reference(train, train_labels, val, val_labels, k: int, temperature: float) 
 def test_agrees_with_the_definition(k, temperature):
     data = clusters(seed=k)
     result = weighted_knn(*data, k=k, temperature=temperature, chunk=16)
-    assert (result.accuracy, result.top5) == pytest.approx(reference(*data, k, temperature))
+    train, train_labels, val, val_labels = data
+    exact = reference(rounded(train).double(), train_labels, rounded(val).double(), val_labels, k, temperature)
+    assert (result.accuracy, result.top5) == pytest.approx(exact)
     assert result.accuracy < 100  # the clusters overlap, so the comparison says something
 
 
@@ -68,8 +81,7 @@ def test_scale_order_and_chunk_change_nothing(seed, k, chunk, scale, repeated):
         train[:, 4:] = val[:, 4:] = 0
     expected = weighted_knn(train, train_labels, val, val_labels, k=k)
     bank, queries = (torch.from_numpy(np.random.default_rng(seed).permutation(len(a))) for a in (train, val))
-    # A scale that rounds would break exact ties, so with repeated images it is a power of two.
-    scale = 2.0 ** round(np.log2(scale)) if repeated else scale
+    scale = 2.0 ** round(np.log2(scale))  # one that rounds would break exact ties
     changed = weighted_knn(
         scale * train[bank], train_labels[bank], scale * val[queries], val_labels[queries], k=k, chunk=chunk
     )
@@ -82,27 +94,6 @@ def test_equally_similar_images_vote_by_the_smaller_class():
     query, truth = torch.ones(1, 2), torch.tensor([0])
     for chunk in (1, 3, 8):
         assert weighted_knn(bank, labels, query, truth, k=2, chunk=chunk).accuracy == 100.0
-
-
-def shared(queries: int) -> KNNResult:
-    data = clusters(seed=5, queries=queries)
-    return weighted_knn(*data, k=7, rank=dist.get_rank(), world_size=dist.get_world_size())
-
-
-@pytest.mark.parametrize("queries", [41, 6])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_queries_and_get_one_result(workers, ranks, queries):
-    expected = weighted_knn(*clusters(seed=5, queries=queries), k=7)
-    assert workers(ranks).run(shared, queries) == [expected] * ranks
-
-
-def of_one_query() -> KNNResult:
-    bank, labels = torch.eye(6), torch.arange(6)
-    return weighted_knn(bank, labels, bank[:1], labels[:1], k=1, rank=dist.get_rank(), world_size=2)
-
-
-def test_a_rank_without_queries_gets_the_result_too(workers):
-    assert [(result.accuracy, result.queries) for result in workers(2).run(of_one_query)] == [(100.0, 1)] * 2
 
 
 def test_k_is_cut_to_the_bank_and_recorded():
@@ -128,32 +119,3 @@ def test_top5_does_not_count_classes_without_a_vote():
 def test_small_temperature_does_not_overflow():
     data = clusters(seed=3)
     assert weighted_knn(*data, k=5, temperature=1e-4).accuracy == weighted_knn(*data, k=1).accuracy
-
-
-def test_half_precision_features_are_compared_in_fp32():
-    train, train_labels, val, val_labels = clusters(seed=4)
-    train, val = train.bfloat16(), val.bfloat16()
-    expected = weighted_knn(train.float(), train_labels, val.float(), val_labels)
-    assert weighted_knn(train, train_labels, val, val_labels) == expected
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"train_labels": torch.tensor([0, -1])}, "-1"),
-        ({"train_features": torch.tensor([[1.0, float("nan")], [1.0, 1.0]])}, "non-finite"),
-        ({"val_features": torch.ones(1, 3)}, "one encoder"),
-        ({"val_features": torch.ones(0, 2), "val_labels": torch.ones(0, dtype=torch.int64)}, "n > 0"),
-        ({"k": 0}, "k \\(0\\)"),
-        ({"temperature": 0.0}, "temperature"),
-    ],
-)
-def test_senseless_input_is_refused_with_the_value(change, message):
-    arguments = {
-        "train_features": torch.ones(2, 2),
-        "train_labels": torch.tensor([0, 1]),
-        "val_features": torch.ones(1, 2),
-        "val_labels": torch.tensor([1]),
-    }
-    with pytest.raises(ValueError, match=message):
-        weighted_knn(**(arguments | change))

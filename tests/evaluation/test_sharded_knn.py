@@ -12,9 +12,8 @@ from PIL import Image
 from test_knn import clusters
 from torch import nn
 
-from unigrad_fast.evaluation import KNNResult
 from unigrad_fast.evaluation.features import LeftOut
-from unigrad_fast.evaluation.sharded_knn import sharded_knn
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
 from unigrad_fast.evaluation.shares import Share, norms, read_share, rounded
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World

@@ -30,7 +30,7 @@ def read(folders: list[str], val: str | None = None) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("quickstart", {"data": {"train": folders[rank], "val": val}})
     try:
-        train, val, said = read_manifests(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
+        train, val, said = read_manifests(config.data, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
     except DataError as error:
         return f"DataError: {error}"
     return f"{len(train)} images, {val and len(val)} to validate, {said}"
@@ -140,7 +140,7 @@ def reading_of_two_nodes(folder: str) -> tuple[dict[str, int], str]:
     rank = dist.get_rank()
     config, got = resolve("quickstart", {"data": {"train": folder, "val": None}}), []
     world = World(rank, 8, rank % 4, 4, torch.device("cpu"), "gloo")
-    counts = looks(lambda: got.append(read_manifests(config, world)[0]))
+    counts = looks(lambda: got.append(read_manifests(config.data, world)[0]))
     return counts, f"{digest(got[0])} {got[0].labels.sum()} {got[0].path(9_999)}"
 
 
@@ -185,7 +185,7 @@ def read_beside_a_copy(source: str) -> tuple[int, int]:
         mock.patch.object(Manifest, "open", listing),
         mock.patch.object(manifests, "_traces", elsewhere if rank else traces),
     ):
-        train, _, _ = read_manifests(config, World(rank, 2, 0, 1, torch.device("cpu"), "gloo"))
+        train, _, _ = read_manifests(config.data, World(rank, 2, 0, 1, torch.device("cpu"), "gloo"))
     return len(listings), len([train.read(image) for image in range(len(train) if rank else 0)])
 
 

@@ -9,6 +9,7 @@ from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import OWN, RunFolder
 
 
 def make_run(folder: Path) -> Path:
@@ -49,45 +50,45 @@ def test_nothing_goes_into_a_run_but_its_exports(path, tmp_path):
 def test_a_run_is_known_by_its_checkpoints_or_its_configuration_and_by_no_other_file_of_that_name(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text("")
-    assert outputs.holds_run(run)
+    assert RunFolder(run).holds_run()
     for text in ("hi", "", "seed: 0\n", "- 1\n", "a: [", "\0", to_yaml(resolve())):
         (tmp_path / "config.yaml").write_text(text)
-        assert not outputs.holds_run(tmp_path)
+        assert not RunFolder(tmp_path).holds_run()
     (tmp_path / "config.yaml").write_text(to_yaml(resolve(overrides={"output": "/moved/since"})))
-    assert outputs.holds_run(tmp_path)
+    assert RunFolder(tmp_path).holds_run()
 
 
-@pytest.mark.parametrize("name", sorted({*outputs.FILES_OF_A_RUN, *outputs.FOLDERS_OF_A_RUN}))
+@pytest.mark.parametrize("name", sorted(each.name for each in OWN))
 def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name, tmp_path):
     (tmp_path / "slurm-17.out").write_text("")
     (tmp_path / "train.py").write_text("")
-    assert outputs.problem_of_run_folder(tmp_path) is None
+    assert RunFolder(tmp_path).problem() is None
     (tmp_path / name).write_text("hi")
-    assert f"no run lies there, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
+    assert f"no run lies there, and a run would replace {name}; give another" in RunFolder(tmp_path).problem()
 
 
 def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
     run = make_run(tmp_path / "run")
-    assert outputs.problem_of_run_folder(run) is None
+    assert RunFolder(run).problem() is None
     (run / "tensorboard").write_text("")
-    assert "tensorboard is a file, where a run keeps a folder" in outputs.problem_of_run_folder(run)
+    assert "tensorboard is a file, where a run keeps a folder" in RunFolder(run).problem()
     (run / "tensorboard").unlink()
     (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl is a folder, where a run keeps a file" in outputs.problem_of_run_folder(run)
+    assert "metrics.jsonl is a folder, where a run keeps a file" in RunFolder(run).problem()
     (run / "metrics.jsonl").rmdir()
     (run / "tensorboard").symlink_to("/nonexistent/scratch")
-    assert outputs.problem_of_run_folder(run).startswith(f"{run}/tensorboard is a link to /nonexistent/scratch")
+    assert RunFolder(run).problem().startswith(f"{run}/tensorboard is a link to /nonexistent/scratch")
 
 
 def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
     run = make_run(tmp_path / "run")
     for name in ("knn.json", "summary.json"):
         (run / name).write_text("{}")
-    assert outputs.problem_of_run_folder(run) is None
+    assert RunFolder(run).problem() is None
     shutil.rmtree(run / "checkpoints")
-    assert "the checkpoints that knn.json judged are gone; move that away" in outputs.problem_of_run_folder(run)
+    assert "the checkpoints that knn.json judged are gone; move that away" in RunFolder(run).problem()
     (run / "knn.json").unlink()
-    assert outputs.problem_of_run_folder(run) is None
+    assert RunFolder(run).problem() is None
 
 
 def test_pictures_do_not_go_to_the_images_by_whatever_path(tmp_path):

@@ -395,6 +395,24 @@ def wait_for_rank_one() -> None:
         dist.barrier()
 
 
+def done_on_first(fails: bool) -> str:
+    def work() -> str:
+        if fails:
+            raise UserError(f"rank {dist.get_rank()} cannot")
+        return f"done by rank {dist.get_rank()}"
+
+    try:
+        return process_group.on_first(work)
+    except UserError as error:
+        return str(error)
+
+
+def test_what_the_first_rank_does_all_ranks_have_and_its_error_all_raise(workers):
+    assert workers(2).run(done_on_first, False) == ["done by rank 0"] * 2
+    assert workers(2).run(done_on_first, True) == ["rank 0 cannot"] * 2
+    assert process_group.on_first(lambda: 7) == 7
+
+
 def test_workers_answer_by_rank_and_are_reused(workers):
     first, second = workers(2).run(rank_and_pid, 10), workers(2).run(rank_and_pid, 10)
     assert [rank for rank, _ in first] == [10, 11]

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from bad_files import BAD
 from drawn_images import draw_tree
@@ -21,7 +20,6 @@ from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint, loop
 from unigrad_fast.training.bad_images import MOST_TOLD, BadImages
 from unigrad_fast.training.telemetry import Telemetry
@@ -192,13 +190,12 @@ def test_a_run_with_bad_files_goes_on_bit_for_bit(data, workers, tmp_path):
 
 
 def book_keeping(images: str, folder: Path) -> tuple[list[int], int, list[int], int, bytes]:
-    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
     manifest = Manifest.open(images)
 
     def found(step, *images):
         return [Failure(step, image, manifest.path(image), "broken") for image in images]
 
-    first = BadImages(folder, manifest, 1.0, world)
+    first = BadImages(folder, manifest, 1.0)
     first.note(found(0, 5, 7))
     first.note(found(1, 9))
     told = [len(first.exchange())]
@@ -206,7 +203,7 @@ def book_keeping(images: str, folder: Path) -> tuple[list[int], int, list[int], 
     told.append(len(first.exchange()))
     with open(first.path, "ab") as file:
         file.write(b'{"step": 4, "ima')
-    second = BadImages(folder, manifest, 0.02, world)  # three are more
+    second = BadImages(folder, manifest, 0.02)  # three are more
     counts = [len(second.images)]
     second.note(found(3, 5))
     told.append(len(second.exchange()))
@@ -215,7 +212,7 @@ def book_keeping(images: str, folder: Path) -> tuple[list[int], int, list[int], 
     told.append(len(second.exchange()))
     second.note(found(5, 91))
     told.append(len(second.exchange()))
-    return told, second.total, counts, len(BadImages(folder, manifest, 1.0, world).known), first.path.read_bytes()
+    return told, second.total, counts, len(BadImages(folder, manifest, 1.0).known), first.path.read_bytes()
 
 
 def test_the_list_survives_a_kill_tells_each_image_once_and_counts_what_is_bad_now(images, workers, tmp_path):
@@ -228,7 +225,7 @@ def test_the_list_survives_a_kill_tells_each_image_once_and_counts_what_is_bad_n
 
 
 def damaged_lists(images: str, folder: Path) -> list[int]:
-    manifest, world = Manifest.open(images), World(0, 1, 0, 1, torch.device("cpu"), "gloo")
+    manifest = Manifest.open(images)
     good = b'{"step": 1, "image": 2, "path": "p", "reason": "r"}\n'
     counts = []
     for line in (
@@ -239,7 +236,7 @@ def damaged_lists(images: str, folder: Path) -> list[int]:
         b'{"step": 1}\n[]\n7\n\n',
     ):
         (folder / "bad_images.jsonl").write_bytes(line + good)
-        counts.append(len(BadImages(folder, manifest, 0.5, world).known))
+        counts.append(len(BadImages(folder, manifest, 0.5).known))
     return counts
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from trainer_state import batches, make_trainer, small_config, smooth
 
 from unigrad_fast.checkpoints import files
-from unigrad_fast.checkpoints.files import Piece, Reader, complete_checkpoints, latest, write, write_weights
+from unigrad_fast.checkpoints.files import Piece, Reader, latest, write, write_weights
 from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training import checkpoint
 
 WAYS = [(stage, ranks) for stage in (0, 1, 2) for ranks in (1, 2, 3)]  # of running
@@ -341,7 +342,7 @@ def test_the_newest_and_every_nth_epoch_are_kept(tmp_path, values):
     for step in range(2, 21, 2):
         plain_run(tmp_path, values, steps=(step,))
         checkpoint.prune(tmp_path, keep=2, keep_every=8)
-    kept = [int(folder.name.removeprefix("step-")) for folder in complete_checkpoints(tmp_path)]
+    kept = [int(folder.name.removeprefix("step-")) for folder in RunFolder(tmp_path).complete_checkpoints()]
     assert kept == [8, 16, 18, 20]
 
 
@@ -351,7 +352,7 @@ def test_a_run_that_fell_back_keeps_what_it_writes_from_there(tmp_path, values):
     plain_run(tmp_path, values, steps=(2,))
     checkpoint.prune(tmp_path, keep=1, keep_every=0)
     assert latest(tmp_path).name == "step-00000002"
-    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000009"]
+    assert [folder.name for folder in RunFolder(tmp_path).complete_checkpoints()] == ["step-00000002", "step-00000009"]
 
 
 def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path):

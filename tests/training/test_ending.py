@@ -18,7 +18,7 @@ from test_interruption import DEADLINE, RECIPE, Run, draw_tree, steps_logged
 from unigrad_fast import __main__, cli
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.runtime.errors import Preempted, RunStopped
-from unigrad_fast.training import ending
+from unigrad_fast.runtime.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
@@ -129,24 +129,24 @@ def test_the_job_script_of_the_page_queues_a_preempted_run_again_and_no_other(le
 
 def test_a_restarted_rank_leaves_as_before_and_the_next_command_clears_what_was_noted(tmp_path):
     for status in (75, 130):
-        ending.note_preemption(tmp_path, status, "saved after\nstep 7")
+        RunFolder(tmp_path).note_preemption(status, "saved after\nstep 7")
         with pytest.raises(Preempted, match="saved after step 7") as error:
-            ending.begin_anew(tmp_path, RESTARTED)
+            RunFolder(tmp_path).clear_endings(RESTARTED)
         assert (error.value.status, str(error.value)) == (status, "saved after step 7")
     (tmp_path / "stopped.txt").write_text("status 3: 11 steps in a row had non-finite values\n")
     with pytest.raises(RunStopped, match="11 steps in a row"):
-        ending.begin_anew(tmp_path, RESTARTED)
-    ending.begin_anew(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+        RunFolder(tmp_path).clear_endings(RESTARTED)
+    RunFolder(tmp_path).clear_endings({"TORCHELASTIC_RESTART_COUNT": "0"})
     assert list(tmp_path.iterdir()) == []
-    ending.begin_anew(tmp_path, RESTARTED)  # as after a rank that was killed
+    RunFolder(tmp_path).clear_endings(RESTARTED)  # as after a rank that was killed
 
 
 def test_files_of_these_names_that_are_somebody_elses_stay(tmp_path):
     (tmp_path / "stopped.txt").write_text("my notes")
     (tmp_path / "preempted.txt").write_bytes(b"\xff")
-    ending.note_preemption(tmp_path, 75, "saved")
-    ending.begin_anew(tmp_path, {})
-    ending.begin_anew(tmp_path, RESTARTED)
+    RunFolder(tmp_path).note_preemption(75, "saved")
+    RunFolder(tmp_path).clear_endings({})
+    RunFolder(tmp_path).clear_endings(RESTARTED)
     assert (tmp_path / "stopped.txt").read_text() == "my notes"
     assert (tmp_path / "preempted.txt").read_bytes() == b"\xff"
 
@@ -161,5 +161,5 @@ def test_a_process_that_has_saved_and_leaves_is_not_ended_by_the_launcher_that_s
 
 
 def test_a_run_preempted_before_it_has_a_folder_is_noted_too(tmp_path):
-    ending.note_preemption(tmp_path / "runs/a", 75, "the ranks were about to meet; nothing was done")
-    assert ending.PREEMPTED in os.listdir(tmp_path / "runs/a")
+    RunFolder(tmp_path / "runs/a").note_preemption(75, "the ranks were about to meet; nothing was done")
+    assert "preempted.txt" in os.listdir(tmp_path / "runs/a")

@@ -9,7 +9,7 @@ import torch
 
 from unigrad_fast.config import resolve
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training.loop import introduce
+from unigrad_fast.training.telemetry.introduction import introduce
 
 
 def warnings(ranks: int, device: str, **changes) -> list[str]:

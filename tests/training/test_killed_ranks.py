@@ -14,9 +14,10 @@ from interrupted_run import EVERY_STEP, RECIPE, Run, disturb, losses, require_eq
 from thin import smoothed
 from trainer_state import batches, make_trainer, smooth
 
-from unigrad_fast.checkpoints.files import Reader, complete_checkpoints
+from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import resolve
 from unigrad_fast.networks import batch_norm
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training import checkpoint
 
 STEPS_PER_EPOCH = 4
@@ -32,7 +33,7 @@ ARGUMENTS = [word for key, value in SETTINGS.items() for word in (f"--{key}", va
 
 def go_on(run: Path, stage: int, placement: str) -> dict[str, float]:
     """Errors by part, one step after the last checkpoint but one, against the last."""
-    before, after = map(Reader, complete_checkpoints(run)[-2:])
+    before, after = map(Reader, RunFolder(run).complete_checkpoints()[-2:])
     config = resolve(run / "config.yaml", {"engine": {"zero_stage": stage}, "objective": {"placement": placement}})
     trainer = smooth(make_trainer(config))
     with mock.patch.object(batch_norm, "is_alone", return_value=False):

@@ -223,7 +223,7 @@ def asking(**engine) -> Config:
 )
 def test_ranks_that_cannot_record_are_refused(world, reason):
     with pytest.raises(UserError, match=rf"^engine\.cuda_graph = true: {reason}$"):
-        step_graph.require(asking(), world)
+        step_graph.require(world)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_a_step_that_cannot_be_recorded_is_refused_before_there_are_ranks(change
 def test_kernels_in_plain_torch_are_refused(monkeypatch):
     monkeypatch.setenv("UNIGRAD_KERNELS", "torch")
     with pytest.raises(UserError, match="UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"):
-        step_graph.require(asking(), on_a_gpu())
+        step_graph.require(on_a_gpu())
 
 
 def test_on_one_gpu_and_over_nccl_it_is_taken():
-    step_graph.require(asking(), on_a_gpu())
-    step_graph.require(asking(), on_a_gpu(8))
+    step_graph.require(on_a_gpu())
+    step_graph.require(on_a_gpu(8))
 
 
 def trainer_of(images: str) -> None:
@@ -263,14 +263,14 @@ def test_a_run_without_a_gpu_is_refused(images, workers):
 
 def test_the_run_has_a_stream_of_its_own_where_steps_are_recorded():
     gpu, off = torch.device("cuda", 0), asking(cuda_graph=False)
-    assert isinstance(step_graph.own_stream(asking(), CPU), nullcontext)
-    assert isinstance(step_graph.own_stream(off, gpu), nullcontext)
+    assert isinstance(step_graph.own_stream(asking().engine, CPU), nullcontext)
+    assert isinstance(step_graph.own_stream(off.engine, gpu), nullcontext)
     events: list[str] = []
     with (
         mock.patch.object(torch.cuda, "Stream") as stream,
         mock.patch.object(torch.cuda, "current_stream", return_value="the default one"),
         mock.patch.object(torch.cuda, "stream", side_effect=lambda each: events.append(each) or nullcontext()),
-        step_graph.own_stream(asking(), gpu),
+        step_graph.own_stream(asking().engine, gpu),
     ):
         assert events == [stream.return_value]
     stream.return_value.wait_stream.assert_called_once_with("the default one")

@@ -61,7 +61,7 @@ def order_of_a_step(images: str) -> list[str]:
     engine = config.engine.model_copy(update={"target_stream": True})
     with ExitStack() as stack:
         stack.enter_context(streams(events))
-        trainer.target_stream = TargetStream(config.model_copy(update={"engine": engine}), on_a_gpu())
+        trainer.target_stream = TargetStream(engine, config.model, on_a_gpu())
         stack.enter_context(mock.patch.object(branches, "embed", noting("target", branches.embed)))
         network = trainer.online.module
         stack.enter_context(mock.patch.object(network, "forward", noting("online", network.forward)))
@@ -86,26 +86,27 @@ def test_the_target_waits_for_the_step_before_it_and_the_objective_for_the_targe
     ]
 
 
-def config_with(**model):
-    return resolve("cifar_subset", {"data": {"train": "x"}, "engine": {"target_stream": True}, "model": model})
+def settings(target_stream: bool = True, **model):
+    given = {"data": {"train": "x"}, "engine": {"target_stream": target_stream}, "model": model}
+    config = resolve("cifar_subset", given)
+    return config.engine, config.model
 
 
 def test_without_a_gpu_it_is_refused():
     with pytest.raises(UserError, match=r"engine\.target_stream = true: .* leave it out"):
-        TargetStream(config_with(), World(0, 1, 0, 1, torch.device("cpu"), "gloo"))
+        TargetStream(*settings(), World(0, 1, 0, 1, torch.device("cpu"), "gloo"))
 
 
 def test_batch_norm_over_ranks_is_refused_and_batch_norm_of_a_rank_is_not():
     with pytest.raises(UserError, match=r"with 2 ranks batch norm .* model\.sync_batch_norm false"):
-        TargetStream(config_with(), on_a_gpu(2))
+        TargetStream(*settings(), on_a_gpu(2))
     with streams([]):
-        TargetStream(config_with(sync_batch_norm=False), on_a_gpu(2))
-        TargetStream(config_with(), on_a_gpu(1))
+        TargetStream(*settings(sync_batch_norm=False), on_a_gpu(2))
+        TargetStream(*settings(), on_a_gpu(1))
 
 
 def test_off_it_asks_nothing_of_the_device():
-    config = resolve("cifar_subset", {"data": {"train": "x"}})
-    stream = TargetStream(config, SimpleNamespace(device=torch.device("cpu"), size=1))
+    stream = TargetStream(*settings(target_stream=False), SimpleNamespace(device=torch.device("cpu"), size=1))
     with stream.beside([torch.zeros(1)]):
         pass
     stream.join()
@@ -121,5 +122,5 @@ def test_the_device_check_compares_both_ways_of_running_the_branches():
     assert events.count("current waits for target's") == device_check_overlap.REPEATS
 
 
-def on_any_device(self, config, world):
+def on_any_device(self, engine, model, world):
     self._stream = torch.cuda.Stream(0)

@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation import KNNResult
+from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.training.telemetry import Telemetry, curves
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD, CollapseWatch
 

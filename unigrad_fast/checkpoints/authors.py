@@ -28,6 +28,7 @@ from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.outputs import within_images
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
@@ -100,7 +101,7 @@ def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> 
     unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir()
-        (unfinished / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        RunFolder(unfinished).configuration.write_text(to_yaml(config), encoding="utf-8")
         write_weights(unfinished, tensors, step, epoch, config.model_dump(mode="json"))
         os.rename(unfinished, run)
     except BaseException:

@@ -11,19 +11,10 @@ import yaml
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.trees import is_among, merge
+from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.scopes import Scope, scope_of
+from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import leaves, shown, validate
-
-# What decides the network, the images and the accuracy.
-DECIDING = (
-    *("seed", "data.train", "data.val", "data.image_size", "model"),
-    *("engine.precision", "engine.tf32", "evaluation.crop_fraction", "evaluation.knn"),
-)
-# What another machine may need otherwise: RUN/config.yaml may change it.
-OF_THE_MACHINE = (
-    *("data.decode", "data.threads", "data.read_threads", "data.read_ahead", "data.read_timeout"),
-    *("data.max_bad_fraction", "evaluation.batch_size", "engine.device"),
-)
 
 
 def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
@@ -32,7 +23,7 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     Raises:
         UserError: there is none in the checkpoint, and none that can be used in RUN/config.yaml.
     """
-    path = run / "config.yaml"
+    path = RunFolder(run).configuration
     tree = reader.about.get("config")
     if not tree:
         return resolve(path), []
@@ -42,15 +33,15 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
         given = _read(path)
     except ValueError as error:
         return config, [f"{path}: {error}; the configuration in {reader.folder} is taken"]
-    before = dict(leaves(saved, ""))
-    now = [(key, value) for key, value in leaves(given, "") if key in before and value != before[key]]
+    before = dict(leaves(saved))
+    now = [(key, value) for key, value in leaves(given) if key in before and value != before[key]]
     # Images may be named there for a run that was imported without any.
-    new = [key for key in (".data.train", ".data.val") if before[key] is None]
-    local = {key: value for key, value in now if is_among(key, OF_THE_MACHINE) or key in new}
+    new = [key for key in ("data.train", "data.val") if before[key] is None]
+    local = {key: value for key, value in now if Scope.LOCAL in scope_of(Config, key) or key in new}
     told = [
-        f"{key[1:]} = {shown(value)} instead of {shown(before[key])}"
+        f"{key} = {shown(value)} instead of {shown(before[key])}"
         for key, value in now
-        if is_among(key, DECIDING) and key not in new
+        if Scope.JUDGMENT in scope_of(Config, key) and key not in new
     ]
     if local:
         try:
@@ -67,7 +58,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     """Raises ValueError, in words for the user, where the file holds no tree."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        list(leaves(tree, ""))
+        list(leaves(tree))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
     except (ValueError, yaml.YAMLError, RecursionError):
@@ -80,10 +71,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys, each of which begins with a dot."""
+    """The tree of dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *groups, leaf = key[1:].split(".")
+        *groups, leaf = key.split(".")
         place = tree
         for group in groups:
             place = place.setdefault(group, {})

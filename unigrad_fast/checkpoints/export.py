@@ -23,6 +23,8 @@ from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.run_folder import RunFolder
 
 Format = Literal["torchvision", "safetensors"]
 ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
@@ -156,10 +158,11 @@ def _description(path: Path) -> Path:
 
 
 def _writable_folder(run: Path, output: Path | None) -> Path:
-    folder = run / outputs.EXPORTS if output is None else output.parent
-    if problem := outputs.dangling_link(folder):
+    exports = RunFolder(run).exports
+    folder = exports if output is None else output.parent
+    if problem := dangling_link(folder):
         raise UserError(f"output = {output or folder}: {problem}")
-    if folder == run / outputs.EXPORTS:
+    if folder == exports:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:

@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,12 +32,13 @@ from torch import Tensor
 
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
+from unigrad_fast.runtime.run_folder import CHECKPOINT as DESCRIPTION
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
-DESCRIPTION = "checkpoint.json"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
 FILE_BYTES = 1 << 28  # of tensors in one file: beside what it saves, a rank holds them once or twice
 MAPPED_BYTES = 1 << 28  # of a file, before the mapping is given back: what was touched counts as memory in use
@@ -74,12 +74,12 @@ def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any
     Raises:
         OSError: on all ranks, when a file cannot be written on one of them.
     """
-    root = _root(run)
-    unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{gather(uuid.uuid4().hex[:8])[0]}"
+    root = RunFolder(run).checkpoints
+    unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{on_first(lambda: uuid.uuid4().hex[:8])}"
     try:
-        on_all_ranks(lambda: unfinished.mkdir(parents=True) if rank == 0 else None)
+        on_first(lambda: unfinished.mkdir(parents=True))
         records = gather(on_all_ranks(lambda: _write_pieces(unfinished / f"rank-{rank:05}", pieces)))
-        return gather(on_all_ranks(lambda: _complete(unfinished, step, records, about) if rank == 0 else None))[0]
+        return on_first(lambda: _complete(unfinished, step, records, about))
     except BaseException:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -214,15 +214,10 @@ def remove(folder: Path) -> None:
 def remove_leftovers(run: Path) -> None:
     """Delete what a killed process left half written or half deleted."""
     for prefix in (UNFINISHED, REMOVED):
-        for folder in _root(run).glob(f"{prefix}*"):
+        for folder in RunFolder(run).checkpoints.glob(f"{prefix}*"):
             shutil.rmtree(folder, ignore_errors=True)
-    for file in _root(run).glob(".latest.*"):
+    for file in RunFolder(run).checkpoints.glob(".latest.*"):
         file.unlink(missing_ok=True)
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """Folders of the complete checkpoints of a run, oldest first; a copy under another name is the user's."""
-    return sorted(path for path in _root(run).glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
 def latest(run: Path) -> Path | None:
@@ -231,13 +226,14 @@ def latest(run: Path) -> Path | None:
     Raises:
         UserError: `latest` is missing although there are checkpoints, or names one that is not there.
     """
-    pointer, complete = _root(run) / "latest", complete_checkpoints(run)
+    root, complete = RunFolder(run).checkpoints, RunFolder(run).complete_checkpoints()
+    pointer = root / "latest"
     if not pointer.is_file():
         if not complete:
             return None
         raise UserError(f"{pointer}: no such file, but {complete[-1]} is there; {_fall_back_hint()}")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    folder = _root(run) / name
+    folder = root / name
     if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # which may be a user's copy
         raise UserError(f"{pointer}: names {name or 'nothing'}, which is not there; {_fall_back_hint()}")
     return folder
@@ -350,10 +346,6 @@ def _require_cover(where: Path, entry: Mapping[str, Any]) -> None:
         place += numel
     if place != math.prod(entry["shape"]):
         raise AssertionError(f"{where}: {place} of {math.prod(entry['shape'])} elements are written")
-
-
-def _root(run: Path) -> Path:
-    return run / "checkpoints"
 
 
 def _folder_name(step: int) -> str:

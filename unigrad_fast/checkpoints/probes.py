@@ -12,11 +12,9 @@ from torch import Tensor
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.checkpoints.weights import fingerprint
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
-
-FOLDER = "evaluation"  # in a run's: what `evaluate` writes
-BEFORE = "linear.safetensors"  # where `evaluate linear` wrote its probe at first
 
 
 def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:
@@ -28,11 +26,12 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     Raises:
         UserError: there is none, or it is damaged or of other weights.
     """
+    there = RunFolder(run)
     again = f"run `{own('evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
-    files = [file] if file is not None else [*(run / FOLDER).glob("linear-*.safetensors"), run / BEFORE]
+    files = [file] if file is not None else [*there.evaluation.glob("linear-*.safetensors"), there.first_probe]
     files = [path for path in files if file is not None or path.is_file()]
     if not files:
-        raise UserError(f"{run / FOLDER}: no linear probe there; {again} first")
+        raise UserError(f"{there.evaluation}: no linear probe there; {again} first")
     problems, fitting = [], []
     for path in files:
         try:

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, complete_checkpoints, latest
+from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, latest
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.wording import byte_size, count
 
 
@@ -41,7 +42,7 @@ def show(path: Path) -> None:
         rows[group] = f"{tensors} tensors, {elements:,} elements, {byte_size(size)}"
     rows["files"] = f"{len(about['files'])}, {byte_size(sum(file['bytes'] for file in about['files'].values()))}"
     if path != folder:
-        rows["checkpoints of the run"] = ", ".join(each.name for each in complete_checkpoints(path))
+        rows["checkpoints of the run"] = ", ".join(each.name for each in RunFolder(path).complete_checkpoints())
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # a long path is broken, not cut
@@ -56,7 +57,7 @@ def verify(path: Path) -> None:
     Raises:
         UserError: no checkpoint there, or files that are damaged or missing, all of them by name.
     """
-    folders = [path] if (path / DESCRIPTION).exists() else complete_checkpoints(path)
+    folders = [path] if (path / DESCRIPTION).exists() else RunFolder(path).complete_checkpoints()
     if not folders:
         raise UserError(_nothing(path))
     damaged = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 
 LONGEST = 300  # characters of a message from torch
 
@@ -26,7 +27,7 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
         if folder is None:
             raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
         return Reader(folder)
-    numbers = {folder.name.removeprefix("step-"): folder for folder in files.complete_checkpoints(run)}
+    numbers = {folder.name.removeprefix("step-"): folder for folder in RunFolder(run).complete_checkpoints()}
     kept = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}
     if step not in kept:
         there = f"those of {', '.join(map(str, sorted(kept)))}" if kept else "none"

@@ -10,13 +10,14 @@ from pathlib import Path
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
-from unigrad_fast.runtime.outputs import holds_run, problem_of_run_folder, within_images
+from unigrad_fast.runtime.outputs import within_images
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node, shown
 
 
 def require_run(folder: Path) -> None:
     """Raises UserError unless a folder holds a run."""
-    if not os.path.exists(folder / "config.yaml") and not holds_run(folder):
+    if not os.path.exists(RunFolder(folder).configuration) and not RunFolder(folder).holds_run():
         raise UserError(f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder of pretrain's")
 
 
@@ -52,10 +53,10 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
 def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     output = config.output
     assert output is not None
-    if fresh and not numbered and holds_run(output):
+    if fresh and not numbered and RunFolder(output).holds_run():
         return [f"output = {output}: holds a run, which --fresh does not continue; give another folder"]
     problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})
-    if problem := problem or (dangling_link(output.parent) if numbered else problem_of_run_folder(output)):
+    if problem := problem or (dangling_link(output.parent) if numbered else RunFolder(output).problem()):
         return [f"output = {output}: {problem}"]
     parent = output.parent if numbered else output
     while not os.path.exists(parent):

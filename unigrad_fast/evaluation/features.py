@@ -1,6 +1,6 @@
 """Features of a frozen encoder for every image of a manifest that can be used."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
-
-# Rows that travel at once: 0.5 GiB of fp32 at 2048 features.
-ROWS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True)
@@ -49,98 +46,69 @@ class LeftOut:
 @torch.no_grad()
 def extract(
     backbone: nn.Module,
-    manifest: Manifest,
-    *,
-    image_size: int,
-    crop_fraction: float = 0.875,
-    batch_size: int = 256,
-    device: torch.device | str = "cpu",
-    rank: int = 0,
-    world_size: int = 1,
-    autocast_dtype: torch.dtype | None = None,
-    threads: int | None = None,
-    decode: torch.device | str | None = None,
-    timeout: float = 60.0,
-    max_bad_fraction: float = 0.0,
-) -> tuple[Tensor, Tensor | None, LeftOut]:
-    """Runs every image of the manifest once through the backbone in evaluation mode.
-
-    Images that cannot be used are left out.
+    loader: EvaluationLoader,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    max_bad_fraction: float,
+    kept: Callable[[Tensor], Tensor] = Tensor.cpu,
+    room: Callable[[int, int], Tensor] = torch.empty,
+) -> tuple[Tensor, Tensor, LeftOut]:
+    """Runs this rank's images once through the backbone in evaluation mode; all ranks call this together.
 
     Args:
-        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]; it lies on `device`, and each
-            of its
+        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]; it lies on `device`, and each of its
             modules is left in the mode (training or evaluation) that it was found in.
-        image_size, crop_fraction: the short side is resized to image_size / crop_fraction pixels, the centre
-            is cut out.
-        batch_size: images per forward and rank.
-        rank, world_size: this rank's share; above 1 every rank of the default process group must call this
-            together.
         autocast_dtype: computes under autocast in this dtype; None leaves the backbone's own precision.
-        threads: decoder threads of this rank; None lets the loader choose.
-        decode: device that decodes; None is `device`.
-        timeout: seconds after which a file that does not answer is left out.
         max_bad_fraction: share of the images that may be left out.
+        kept: what is kept of features fp32 [N, D] on the device, as many rows.
+        room: makes memory for so many rows and columns.
 
     Returns:
-        Features fp32 [N, D] and labels int64 [N] (None without labels) of the N images that could be used, in the
-        order of the manifest, on the CPU, and what was left out; the same on all ranks.
+        What is kept of the N images that could be used, [N, D], their labels, int64 [N] on the CPU, both in the
+        order of the loader, and what was left out over all ranks.
 
     Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
     """
-    device = torch.device(device)
-    loader = EvaluationLoader(
-        manifest,
-        image_size,
-        crop_fraction,
-        batch_size,
-        rank=rank,
-        world_size=world_size,
-        device=decode or device,
-        threads=threads,
-        timeout=timeout,
-    )
-    features: Tensor | None = None
-    seen = torch.zeros(len(manifest), dtype=torch.int32)
+    manifest = loader.manifest
+    rows = room(0, 0)
+    index: list[int] = []
 
     def read() -> None:
-        nonlocal features
-        for output, index in features_of(backbone, loader, device, autocast_dtype):
-            if features is None:
-                features = torch.zeros(len(manifest), output.shape[1])
-            features[index] = output.cpu()
-            seen[index] += 1
+        nonlocal rows
+        for features, places in features_of(backbone, loader, device, autocast_dtype):
+            if not len(rows):
+                rows = room(len(loader.index), features.shape[1])
+            rows[len(index) : len(index) + len(features)] = kept(features)
+            index.extend(places.tolist())
 
-    if world_size > 1:
-        on_all_ranks(read)
-    else:
-        read()
-    left_out = count_left_out(loader.failures, len(manifest), max_bad_fraction, shared=world_size > 1)
-    if world_size > 1:
-        features = _sum_over_ranks(features, seen, device)
-    found = (seen == 1).nonzero().flatten()
-    if len(found) + left_out.count != len(manifest):
+    on_all_ranks(read)
+    left_out = count_left_out(loader.failures, len(manifest), max_bad_fraction)
+    counted = torch.tensor([len(index), len(set(index))])
+    width = torch.tensor(rows.shape[1])
+    if dist.is_initialized():
+        dist.all_reduce(counted)
+        dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
+    if counted.tolist() != [len(manifest) - left_out.count] * 2:
         raise AssertionError(
-            f"of {len(manifest)} images {len(found)} were read once, {int((seen > 1).sum())} more often, and "
+            f"of {len(manifest)} images {int(counted[1])} were read, {int(counted[0] - counted[1])} of them again, and "
             f"{left_out.count} left out"
         )
-    labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[found] if manifest.has_labels else None
-    return _keep(features, found), labels, left_out
+    labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
+    return rows[: len(index)].view(len(index), int(width)), labels, left_out
 
 
-def count_left_out(failures: Iterable[Failure], images: int, most: float, *, shared: bool = True) -> LeftOut:
+def count_left_out(failures: Iterable[Failure], images: int, most: float) -> LeftOut:
     """Joins what the ranks, which call this together, could not use.
 
     Args:
         failures: of this rank.
         images: that there are.
         most: share of them that may be left out.
-        shared: whether the ranks share the images; otherwise this rank's failures are all there is.
 
     Raises RunStopped on all ranks where they are more than that, or all.
     """
     own = {failure.image: failure for failure in failures}
-    bad = {image: failure for part in (gather(own) if shared else [own]) for image, failure in part.items()}
+    bad = {image: failure for part in gather(own) for image, failure in part.items()}
     left_out = LeftOut(len(bad), images, bad[min(bad)] if bad else None)
     if bad and (len(bad) > most * images or len(bad) == images):
         raise RunStopped(
@@ -179,30 +147,6 @@ def evaluation_mode(backbone: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-def _sum_over_ranks(features: Tensor | None, seen: Tensor, device: torch.device) -> Tensor:
-    """Joins the ranks' rows: each is zero on all ranks but one, so the sum is exact and sizes may differ."""
-    dim = torch.tensor([0 if features is None else features.shape[1]], device=device)
-    dist.all_reduce(dim, dist.ReduceOp.MAX)  # a rank without images has not seen the width
-    if features is None:
-        features = torch.zeros(len(seen), int(dim))
-    for tensor in (features, seen):
-        for block in tensor.split(ROWS_AT_ONCE):
-            travelling = block.to(device)
-            dist.all_reduce(travelling)
-            block.copy_(travelling)
-    return features
-
-
-def _keep(features: Tensor, rows: Tensor) -> Tensor:
-    """Some rows, ascending, moved to the front of the same memory: a second copy of a large bank may not fit."""
-    if len(rows) == len(features):
-        return features
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        block = rows[start : start + ROWS_AT_ONCE]
-        features[start : start + len(block)] = features[block]
-    return features[: len(rows)]
 
 
 def non_finite(manifest: Manifest, image: int) -> RunStopped:

@@ -1,30 +1,35 @@
-"""Weighted k-nearest-neighbour classification on frozen features.
+"""Weighted k-nearest-neighbour classification on frozen features, of which every rank has a share.
 
 The protocol of InstDisc (Wu et al., CVPR 2018) that MoCo and DINO report too: features are ℓ2-normalised, the
 k images of the bank with the largest cosine similarity s vote for their class with weight exp(s / T), and the
 class with the largest sum wins.
 
-Memory. The search walks over the bank in blocks of `chunk` rows and, inside, over the queries in blocks of
-`chunk` rows, and keeps the k best of each query. Beside the features that the caller holds, it needs at most
-about
+In a round every rank gives some of its queries to all, looks for the nearest of all of these among its own rows of the
+bank, and gives each query's k best back to the rank that has it. Similarities are exact (`shares`), and of equally
+similar images those of the smaller classes vote: neighbours, votes and accuracy are those of the whole bank, whatever
+the number of ranks.
 
-    16 · chunk · dim  +  44 · chunk²  +  32 · queries · k  +  48 · chunk · (k + classes)   bytes
+Beside the shares (16 bits per number: 5.2 GB of ImageNet's training images, over all ranks) a rank needs about
 
-where the second term falls to 9 · chunk² unless similarities tie. The 1.28 million by 2048 features of
-ImageNet, 50,000 queries, k = 200 and the default chunk take under 0.9 GB (1.5 GB with ties in every row); the
-bank itself stays where it is (10.5 GB in fp32) and visits the device block by block, once.
+    8 · chunk · dim  +  44 · chunk²  +  36 · chunk · k  +  48 · chunk · (k + classes)   bytes
+
+and in all sends its queries to the others (2 · dim bytes each), and what it found for theirs back (12 · k bytes each).
 
 Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbours.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import normalize
+
+from unigrad_fast.evaluation.shares import Share, norms, similarity_to
+from unigrad_fast.runtime.collectives import gather_into
+from unigrad_fast.runtime.process_group import World
 
 PROTOCOL = "weighted kNN"
 BRANCH = "online backbone"  # the branch whose features a run reports
@@ -51,77 +56,90 @@ class KNNResult:
 
 
 @torch.no_grad()
-def weighted_knn(
-    train_features: Tensor,
-    train_labels: Tensor,
-    val_features: Tensor,
-    val_labels: Tensor,
+def sharded_knn(
+    bank: Share,
+    queries: Share,
+    world: World,
     k: int | Literal["auto"] = "auto",
     temperature: float = 0.1,
     chunk: int = 4096,
-    device: torch.device | str | None = None,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> KNNResult:
-    """Classifies the validation features by the votes of their nearest training features.
+    """Classifies all ranks' queries by the votes of their nearest rows among all ranks' banks.
+
+    All ranks call this together, and all get the result.
 
     Args:
-        train_features: the bank, [n, D], any floating dtype (fp32 arithmetic, float64 where the features are
-            float64).
-        train_labels: int64 [n], all ≥ 0.
-        val_features: the queries, [q, D].
-        val_labels: int64 [q], all ≥ 0.
-        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000
-            images, else 20.
+        bank, queries: this rank's; of either another rank may have more, fewer or none.
+        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000 images,
+            else 20.
         temperature: T of the votes exp(s / T).
-        chunk: rows per block; bounds the memory (module docstring) and changes nothing but the rounding of s.
-        device: where similarities are computed; by default where the bank lies.
-        rank, world_size: above 1 every rank of the default process group calls this together with the same features,
-            and classifies its share of the queries; all get the result.
+        chunk: rows per block, and about as many queries in a round; it bounds the memory and changes nothing else.
 
-    Neither the order of the bank nor that of the queries matters: among equally similar images those with the
-    smaller class number vote, and among equal votes the smaller class number wins. A class without a vote is
-    never a top-5 hit.
-
-    Raises ValueError where shapes, labels, features, k or temperature make no sense.
+    Neither the order of the bank nor that of the queries matters: among equally similar images those with the smaller
+    class number vote, and among equal votes the smaller class number wins. A class without a vote is never a top-5 hit.
     """
-    _check(train_features, train_labels, "train")
-    _check(val_features, val_labels, "val")
-    if train_features.shape[1] != val_features.shape[1]:
-        raise ValueError(
-            f"train features have {train_features.shape[1]} dimensions and val features "
-            f"{val_features.shape[1]}; both must come from one encoder"
-        )
-    k = neighbours(k, len(train_features))
-    if k < 1 or chunk < 1 or not temperature > 0:
-        raise ValueError(f"k ({k}), chunk ({chunk}) and temperature ({temperature}) must be positive")
-
-    train_labels, val_labels = train_labels.cpu(), val_labels.cpu()
-    classes = int(max(train_labels.max(), val_labels.max())) + 1
-    own_queries, own_labels = val_features[rank::world_size], val_labels[rank::world_size]
-    hits = torch.zeros(2, dtype=torch.int64)
-    if len(own_labels):
-        device = torch.device(device or train_features.device)
-        dtype = torch.float64 if train_features.dtype == torch.float64 else torch.float32
-
-        def similarity_to(bank_rows: Tensor) -> Callable[[Tensor], Tensor]:
-            unit_bank_BD = normalize(bank_rows.to(device, dtype), dim=1)
-            return lambda rows: normalize(rows.to(device, dtype), dim=1) @ unit_bank_BD.T
-
-        found = nearest(train_features, train_labels, own_queries, k, chunk, similarity_to)
-        hits += count_hits(*(each.cpu() for each in found), own_labels, classes, temperature, chunk)
-    if world_size > 1:
-        dist.all_reduce(hits)
-    top1, top5 = hits.tolist()
-    enough = len(train_labels.unique()) >= 5
+    all_labels = torch.cat([bank.labels, queries.labels])
+    classes = _over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
+    in_bank = _over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
+    most = int(_over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
+    count = int(in_bank.sum())
+    k = neighbours(k, count)
+    share = max(1, chunk // world.size)  # of a rank's queries, in a round
+    totals = torch.tensor([0, 0, len(queries.labels)])
+    for start in range(0, most, share):
+        own, truth = queries.rows[start : start + share], queries.labels[start : start + share]
+        found = _found(bank, own.to(world.device), min(share, most - start), world, k, chunk)
+        product, label = (each[: len(truth)].cpu() for each in found)
+        similarity = product / norms(own.cpu())[:, None]
+        totals[:2] += count_hits(similarity, label, truth, int(classes), temperature, chunk)
+    top1, top5, judged = _over_ranks(totals, world).tolist()
     return KNNResult(
-        accuracy=100 * top1 / len(val_labels),
-        top5=100 * top5 / len(val_labels) if enough else None,
+        accuracy=100 * top1 / judged,
+        top5=100 * top5 / judged if int((in_bank > 0).sum()) >= 5 else None,
         k=k,
         temperature=temperature,
-        queries=len(val_labels),
-        bank=len(train_labels),
+        queries=judged,
+        bank=count,
     )
+
+
+def _found(bank: Share, own_QD: Tensor, rows: int, world: World, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Similarity, times the norm of the query, and label of the k nearest in all ranks' banks to this rank's queries.
+
+    Args:
+        own_QD: this rank's queries, on the device, no more than `rows`, which is the same on all ranks.
+
+    Returns:
+        fp32 and int64 [rows, K]; behind those of the queries stand others, that mean nothing.
+    """
+    asked_QD = own_QD
+    if world.size > 1:
+        padded = own_QD.new_zeros(rows, own_QD.shape[1])
+        padded[: len(own_QD)] = own_QD
+        asked_QD = own_QD.new_empty(world.size * rows, own_QD.shape[1])
+        gather_into(asked_QD, padded)
+    similarity = torch.full((len(asked_QD), k), -torch.inf, device=world.device)
+    label = torch.zeros(similarity.shape, dtype=torch.int64, device=world.device)
+    if len(bank.labels):
+        found = nearest(bank.rows, bank.labels, asked_QD, k, chunk, world.device)
+        found_here = found[0].shape[1]  # a share may have fewer rows than k
+        similarity[:, :found_here], label[:, :found_here] = found
+    if world.size == 1:
+        return similarity, label
+    return largest(*(_back(each, world) for each in (similarity, label)), k)
+
+
+def _back(found: Tensor, world: World) -> Tensor:
+    """What all ranks found for this one's queries, [rows, ranks · K], of what each found for all, [ranks · rows, K]."""
+    received = torch.empty_like(found)
+    dist.all_to_all_single(received, found)
+    return torch.cat(received.chunk(world.size), dim=1)
+
+
+def _over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    if world.size > 1:
+        dist.all_reduce(number, operation)
+    return number
 
 
 def neighbours(k: int | Literal["auto"], bank: int) -> int:
@@ -129,35 +147,15 @@ def neighbours(k: int | Literal["auto"], bank: int) -> int:
     return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
 
 
-def _check(features: Tensor, labels: Tensor, name: str) -> None:
-    if features.ndim != 2 or labels.shape != features.shape[:1] or len(labels) == 0:
-        raise ValueError(
-            f"{name} features {list(features.shape)} and labels {list(labels.shape)} must be [n, D] and [n], with n > 0"
-        )
-    if int(labels.min()) < 0:
-        raise ValueError(f"{name} labels contain {int(labels.min())}; kNN needs a label ≥ 0 for every image")
-    if not all(block.isfinite().all() for block in features.split(65536)):
-        raise ValueError(f"{name} features contain non-finite values")
-
-
 def nearest(
-    bank_BD: Tensor,
-    label_B: Tensor,
-    query_QD: Tensor,
-    k: int,
-    chunk: int,
-    similarity_to: Callable[[Tensor], Callable[[Tensor], Tensor]],
+    bank_BD: Tensor, label_B: Tensor, query_QD: Tensor, k: int, chunk: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Similarity and label of the k rows of the bank nearest to each query, [Q, K] each, where they are computed.
-
-    Args:
-        similarity_to: of some rows of the bank, what gives the similarities [Q, B] of some queries to them.
-    """
+    """Similarity, times the norm of the query, and label of the k rows of a bank nearest to each query, [Q, K] each."""
     blocks = query_QD.split(chunk)
     best: list = [None] * len(blocks)
     # The bank is the outer loop: it is the larger one, and so it travels to the device once.
     for bank_rows, label in zip(bank_BD.split(chunk), label_B.split(chunk), strict=True):
-        similarity = similarity_to(bank_rows)
+        similarity = similarity_to(bank_rows, device)
         for number, rows in enumerate(blocks):
             similarity_QB = similarity(rows)
             found = largest(similarity_QB, label.to(similarity_QB.device).expand_as(similarity_QB), k)

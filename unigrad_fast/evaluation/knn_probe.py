@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from unigrad_fast.config import Config
-from unigrad_fast.evaluation.knn import KNNResult
-from unigrad_fast.evaluation.sharded_knn import sharded_knn
+from unigrad_fast import config
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
 from unigrad_fast.evaluation.shares import own_images, read_share
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
@@ -23,7 +22,8 @@ class KNNProbe:
         val: labelled as `train` is, which `classes.match` sees to.
     """
 
-    config: Config
+    data: config.Data
+    settings: config.Evaluation
     world: World
     train: Manifest
     val: Manifest
@@ -43,17 +43,16 @@ class KNNProbe:
 
         Raises RunStopped where a feature is not finite or too many images cannot be used.
         """
-        data, settings = self.config.data, self.config.evaluation
         bank, queries = (
             read_share(
                 backbone,
-                own_images(manifest, self.config, self.world, image_size, crop_fraction),
+                own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction),
                 self.world.device,
                 dtype,
-                data.max_bad_fraction,
+                self.data.max_bad_fraction,
             )
             for manifest in (self.train, self.val)
         )
-        result = sharded_knn(bank, queries, self.world, settings.knn.k, settings.knn.temperature)
+        result = sharded_knn(bank, queries, self.world, self.settings.knn.k, self.settings.knn.temperature)
         told = (*bank.left_out.told("training"), *queries.left_out.told("validation"))
         return replace(result, left_out=told)

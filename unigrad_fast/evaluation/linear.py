@@ -73,11 +73,14 @@ class LinearProbe:
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
         on_all_ranks(count)
-        left_out = self.left_out(loader, "validation")
+        left_out = count_left_out(loader.failures, len(self.val), self.config.data.max_bad_fraction)
+        self.tell(left_out.told("validation"))
         dist.all_reduce(counts)
         images, right, among_five = counts.tolist()
-        if images + left_out != len(self.val):
-            raise AssertionError(f"of {len(self.val)} validation images {images} were counted and {left_out} left out")
+        if images + left_out.count != len(self.val):
+            raise AssertionError(
+                f"of {len(self.val)} validation images {images} were counted and {left_out.count} left out"
+            )
         return LinearResult(
             accuracy=100 * right / images,
             top5=100 * among_five / images if self.classes >= 5 else None,
@@ -92,14 +95,7 @@ class LinearProbe:
 
     def loader(self, manifest: Manifest) -> EvaluationLoader:
         """Centre crops of this rank's share of some images."""
-        return own_images(manifest, self.config, self.world)
-
-    def left_out(self, loader: EvaluationLoader, kind: str) -> int:
-        """How many images no rank could use, of which the user is told."""
-        images = len(loader.manifest)
-        left_out = count_left_out(loader.failures, images, self.config.data.max_bad_fraction)
-        self.tell(left_out.told(kind))
-        return left_out.count
+        return own_images(manifest, self.config.data, self.config.evaluation, self.world)
 
     def tell(self, lines: list[str]) -> None:
         for line in lines:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from unigrad_fast.evaluation.features import features_of
+from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.linear import LinearProbe
-from unigrad_fast.runtime.process_group import on_all_ranks
 
 ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
 L2 = 1e-3  # penalty on standardised features
@@ -24,7 +23,10 @@ def quick(probe: LinearProbe) -> nn.Linear:
 
     Raises RunStopped where a feature is not finite or too many images cannot be used.
     """
-    features, labels, count = own_features(probe)
+    most, loader = probe.config.data.max_bad_fraction, probe.loader(probe.train)
+    features, labels, left_out = extract(probe.backbone, loader, probe.world.device, probe.dtype, most)
+    probe.tell(left_out.told("training"))
+    count = len(probe.train) - left_out.count
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)
     if probe.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
@@ -32,28 +34,6 @@ def quick(probe: LinearProbe) -> nn.Linear:
     classifier = fit(features, labels, probe.classes, count, probe.world.device)
     fold(classifier, mean.to(probe.world.device), deviation.to(probe.world.device))
     return classifier
-
-
-def own_features(probe: LinearProbe) -> tuple[Tensor, Tensor, int]:
-    """Features fp32 [N, D] and labels int64 [N] of this rank's training images, on the CPU; N over all ranks."""
-    loader = probe.loader(probe.train)
-    rows = torch.empty(0, 0)
-    index: list[int] = []
-
-    def read() -> None:
-        nonlocal rows
-        for features, places in features_of(probe.backbone, loader, probe.world.device, probe.dtype):
-            if not len(rows):
-                rows = torch.empty(len(loader.index), features.shape[1])
-            rows[len(index) : len(index) + len(features)] = features.cpu()
-            index.extend(places.tolist())
-
-    on_all_ranks(read)
-    count = len(probe.train) - probe.left_out(loader, "training")
-    width = torch.tensor(rows.shape[1])
-    dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
-    labels = torch.as_tensor(probe.train.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
-    return rows[: len(index)].view(-1, int(width)), labels, count
 
 
 def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from unigrad_fast.checkpoints.probes import FOLDER
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 from unigrad_fast.runtime.whole_file import write_whole
 
@@ -36,7 +36,7 @@ class Written:
 
 def folder_of(run: Path) -> Path:
     """The folder of a run's results, which can be written once this returns. Raises UserError otherwise."""
-    folder = run / FOLDER
+    folder = RunFolder(run).evaluation
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise UserError(f"{folder}: is no folder, and results are written to it; move it away")
     place = folder if os.path.isdir(folder) else run

@@ -105,7 +105,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
     """
     folder = folder_of(run)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
-        probe = KNNProbe(this.config, this.world, this.train, this.val)
+        probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
             for name, (features, size) in BASELINES.items():
@@ -223,7 +223,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
-            train, val, said = read_manifests(config, world)
+            train, val, said = read_manifests(config.data, world)
             queries = match(train, val)
             if val is None or queries.val is None:
                 raise UserError(f"this run cannot be evaluated by {classifier}: {queries.obstacle}")

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from unigrad_fast.config import Config
-from unigrad_fast.evaluation.features import LeftOut, count_left_out, features_of
+from unigrad_fast import config
+from unigrad_fast.evaluation.features import LeftOut, extract
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
-from unigrad_fast.runtime.process_group import World, on_all_ranks
+from unigrad_fast.runtime.process_group import World
 
 LARGEST = 4096.0  # norm of a row: its square is the largest whole number up to which fp32 holds all
 
@@ -61,7 +61,8 @@ def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], T
 
 def own_images(
     manifest: Manifest,
-    config: Config,
+    data: config.Data,
+    settings: config.Evaluation,
     world: World,
     image_size: int | None = None,
     crop_fraction: float | None = None,
@@ -69,9 +70,8 @@ def own_images(
     """Centre crops of this rank's images.
 
     Args:
-        image_size, crop_fraction: in place of the configuration's.
+        image_size, crop_fraction: in place of the settings'.
     """
-    data, settings = config.data, config.evaluation
     return EvaluationLoader(
         manifest,
         image_size or data.image_size,
@@ -86,7 +86,6 @@ def own_images(
     )
 
 
-@torch.no_grad()
 def read_share(
     backbone: nn.Module,
     loader: EvaluationLoader,
@@ -98,32 +97,8 @@ def read_share(
 
     Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
     """
-    manifest = loader.manifest
-    rows = torch.empty(0, 0, dtype=torch.float16, device=device)
-    index: list[int] = []
-
-    def read() -> None:
-        nonlocal rows
-        for features, places in features_of(backbone, loader, device, autocast_dtype):
-            if not len(rows):
-                rows = _room(len(loader.index), features.shape[1], device)
-            rows[len(index) : len(index) + len(features)] = rounded(features)
-            index.extend(places.tolist())
-
-    on_all_ranks(read)
-    left_out = count_left_out(loader.failures, len(manifest), max_bad_fraction)
-    counted = torch.tensor([len(index), len(set(index))])
-    width = torch.tensor(rows.shape[1])
-    if dist.is_initialized():
-        dist.all_reduce(counted)
-        dist.all_reduce(width, dist.ReduceOp.MAX)  # a rank without images has not seen it
-    if counted.tolist() != [len(manifest) - left_out.count] * 2:
-        raise AssertionError(
-            f"of {len(manifest)} images {int(counted[1])} were read, {int(counted[0] - counted[1])} of them again, and "
-            f"{left_out.count} left out"
-        )
-    labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
-    return Share(rows[: len(index)].view(len(index), int(width)), labels, left_out)
+    room = partial(_room, device=device)
+    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, rounded, room))
 
 
 def _room(count: int, width: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, on_first
 from unigrad_fast.runtime.whole_file import write_whole
 
 
@@ -35,11 +35,11 @@ class Unfinished:
 
     def load(self) -> dict[str, Any] | None:
         """What was kept last, with tensors on the CPU; None where there is nothing, or it cannot be used."""
-        return gather(on_all_ranks(self._load if self.world.rank == 0 else lambda: None))[0]
+        return on_first(self._load)
 
     def save(self, state: dict[str, Any]) -> None:
         """Raises OSError on all ranks where the file cannot be written; the one before stays then."""
-        on_all_ranks(lambda: self._save(state) if self.world.rank == 0 else None)
+        on_first(lambda: self._save(state))
 
     def delete(self) -> None:
         if self.world.rank == 0:

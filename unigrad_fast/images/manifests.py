@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.process_group import World, from_first, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 
 COMPARED = 16  # files by which a node knows those that rank 0 has listed
 SAMPLED = 256  # images whose sizes a run remembers
 
 
-def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
+def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
     """Training manifest, validation manifest (None without `data.val`), and warnings for the user.
 
     Rank 0 lists the images and hands its arrays over. One rank of each other node compares the files of a few images
@@ -31,15 +31,15 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
         UserError: there is no folder of training images.
         DataError: on all ranks, when a folder cannot be used on one of them or they see different images.
     """
-    if config.data.train is None:
+    if data.train is None:
         raise UserError("data.train = null: no training images; give their folder with --data.train FOLDER")
-    folders = [folder for folder in (config.data.train, config.data.val) if folder is not None]
+    folders = [folder for folder in (data.train, data.val) if folder is not None]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        first = on_all_ranks(lambda: [_list(folder) for folder in folders] if world.rank == 0 else [])
-        told = from_first(first)
+        told = on_first(lambda: [_list(folder) for folder in folders])
         alone = world.rank != 0 and _sees_others(folders, told, world)
-        own = first + on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
+        again = on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
+        own = told if world.rank == 0 else again
     digests = gather([digest(listed.manifest) for listed in own])
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):
@@ -51,10 +51,10 @@ def read_manifests(config: Config, world: World) -> tuple[Manifest, Manifest | N
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
         said.append(
-            f"data.val = {config.data.val}: is data.train as well, so every image finds itself and the accuracy means "
+            f"data.val = {data.val}: is data.train as well, so every image finds itself and the accuracy means "
             "nothing; give images that are not trained on"
         )
-    return manifests[0], manifests[1] if config.data.val is not None else None, said
+    return manifests[0], manifests[1] if data.val is not None else None, said
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from unigrad_fast.pipelines import RECIPES, CutMix, View
 from unigrad_fast.pipelines.recipes import recipe as make_recipe
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.outputs import holds_run
+from unigrad_fast.runtime.run_folder import RunFolder
 
 ENDINGS = (".yaml", ".yml")
 
@@ -93,9 +93,9 @@ def _own_recipe(path: Path) -> str | Path | None:
     """The training recipe that a path is or, as a run, holds; None for images."""
     if _is_file(path):
         return path
-    config = path / "config.yaml"
-    if os.path.isfile(config) and holds_run(path):
-        return config
+    run = RunFolder(path)
+    if os.path.isfile(run.configuration) and run.holds_run():
+        return run.configuration
     is_name = path.name in recipe_names() and path.parent == Path.cwd()
     return path.name if is_name and not os.path.lexists(path) else None
 
@@ -106,7 +106,7 @@ def _is_file(path: Path) -> bool:
 
 def _title(recipe: str | Path) -> str:
     path = Path(recipe)
-    return path.parent.name if path.name == "config.yaml" else path.stem
+    return path.parent.name if path.name == RunFolder.configuration.name else path.stem
 
 
 def _views(config: Config, epoch: int) -> tuple[View, ...]:

@@ -356,6 +356,17 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
     return result
 
 
+def on_first(work: Callable[[], Result]) -> Result:
+    """Do something on rank 0 alone; all ranks get its picklable value, or raise its error, and none goes on before."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    made = on_all_ranks(lambda: work() if is_first else None)
+    if not dist.is_initialized():
+        return made
+    values = [made]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def gather(value: Result) -> list[Result]:
     """The picklable values of all ranks, on every rank; [value] without a process group."""
     if not dist.is_initialized():
@@ -363,15 +374,6 @@ def gather(value: Result) -> list[Result]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def from_first(value: Result) -> Result:
-    """The picklable value of rank 0, on every rank; what the others give is not looked at."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

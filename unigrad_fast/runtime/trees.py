@@ -24,11 +24,6 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def is_among(key: str, keys: Sequence[str]) -> bool:
-    """Whether a dotted key that begins with a dot, as of `validation.leaves`, is one of some keys or below one."""
-    return any(f"{key}.".startswith(f".{each}.") for each in keys)
-
-
 def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
     """The tree of texts that `--a.b value` and `--a.b=value` give.
 

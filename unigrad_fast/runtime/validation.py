@@ -132,11 +132,12 @@ def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
             yield from keys(inner, f"{prefix}{key}.")
 
 
-def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values below `key`."""
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and JSON values of a tree, which lies below `key`."""
+    value = value.model_dump(mode="json") if isinstance(value, Node) else value
     if isinstance(value, Mapping) and value:
         for name, child in value.items():
-            yield from leaves(child, f"{key}.{name}")
+            yield from leaves(child, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from unigrad_fast.pipelines import Failure, Manifest
 from unigrad_fast.runtime.errors import DataError, RunStopped
 from unigrad_fast.runtime.fallback import printable
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import gather, on_first
+from unigrad_fast.runtime.run_folder import RunFolder
 
-FILE = "bad_images.jsonl"
 SHOWN = 5  # in the message of a run that stops
 MOST_TOLD = 50  # warnings of one image each
 
@@ -30,9 +30,9 @@ class BadImages:
         DataError: already the headers that cannot be read, and the images that a scan found bad, are more.
     """
 
-    def __init__(self, folder: Path | None, manifest: Manifest, most: float, world: World, goes_on: bool = True):
-        self.path = None if folder is None else folder / FILE
-        self.manifest, self.most, self.world = manifest, most, world
+    def __init__(self, folder: Path | None, manifest: Manifest, most: float, goes_on: bool = True):
+        self.path = None if folder is None else RunFolder(folder).bad_images
+        self.manifest, self.most = manifest, most
         self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
         self._told = 0
         self.latest: dict[tuple[int, int], str] = {}  # what the last exchange added
@@ -78,7 +78,7 @@ class BadImages:
         self.latest = {(failure.step, failure.image): failure.reason for failure in new}
         self.known |= self.latest
         if new and self.path is not None:
-            on_all_ranks(lambda: self._write(new) if self.world.rank == 0 else None)
+            on_first(lambda: self._write(new))
         left = max(0, MOST_TOLD - self._told)
         self._told += len(told)
         if len(told) > left:

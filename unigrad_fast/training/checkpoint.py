@@ -32,7 +32,8 @@ from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import World, gather, on_all_ranks
+from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
+from unigrad_fast.runtime.run_folder import NEW_RUN, RunFolder
 from unigrad_fast.training.fragments import Fragment, whole
 from unigrad_fast.training.same_run import contradictions
 from unigrad_fast.training.target import refresh_
@@ -153,10 +154,10 @@ def _require_fit(fragments: list[Fragment], reader: Reader) -> None:
     missing = [f.name for f in fragments if f.name not in stored]
     if missing:
         what = "was imported to be evaluated and exported" if "images" not in reader.about else "is another model's"
-        raise UserError(f"{reader.folder}: has no {missing[0]} and {len(missing) - 1} others: it {what}; {_remedy()}")
+        raise UserError(f"{reader.folder}: has no {missing[0]} and {len(missing) - 1} others: it {what}; {NEW_RUN}")
     for f in fragments:
         if reader.shape(f.name) != f.shape:
-            raise UserError(f"{reader.folder}: {f.name} is {reader.shape(f.name)} instead of {f.shape}; {_remedy()}")
+            raise UserError(f"{reader.folder}: {f.name} is {reader.shape(f.name)} instead of {f.shape}; {NEW_RUN}")
 
 
 def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, list[str]]:
@@ -171,8 +172,8 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         UserError: on all ranks, when it is damaged, or the configuration contradicts it.
     """
     run, damaged = config.output, []
-    pointer = gather(on_all_ranks(lambda: _dangling_pointer(run) if fall_back and world.rank == 0 else None))[0]
-    for folder in gather(on_all_ranks(lambda: _candidates(run, fall_back) if world.rank == 0 else []))[0]:
+    pointer = on_first(lambda: _dangling_pointer(run) if fall_back else None)
+    for folder in on_first(lambda: _candidates(run, fall_back)):
         try:
             reader = on_all_ranks(lambda: _verified(folder, world))  # noqa: B023
         except UserError as error:
@@ -183,7 +184,7 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
         return reader, [f"{said}; it is left out" for said in (*filter(None, [pointer]), *damaged)]
     if damaged:
-        raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {_remedy()}"]))
+        raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {NEW_RUN}"]))
     return None, []
 
 
@@ -199,7 +200,7 @@ def _dangling_pointer(run: Path) -> str | None:
 def _candidates(run: Path, fall_back: bool) -> list[Path]:
     """Checkpoints to go on from, the best first."""
     if fall_back:
-        return files.complete_checkpoints(run)[::-1]
+        return RunFolder(run).complete_checkpoints()[::-1]
     newest = files.latest(run)
     return [] if newest is None else [newest]
 
@@ -212,7 +213,7 @@ def _verified(folder: Path, world: World) -> Reader:
 
 def _require_same(config: Config, reader: Reader) -> None:
     if differing := contradictions(config, reader.about["config"], f"the checkpoint in {config.output}"):
-        raise UserError("\n".join([*differing, _remedy()]))
+        raise UserError("\n".join([*differing, NEW_RUN]))
 
 
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
@@ -221,7 +222,7 @@ def require_same_images(reader: Reader, train: Manifest, config: Config) -> None
     if remembered is not None and not manifests.are_the_same(remembered, train):
         raise UserError(
             f"data.train = {config.data.train}: holds other images than those that the run in {config.output} began "
-            f"with (other names or number, or sizes in pixels); give those, or {_remedy()}"
+            f"with (other names or number, or sizes in pixels); give those, or {NEW_RUN}"
         )
 
 
@@ -231,12 +232,8 @@ def prune(run: Path, keep: int, keep_every: int) -> None:
     Later ones than `latest` names are left alone and not counted: damaged ones, behind which the run fell back.
     """
     newest = files.latest(run)
-    behind = [folder for folder in files.complete_checkpoints(run) if folder <= newest]
+    behind = [folder for folder in RunFolder(run).complete_checkpoints() if folder <= newest]
     for folder in behind[:-keep]:
         step = int(folder.name.removeprefix("step-"))
         if not keep_every or step % keep_every:
             files.remove(folder)
-
-
-def _remedy() -> str:
-    return "another --output begins a new run"

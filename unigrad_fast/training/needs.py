@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from unigrad_fast import config
 from unigrad_fast.checkpoints.files import latest
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
@@ -14,18 +16,16 @@ from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.memory import room_for
-from unigrad_fast.runtime.process_group import World
 
 SMALLER_NETWORK = "a smaller model.projector.width or model.backbone needs less"
 
 
-def network(config: Config) -> AbstractContextManager[None]:
+def network(model: config.Model) -> AbstractContextManager[None]:
     def expected() -> int:
         with torch.device("meta"):
-            return bytes_of(Encoder(config.model))
+            return bytes_of(Encoder(model))
 
-    projector = config.model.projector
-    return room_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
+    return room_for(f"{model.backbone} and its projector of {model.projector.width}", expected, SMALLER_NETWORK)
 
 
 def target(encoder: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -57,29 +57,28 @@ def objective(config: Config, shards: int) -> AbstractContextManager[None]:
     )
 
 
-def step(config: Config, world: World, done: int) -> AbstractContextManager[None]:
-    """The activations, gradients and momentum of a step; `done` steps are behind it."""
-    share = config.images_at_once(world.size)
-    what = f"step {done + 1}, with {share} images at once on each rank"
+def step(images: int, run: Path | None, done: int) -> AbstractContextManager[None]:
+    """The activations, gradients and momentum of a step with so many images; `done` steps are behind it."""
+    what = f"step {done + 1}, with {images} images at once on each rank"
     remedy = (
         "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "
         "and engine.zero_stage 1 or 2 shares the optimizer's state among the ranks"
     )
-    return room_for(what, None, remedy, *_loss(config, done))
+    return room_for(what, None, remedy, *_loss(run, done))
 
 
-def evaluation(config: Config, probe: KNNProbe, done: int) -> AbstractContextManager[None]:
+def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextManager[None]:
     images = len(probe.train) + len(probe.val)
-    what = f"the features of {images:,} images, {config.evaluation.batch_size} at once, for the evaluation"
+    what = f"the features of {images:,} images, {probe.settings.batch_size} at once, for the evaluation"
     remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false leave it out"
-    return room_for(what, None, remedy, *_loss(config, done))
+    return room_for(what, None, remedy, *_loss(run, done))
 
 
-def _loss(config: Config, done: int) -> tuple[type[Exception], str]:
+def _loss(run: Path | None, done: int) -> tuple[type[Exception], str]:
     """The kind of error after so many steps, and what is left of them."""
     if done == 0:
         return UserError, ""
-    newest = None if config.output is None else latest(config.output)
+    newest = None if run is None else latest(run)
     kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest}"
     return RunStopped, kept
 

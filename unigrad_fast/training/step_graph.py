@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import ObjectiveOutput
 from unigrad_fast.objectives.correlation import MovingCorrelation
@@ -37,7 +37,7 @@ Compute: TypeAlias = "Callable[[Iterable[Batch]], ObjectiveOutput]"
 Record: TypeAlias = "Callable[[Callable[[], ObjectiveOutput]], tuple[ObjectiveOutput, Callable[[], None]]]"
 
 
-def require(config: Config, world: World) -> None:
+def require(world: World) -> None:
     """Raises UserError where a step cannot be recorded on the ranks that there are; see also `Config`."""
     reason = None
     if world.device.type != "cuda":
@@ -50,9 +50,9 @@ def require(config: Config, world: World) -> None:
         raise UserError(f"engine.cuda_graph = true: {reason}")
 
 
-def own_stream(config: Config, device: torch.device) -> AbstractContextManager:
+def own_stream(settings: config.Engine, device: torch.device) -> AbstractContextManager:
     """A stream of its own for a run that records its steps, as the default stream cannot be recorded."""
-    if not config.engine.cuda_graph or device.type != "cuda":
+    if not settings.cuda_graph or device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 
@@ -26,13 +26,13 @@ class TargetStream:
         UserError: it is asked for without a GPU, or with batch norm over several ranks.
     """
 
-    def __init__(self, config: Config, world: World):
+    def __init__(self, engine: config.Engine, model: config.Model, world: World):
         self._stream: torch.cuda.Stream | None = None
-        if not config.engine.target_stream:
+        if not engine.target_stream:
             return
         if world.device.type != "cuda":
             raise UserError("engine.target_stream = true: streams are a GPU's, and this run has none; leave it out")
-        if world.size > 1 and config.model.sync_batch_norm:
+        if world.size > 1 and model.sync_batch_norm:
             raise UserError(
                 f"engine.target_stream = true: with {world.size} ranks batch norm exchanges statistics, in one order "
                 "for both branches; leave it out, or set model.sync_batch_norm false"

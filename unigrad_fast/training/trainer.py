@@ -71,18 +71,18 @@ class Trainer:
         if config.engine.compile:
             compilation.require(config, world.size)
         if config.engine.cuda_graph:
-            step_graph.require(config, world)
+            step_graph.require(world)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
-        self.target_stream = TargetStream(config, world)
-        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, world, goes_on)
+        self.target_stream = TargetStream(config.engine, config.model, world)
+        self.bad_images = BadImages(config.output, train, config.data.max_bad_fraction, goes_on)
         self.loader = build_loader(config, world, train, self.bad_images.known)
         self.steps_per_epoch = self.loader.steps_per_epoch // self.accumulation
         self.total_steps = self.steps_per_epoch * config.schedule.epochs
         self.steps_done, self.lost = 0, ""
         self.images = identity(train)
 
-        with needs.network(config):
+        with needs.network(config.model):
             encoder = build_encoder(config.model, config.seed, world.device)
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
         self.branch = build_branch(config, encoder, self.dtype)

@@ -17,6 +17,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from unigrad_fast.runtime.fallback import printable
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
 from unigrad_fast.training.telemetry.events import Events
 
@@ -33,7 +34,7 @@ def draw(run_dir: Path | str) -> Path:
     """Draws RUN/curves.png and RUN/curves.svg, and returns the first: over epochs the loss, the positive cosine, the
     kNN accuracy, the two signals of collapse, the learning rate with the target's momentum."""
     run_dir = Path(run_dir)
-    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, run_dir / "curves.png")
+    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, RunFolder(run_dir).curves)
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
@@ -84,7 +85,7 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
     """The events of RUN/metrics.jsonl in order, without lines that are none."""
-    return [event for _, event in Events(Path(run_dir) / "metrics.jsonl").whole]
+    return [event for _, event in Events(RunFolder(Path(run_dir)).metrics).whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:

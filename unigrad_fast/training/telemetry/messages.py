@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from unigrad_fast.runtime.run_folder import log_line
 from unigrad_fast.runtime.whole_file import naming
-
-
-def line(message: str) -> str:
-    """Of the file."""
-    return f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n"
 
 
 class Messages:
@@ -44,7 +39,7 @@ class Messages:
     def log(self, message: str) -> None:
         """Into the file alone."""
         with naming(self.path):
-            self.file.write(line(message))
+            self.file.write(log_line(message))
 
     def log_warning(self, message: str) -> None:
         self.log(f"WARNING: {message}")

@@ -20,12 +20,13 @@ from rich.console import Console
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
 from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.length import Length
+from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
 from unigrad_fast.training.telemetry.messages import Messages
-from unigrad_fast.training.telemetry.metrics import MetricsFile, TensorBoard, json_numbers, memory_gib
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
 from unigrad_fast.training.telemetry.throughput import Throughput
@@ -62,13 +63,14 @@ class Telemetry:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run = RunFolder(Path(run_dir))
         self.active = rank == 0
         self.step = self.start_step = start_step
         self.length = Length(total_steps, steps_per_epoch, config.evaluation.every * steps_per_epoch or total_steps)
-        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", self.length)
-        self.tensorboard = TensorBoard(self.run_dir / "tensorboard", config.telemetry.tensorboard)
-        self.messages = Messages(console or new_console(), self.run_dir / "log.txt")
+        self.metrics = MetricsFile(self.run, self.length)
+        wanted = [logger for key, logger in LOGGERS.items() if getattr(config.telemetry, key)]
+        self.loggers = [self.metrics, *(logger(self.run, self.length) for logger in wanted)]
+        self.messages = Messages(console or new_console(), self.run.log)
         self.lines = ProgressLines(self.length, clock)
         self.bar: ProgressBar | None = None  # in place of the lines
         self.throughput = Throughput(self.length, clock, progress or {})
@@ -80,8 +82,10 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         if not self.active:
             return self
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        for event in self.metrics.open(self.start_step):
+        self.run.path.mkdir(parents=True, exist_ok=True)
+        for logger in self.loggers:
+            logger.open(self.start_step)
+        for event in self.metrics.events:
             self.results.remember(event)
             if event["event"] == "warning":
                 self.collapse.remember(event["message"])
@@ -89,7 +93,6 @@ class Telemetry:
         self.messages.log(f"unigrad-fast {unigrad_fast.__version__}, torch {torch.__version__}, on {platform.node()}")
         self.messages.log(f"command: {typed(*sys.argv)}")
         self.messages.log(f"{self.length.total_steps} steps, {self.length.steps_per_epoch} per epoch")
-        self.tensorboard.open(self.start_step)
         if self.messages.console.is_terminal:
             self.bar = ProgressBar(self.messages.console, self.length, self.step)
             self._move_bar()
@@ -104,14 +107,14 @@ class Telemetry:
             self.bar.stop()
         if kind is not None:
             self.messages.log(f"stopped at step {self.step} by {kind.__name__}: {error}")
-        self.tensorboard.close()
-        self.metrics.close()
+        for logger in self.loggers:
+            logger.close()
         self.messages.close()
 
     def resumed(self) -> None:
         """Says that this process goes on with what another began, and records it as an event."""
         if self.active:
-            self.metrics.write("resumed", self.start_step, {})
+            self._write("resumed", self.start_step)
             self.say(f"going on after step {self.start_step} of {self.length.total_steps}")
 
     def evaluated(self, step: int) -> bool:
@@ -146,8 +149,7 @@ class Telemetry:
             return
         self.step = max(self.step, step)
         numbers, odd = json_numbers({"memory_gib": memory_gib(), **self.throughput.recent(), **metrics})
-        self.metrics.write("train", step, numbers)
-        self.tensorboard.add("train", step, numbers)
+        self._write("train", step, numbers)
         self.results.add_metrics(numbers)
         self.results.add_phases(numbers)
         if odd:
@@ -165,8 +167,7 @@ class Telemetry:
         self.step = max(self.step, step)
         accuracies = {"accuracy": result.accuracy} | ({} if result.top5 is None else {"top5": result.top5})
         settings = {"k": result.k, "temperature": result.temperature, "protocol": PROTOCOL, "branch": BRANCH}
-        self.metrics.write("knn", step, accuracies | settings)
-        self.tensorboard.add("knn", step, accuracies)
+        self._write("knn", step, accuracies, settings)
         self.results.add_accuracy(step, result.accuracy)
         first_step, first = self.results.accuracies[0]
         compared = f", {first:.2f} % at step {first_step}" if len(self.results.accuracies) > 1 else ""
@@ -178,7 +179,7 @@ class Telemetry:
     def warn(self, message: str, step: int | None = None) -> None:
         """Shows a warning that nobody overlooks and records it as an event, by default of the latest step."""
         if self.active:
-            self.metrics.write("warning", self.step if step is None else step, {"message": message})
+            self._write("warning", self.step if step is None else step, about={"message": message})
             self.messages.warn(message)
 
     def say(self, message: str) -> None:
@@ -205,23 +206,33 @@ class Telemetry:
         }
         numbers, _ = json_numbers(own | dict(summary or {}))
         text = json.dumps(numbers, allow_nan=False, indent=2)
-        write_whole(self.run_dir / "summary.json", f"{text}\n".encode())
+        write_whole(self.run.summary, f"{text}\n".encode())
         self.messages.log(f"finished: {json.dumps(numbers, allow_nan=False)}")
         if self.bar is not None:
             self.bar.stop()
         further = [name for name in summary or {} if name not in own]
-        self.messages.console.print(final_table(numbers, further, self.results.phases(), self.run_dir))
+        self.messages.console.print(final_table(numbers, further, self.results.phases(), self.run.path))
         if next_commands:
             self.messages.show("Next:")
             for command in next_commands:
                 self.messages.show(f"  {command}")
         return numbers
 
+    def commands(self, run: RunFolder) -> list[str]:
+        """What to type to look at what the loggers have, given the run as the user would name it."""
+        return [command for logger in self.loggers if (command := logger.command(run))]
+
+    def _write(
+        self, event: str, step: int, numbers: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        for logger in self.loggers:
+            logger.write(event, step, numbers or {}, about or {})
+
     def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
         """Every occasion is an event; the console is told once per metric."""
         message = f"non-finite at step {step}, written as null: " + ", ".join(f"{k} = {v}" for k, v in odd.items())
         if odd.keys() <= self.named_non_finite:
-            self.metrics.write("warning", step, {"message": message})
+            self._write("warning", step, about={"message": message})
             self.messages.log_warning(message)
         else:
             self.named_non_finite |= odd.keys()

@@ -1,0 +1,164 @@
+"""How a run starts: ranks join, its folder is opened, images are listed, parts are built, its state is restored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from unigrad_fast.checkpoints import files
+from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.config import Config, to_yaml
+from unigrad_fast.evaluation.classes import match
+from unigrad_fast.evaluation.knn_probe import KNNProbe
+from unigrad_fast.images.manifests import read_manifests
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime import process_group, processors
+from unigrad_fast.runtime.attendance import attended
+from unigrad_fast.runtime.errors import Preempted
+from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
+from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
+from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.shell import typed
+from unigrad_fast.training import checkpoint
+from unigrad_fast.training.same_run import require_same_everywhere, require_same_run
+from unigrad_fast.training.step_graph import own_stream
+from unigrad_fast.training.telemetry import Telemetry
+from unigrad_fast.training.telemetry.introduction import introduce
+from unigrad_fast.training.trainer import Trainer
+
+
+@dataclass
+class Attempt:
+    """This process among the ranks of a run, from when they joined until it leaves.
+
+    Attributes:
+        numbered: the run is a new one, which takes the first free folder of its name.
+        at: is told the stage that this rank is at.
+        folder: the run's, once it is occupied.
+        warnings: what the user is told when the run begins.
+    """
+
+    preemption: Preemption
+    watch: processors.Watch
+    numbered: bool
+    world: World = field(init=False)
+    at: Callable[[str], None] = field(init=False)
+    folder: RunFolder | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def note_loss(self, said: str) -> None:
+        """Into the run's log, of a rank that is awaited in vain."""
+        if self.folder is not None and self.world.rank == 0:
+            self.folder.log_loss(said)
+
+
+@dataclass(frozen=True)
+class Images:
+    """The training images, the probe that judges by them, and why there is none where it is None."""
+
+    train: Manifest
+    probe: KNNProbe | None
+    obstacle: str | None
+
+
+@contextmanager
+def join(config: Config, numbered: bool) -> Iterator[Attempt]:
+    """The ranks find each other, and watch for signals and for ranks that are lost while inside."""
+    timeout, watch = timedelta(minutes=config.engine.timeout), processors.Watch()
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        attempt = Attempt(preemption, watch, numbered)
+        if not numbered:
+            preemption.note = RunFolder(config.output).note_preemption
+        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+            attempt.world = stack.enter_context(process_group.session(config.engine.device, timeout))
+        attempt.at = stack.enter_context(attended(attempt.world, timeout, attempt.note_loss))
+        stack.push(preemption.settle)
+        require_same_everywhere(config, attempt.world)
+        yield attempt
+
+
+def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None:
+    """The verified checkpoint that the run goes on from; None where it begins. But for endings nothing is changed.
+
+    Raises:
+        UserError: the configuration contradicts what was begun there.
+    """
+    if attempt.numbered:
+        return None
+    on_first(lambda: RunFolder(config.output).clear_endings(os.environ))
+    saved, warnings = checkpoint.find(config, attempt.world, fall_back)
+    attempt.warnings += warnings
+    if saved is None:
+        on_all_ranks(lambda: require_same_run(config))
+    return saved
+
+
+def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Images:
+    """The same images on all ranks, and those that the run began with."""
+    doing = "the images were being listed; nothing was done"
+    timeout = timedelta(minutes=config.engine.timeout)
+    with attempt.preemption.nothing_to_save(doing), process_group.patient(timeout):
+        train, val, said = read_manifests(config.data, attempt.world)
+    if saved is not None:
+        on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
+    queries = match(train, val)
+    attempt.warnings += [*said, *queries.told]
+    probe = None
+    if queries.val is not None:
+        probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
+    return Images(train, probe, queries.obstacle)
+
+
+@contextmanager
+def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbose: bool) -> Iterator[Trainer]:
+    """The run's folder is taken, and all that a step needs built; how the attempt ends is written down there."""
+    world, engine = attempt.world, config.engine
+    with ExitStack() as stack:
+        stack.enter_context(tensor_float32(engine.tf32))
+        stack.enter_context(deterministic(engine.deterministic))
+        stack.enter_context(fastest_convolutions(world.device))
+        stack.enter_context(own_stream(engine, world.device))
+        attempt.folder = folder = stack.enter_context(RunFolder(config.output).occupied(attempt.numbered))
+        stack.enter_context(folder.noted())
+        attempt.preemption.note = folder.note_preemption
+        config = config.model_copy(update={"output": folder.path})
+        trainer = Trainer(config, world, images.train, verbose, goes_on)
+        if world.device.type != "cuda":
+            attempt.warnings += filter(None, [attempt.watch.crowded()])
+        try:
+            yield trainer
+        except Preempted as error:
+            if not attempt.numbered:
+                raise
+            raise Preempted(f"{error}, with {typed('--output', folder.path)}", error.status) from None
+
+
+@contextmanager
+def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | None) -> Iterator[Telemetry]:
+    """The folder made ready, the saved state put back, and the run's first lines said; inside it tells what happens.
+
+    Raises:
+        UserError: a checkpoint has come to a run that has none.
+    """
+    config, folder, progress = trainer.config, attempt.folder, None
+    begins_again = on_first(lambda: folder.begin(to_yaml(config), goes_on=saved is not None))
+    on_first(lambda: files.remove_leftovers(folder.path))
+    if saved is not None:
+        checkpoint.restore(trainer, saved)
+        progress = saved.about["progress"]
+    size = checkpoint.size(trainer)
+    if attempt.world.rank == 0:
+        attempt.warnings += filter(None, [folder.little_space(size, config.checkpoint.keep)])
+    lengths = trainer.total_steps, trainer.steps_per_epoch
+    with Telemetry(folder.path, config, *lengths, attempt.world.rank, trainer.steps_done, progress) as telemetry:
+        introduce(telemetry, trainer, images.train, images.obstacle)
+        if begins_again:
+            telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
+        for warning in attempt.warnings:
+            telemetry.warn(warning)
+        yield telemetry

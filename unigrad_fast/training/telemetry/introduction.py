@@ -1,0 +1,114 @@
+"""What a run says before its first step and after its last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from unigrad_fast import config
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.shell import own
+from unigrad_fast.runtime.whole_file import naming
+from unigrad_fast.runtime.wording import count
+from unigrad_fast.training.telemetry.curves import draw
+from unigrad_fast.training.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from unigrad_fast.evaluation.knn_probe import KNNProbe
+    from unigrad_fast.training.trainer import Trainer
+
+ENOUGH_IMAGES = 96  # on a GPU at once; ours, from the counts of the dry run
+
+
+def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle: str | None) -> None:
+    """Say what is going to happen, in a few lines, and warn of what costs accuracy."""
+    run, world = trainer.config, trainer.world
+    projector, images = run.model.projector, run.images_at_once(world.size)
+    classes = f" in {count(len(train.classes), 'class')}" if train.has_labels else ""
+    parameters = sum(p.numel() for p in trainer.online.module.parameters()) / 1e6
+    telemetry.say(
+        f"{run.model.backbone}, projector {projector.depth} x {projector.width}, {parameters:.1f} M parameters; "
+        f"{trainer.dtype or torch.float32} on {world.size} x {world.device.type}".replace("torch.", "")
+    )
+    telemetry.say(
+        f"{len(train):,} images{classes}, "
+        f"{count(run.schedule.epochs, 'epoch')} of {count(trainer.steps_per_epoch, 'step')}, "
+        f"batch {run.data.batch_size}, {described(run.data)}, seed {run.seed}; run folder {run.output}"
+    )
+    if said := method_of(run):
+        telemetry.say(said)
+    if 0 < trainer.steps_done < trainer.total_steps:
+        telemetry.resumed()
+    if said := trainer.bad_images.told_at_start():
+        telemetry.warn(said)
+    if obstacle is not None and run.data.val is None:
+        telemetry.say(f"evaluation is off: {obstacle}")
+    elif obstacle is not None:
+        telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
+    for said in filter(
+        None, (few_images(run.data, run.engine, images, world), short_timeout(run.data, run.engine, world))
+    ):
+        telemetry.warn(said)
+    if world.size > 1 and not run.model.sync_batch_norm:
+        telemetry.warn("model.sync_batch_norm is off: batch statistics of single ranks cost points of accuracy")
+
+
+def few_images(data: config.Data, engine: config.Engine, images: int, world: World) -> str | None:
+    """What is said where more GPUs than the batch is worth work on it."""
+    if world.device.type != "cuda" or world.size == 1 or images >= ENOUGH_IMAGES:
+        return None
+    return (
+        f"data.batch_size = {data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
+        f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
+        + (", or a smaller engine.accumulation_steps" if engine.accumulation_steps > 1 else "")
+    )
+
+
+def short_timeout(data: config.Data, engine: config.Engine, world: World) -> str | None:
+    """What is said where ranks would give up one of them that only waits for its storage."""
+    patience = 4 * data.read_timeout
+    if world.size == 1 or 60 * engine.timeout >= patience:
+        return None
+    return (
+        f"engine.timeout = {engine.timeout:g} minutes: shorter than a rank may wait for silent files "
+        f"({patience:g} s by data.read_timeout = {data.read_timeout:g}), which the others would take for lost; "
+        f"use {patience / 60:.3g}, or a smaller data.read_timeout"
+    )
+
+
+def described(data: config.Data) -> str:
+    """The views of a run and what is done to them, in a few words."""
+    sizes = [view.size for view in data.views()]
+    views = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes)) + " px"
+    if data.growth():
+        views += f" from {data.progressive.start_size} px in {data.progressive.epochs} epochs"
+    return views + (", CutMix" if data.cutmix.probability else "")
+
+
+def method_of(config: config.Config) -> str | None:
+    """What a run minimises, in a few words, where it is not UniGrad with a momentum target."""
+    objective = config.objective
+    if (objective.method, objective.row, objective.target) == ("unigrad", None, "momentum"):
+        return None
+    branch = "the momentum branch" if objective.target == "momentum" else "the online branch"
+    row = f", row ({objective.row})" if objective.row else ""
+    return f"{objective.method}{row}, {objective.form} form; targets from {branch} ({objective.target})"
+
+
+def show_end(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, skipped: int) -> None:
+    """The curves, and the final table with the commands to type next."""
+    run = RunFolder(trainer.config.output)
+    with naming(run.curves):
+        draw(run.path)
+    here = Path.cwd()
+    if run.path.is_relative_to(here) and not str(run.path.relative_to(here)).startswith("-"):
+        run = RunFolder(run.path.relative_to(here))
+    commands = [] if probe is None else [own("evaluate", "knn", run.path, "--baselines", "true")]
+    telemetry.finish(
+        {"skipped_steps": skipped, "bad_images": trainer.bad_images.total},
+        [*commands, *telemetry.commands(run)],
+    )
