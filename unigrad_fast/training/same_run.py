@@ -42,9 +42,9 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
     now = dict(leaves(config.model_dump(mode="json"), ""))
     keys_of_result = [key for key in now if not is_among(key, HARMLESS)]
     return [
-        f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before[key])}"
+        f"{key[1:]} = {shown(now[key])}: {whose} has {shown(before.get(key))}"
         for key in keys_of_result
-        if now[key] != before[key]
+        if now[key] != before.get(key)
     ]
 
 
