@@ -17,9 +17,10 @@ BESIDE = ("kernels", "pipelines", "benchmarks")  # folders beside `unigrad_fast/
 FLOORS = (
     ("kernels", "pipelines"),
     ("runtime",),
+    ("objectives",),
     ("recipes",),
     ("config",),
-    ("networks", "objectives", "optimization"),
+    ("networks", "optimization"),
     ("checkpoints", "images"),
     ("evaluation",),
     ("training",),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
+import yaml
 
-from unigrad_fast.config import Config, resolve
+from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.objectives import GradientForm, UniGrad, build
-from unigrad_fast.objectives.methods import METHOD_OF, METHODS, ORIGINALS
-from unigrad_fast.recipes import methods, recipe_names
+from unigrad_fast.objectives.catalogue import FORMS, Settings, methods
+from unigrad_fast.objectives.forms import GRADIENTS
+from unigrad_fast.objectives.losses import ORIGINALS
+from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import validate
+from unigrad_fast.training.same_run import contradictions
 
-OF_A_RUN = {"width", "target", "process_group", "most_images", "compute_dtype", "placement"}
 ORIGINAL = "original "
 
 
@@ -34,65 +36,61 @@ def refusal(arguments: str) -> str:
     return line
 
 
-def test_methods_and_rows_are_those_of_the_objectives():
-    assert methods.METHODS == METHODS and methods.METHOD_OF == METHOD_OF
-    forms = {named.removeprefix(ORIGINAL) for named in methods.SETTINGS if ORIGINAL in named}
-    assert forms == ORIGINALS.keys() and set("abdefghij") <= methods.SETTINGS.keys()
+def test_every_declared_form_is_computed_by_a_row_or_a_loss():
+    assert {named for named, form in FORMS.items() if form.names["form"] == "gradient"} == GRADIENTS.keys()
+    assert {form.names["method"] for form in FORMS.values() if form.names["form"] == "original"} == ORIGINALS.keys()
 
 
-@pytest.mark.parametrize("named", methods.SETTINGS)
+@pytest.mark.parametrize("named", FORMS)
 def test_a_form_is_built_with_its_settings_and_they_are_its_defaults(named):
-    arguments = methods.build_arguments(dict(objective_of(named).objective))
+    arguments = objective_of(named).objective.arguments()
     built, plain = build(width=16, **arguments), build(width=16, **which(named))
     assert type(built) is type(plain)
     if isinstance(plain, GradientForm):
         assert built.row == plain.row and built.target == plain.target
-        assert plain.row.options == arguments.keys() - {"method", "form", "row", "target"}
+        assert arguments.keys() == {"method", "form", "row", "target", *FORMS[named].built()}
         return
-    taken = set(inspect.signature(type(plain)).parameters) - OF_A_RUN - {"predictor"}
-    given = arguments.keys() - {"method", "form", "row", "target"}
-    assert given | ({"hidden"} if "hidden" in taken else set()) == taken
+    given = FORMS[named].built().keys() - {"negative_target", "hidden"}
+    for name in given:
+        assert getattr(built, name) == getattr(plain, name) == arguments[name]
     if named == "original moco":
         assert built.bank.keys.shape == plain.bank.keys.shape == (arguments["bank_size"], 16)
-    for name in taken - {"hidden", "bank_size"}:
-        assert getattr(built, name) == getattr(plain, name) == arguments[name]
     assert isinstance(plain, UniGrad) or built.target == plain.target
 
 
-@pytest.mark.parametrize("named", methods.SETTINGS)
+@pytest.mark.parametrize("named", FORMS)
 def test_every_setting_of_a_form_can_be_given(named):
     """By a value of its own, which reaches what is built."""
-    for key, default in methods.SETTINGS[named].items():
+    for key, default in objective_of(named).objective:
         if not isinstance(default, float):
             continue
         value = default / 2
-        arguments = methods.build_arguments(dict(objective_of(named, **{key: value}).objective))
-        built = build(width=16, **arguments)
-        name = methods.BUILT_AS.get(key, key)
+        built = build(width=16, **objective_of(named, **{key: value}).objective.arguments())
+        name = FORMS[named].built_as.get(key, key)
         assert getattr(built.row if isinstance(built, GradientForm) else built, name) == value
 
 
 def test_each_method_has_a_recipe_at_the_papers_setting_and_one_for_the_subset():
     for base in ("imagenet_100ep", "cifar_subset"):
         plain = resolve(base)
-        for method in METHODS[1:]:
+        for method in methods()[1:]:
             config = resolve(f"{base}_{method}")
             assert f"{base}_{method}" in recipe_names() and config.objective.method == method
             assert config.model_copy(update={"recipe": base, "objective": plain.objective}) == plain
 
 
 def test_the_papers_setting_has_each_methods_own_numbers():
-    found = {method: resolve(f"imagenet_100ep_{method}").objective for method in METHODS[1:]}
+    found = {method: resolve(f"imagenet_100ep_{method}").objective for method in methods()[1:]}
     assert [found[method].balance for method in ("barlow_twins", "vicreg")] == [50, 25]
     assert found["moco"].temperature == found["simclr"].temperature == 0.2 and found["moco"].bank_size == 65536
-    assert {found[method].target for method in METHODS[1:] if method != "simsiam"} == {"momentum"}
+    assert {found[method].target for method in methods()[1:] if method != "simsiam"} == {"momentum"}
     assert (found["simsiam"].target, found["simsiam"].predictor_rate) == ("stop_gradient", "constant")
     assert found["byol"].form == found["simsiam"].form == "original"
 
 
 @pytest.mark.parametrize("base", ["imagenet_100ep", "cifar_subset"])
 def test_another_method_on_the_command_line_is_its_recipe(base, tmp_path):
-    for method in METHODS[1:]:
+    for method in methods()[1:]:
         there = resolve(base, ["--objective.method", method])
         assert there.objective == resolve(f"{base}_{method}").objective
         file = tmp_path / "mine.yaml"
@@ -146,7 +144,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.row c --objective.form gradient",
-            "objective.form = gradient: row c is the other form; leave objective.form or objective.row out",
+            "objective.form = gradient: row c is the other form; leave one of the two out",
         ),
         ("--objective.temperature 0.1", "objective.temperature = 0.1: does not apply to unigrad; leave it out (it tak"),
         (
@@ -155,7 +153,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.method byol --objective.form gradient",
-            "objective.form = gradient: byol has no gradient form; leave objective.form out",
+            "objective.form = gradient: byol has no gradient form; leave it out",
         ),
         (
             "--objective.row d --objective.method simclr",
@@ -163,7 +161,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.row d --objective.form original",
-            "objective.form = original: row d is the other form; leave objective.form or objective.row out",
+            "objective.form = original: row d is the other form; leave one of the two out",
         ),
         (
             "--objective.balance dynamic",
@@ -180,7 +178,8 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.method moco --objective.placement sharded",
-            "objective.placement = sharded: only unigrad's correlation matrix lies in shards; use auto",
+            "objective.placement = sharded: does not apply to moco; leave it out (it takes balance, bank_size, "
+            "negative_target, positive_factor, temperature; placement is of unigrad)",
         ),
         (
             "--objective.target stop_gradient --engine.target_stream true",
@@ -198,17 +197,17 @@ def test_shared_weights_are_refused_where_they_collapse(method):
     assert "all embeddings become one; use momentum or stop_gradient" in line
 
 
-@pytest.mark.parametrize("named", methods.SETTINGS)
+@pytest.mark.parametrize("named", FORMS)
 def test_cutmix_is_refused_where_samples_would_be_of_mixed_images(named):
     mixing = {"data": {"cutmix": {"probability": 1.0}}}
-    source = {"correlation_source": "target"} if "correlation_source" in methods.SETTINGS[named] else {}
+    source = {"correlation_source": "target"} if "correlation_source" in FORMS[named].model_fields else {}
     tree = {**mixing, "objective": {**which(named), **source}}
     if named.removeprefix(ORIGINAL) in ("barlow_twins", "vicreg", *"fghij"):
         with pytest.raises(UserError, match=r"CutMix is refused .* leave CutMix out"):
             resolve(overrides=tree)
         return
     resolve(overrides=tree)
-    if "negative_target" in methods.SETTINGS[named]:
+    if "negative_target" in FORMS[named].model_fields:
         tree["objective"] = {**which(named), "negative_target": "stop_gradient"}
         with pytest.raises(UserError, match=r"objective\.negative_target = stop_gradient: with CutMix .* leave it out"):
             resolve(overrides=tree)
@@ -216,6 +215,31 @@ def test_cutmix_is_refused_where_samples_would_be_of_mixed_images(named):
         tree["objective"] = {**which(named), "correlation_source": "online"}
         with pytest.raises(UserError, match=r"with CutMix objective\.correlation_source is to be target"):
             resolve(overrides=tree)
+
+
+@pytest.mark.parametrize("named", FORMS)
+def test_a_configuration_that_held_the_keys_of_all_methods_is_the_same_run(named):
+    """As checkpoints and run folders hold it: null for other methods' keys, but for two."""
+    now = objective_of(named)
+    others = {"placement": "auto", "both_terms": False} | dict.fromkeys(
+        Settings.model_fields.keys() - {"placement", "both_terms"}
+    )
+    before = now.model_dump(mode="json")
+    before["objective"] = {**others, **before["objective"]}
+    assert validate(Config, before) == now and resolve(overrides=before) == now
+    assert contradictions(now, before, "the run") == []
+
+
+def test_the_keys_that_are_printed_are_those_of_the_method():
+    printed = yaml.safe_load(to_yaml(resolve("imagenet_100ep_simclr", ["--objective.form", "original"])))["objective"]
+    assert printed == {
+        **{"method": "simclr", "form": "original", "row": None, "target": "momentum", "temperature": 0.2},
+    }
+
+
+def test_another_method_contradicts_a_run_by_its_name():
+    told = contradictions(objective_of("moco"), objective_of("unigrad").model_dump(mode="json"), "the run")
+    assert "objective.method = moco: the run has unigrad" in told
 
 
 def test_a_configuration_from_before_there_were_methods_is_the_same_run():

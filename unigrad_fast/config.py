@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
+from unigrad_fast.objectives.catalogue import FORMS, Objective
 from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_side
-from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, methods, recipe_names, title
+from unigrad_fast.recipes import DEFAULT_RECIPE, exchanged, load_recipe, recipe_names, title
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.scopes import Scope
@@ -163,63 +164,6 @@ class Model(Node):
     """Which images share batch statistics; auto: each global view by itself (authors' code)."""
 
 
-class Objective(Node):
-    method: Literal["unigrad", "moco", "simclr", "byol", "simsiam", "byol_directpred", "barlow_twins", "vicreg"] = (
-        "unigrad"
-    )
-    """What is minimised; each of them is a row or several of the paper's table of methods, see docs/methods.md."""
-    form: Literal["gradient", "original"] | None = None
-    """The method's gradient (paper), or its authors' loss with autograd; null: gradient but for byol and simsiam."""
-    row: Literal["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"] | None = None
-    """Row of the paper's table, as its equation has it; null is the method as the paper's authors' code has it."""
-    target: Literal["momentum", "stop_gradient", "weight_sharing"] | None = None
-    """Branch that targets come from; null is momentum (paper), of simsiam stop_gradient (SimSiam paper)."""
-    negative_target: Literal["target", "stop_gradient"] | None = None
-    """Branch of the negative samples: target, or stop_gradient for the online one (paper: third row of its table)."""
-    balance: Annotated[float, Field(ge=0)] | Literal["dynamic"] | None = None
-    """Weight of the negative term; null: (a), (b) 1, (d) dynamic, (e) 100, (f), (g) 5e-3, (h) 50, (j) 25 (paper)."""
-    decay: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the old correlation matrix that is kept at each micro-batch; null is 0.99 (paper)."""
-    correlation_source: Literal["target", "online"] | None = None
-    """Embeddings that make the correlation matrix; null: target (authors' code), of a row online (paper's formula)."""
-    placement: Literal["auto", "replicated", "sharded"] = "auto"
-    """The correlation matrix on every rank, or in shards (wide projectors); auto: by memory and counted time."""
-    temperature: float | None = Field(default=None, gt=0)
-    """Of the softmax of moco and simclr; null is 0.2 (authors' code, of simclr)."""
-    bank_size: int | None = Field(default=None, ge=1, le=2**24)
-    """Keys in the bank of moco; null is 65536 (MoCo paper)."""
-    both_terms: bool = False
-    """Of row b with shared weights: also the gradient that an image receives as others' sample (paper's equation)."""
-    epsilon: float | None = Field(default=None, ge=0)
-    """Of byol_directpred, what lifts small eigenvalues; null is 0.3 (authors' code)."""
-    eigen_every: int | None = Field(default=None, ge=1)
-    """Of byol_directpred, micro-batches between two decompositions of the correlation matrix; null is 1 (ours)."""
-    eigen_predictor: Literal["paper", "full", "authors"] | None = None
-    """Of byol_directpred, what becomes of the eigenvalues; null: authors (their code), of row d paper; full: exact."""
-    positive_factor: float | None = Field(default=None, gt=0)
-    """Factor of the positive term; null is 1, of row g the paper's text has 0.1."""
-    invariance: float | None = Field(default=None, ge=0)
-    """Of vicreg's original, weight of the distance between views; null is 25 (VICReg paper)."""
-    variance: float | None = Field(default=None, ge=0)
-    """Of vicreg's original and row i, weight of the variance term; null is 25 (VICReg paper), of row i 1 (ours)."""
-    covariance: float | None = Field(default=None, ge=0)
-    """Of vicreg's original, weight of the covariance term; null is 1 (VICReg paper)."""
-    floor: float | None = Field(default=None, ge=0)
-    """Of vicreg's original and row i, the deviation to be reached by every channel; null is 1 (VICReg paper)."""
-    variance_epsilon: float | None = Field(default=None, gt=0)
-    """Of vicreg's original and row i, what is added to a variance before its root; null is 1e-4 (VICReg paper)."""
-    predictor_hidden: int | None = Field(default=None, ge=1, le=2**17)
-    """Of byol and simsiam, channels inside the predictor; null is a quarter of the width (SimSiam paper)."""
-    predictor_rate: Literal["schedule", "constant"] | None = None
-    """Learning rate of the predictor: of the schedule, or its peak throughout; null: simsiam constant (its paper)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, given: Any) -> Any:
-        """What the method takes stands in the tree, whether it was given or is the method's own."""
-        return methods.completed(given) if isinstance(given, Mapping) else given
-
-
 class Target(Node):
     momentum: float = Field(default=0.996, ge=0, le=1)
     """Share of the old target weights that is kept at the first step (paper: 0.996)."""
@@ -349,7 +293,7 @@ class Config(Node):
     """Images and augmentation."""
     model: Annotated[Model, JUDGMENT] = Model()
     """Networks."""
-    objective: Annotated[Objective, {"placement": MACHINE}] = Objective()
+    objective: SerializeAsAny[Annotated[Objective, {"placement": MACHINE}]] = FORMS["unigrad"].model_validate({})
     """What is minimised."""
     target: Target = Target()
     """The target branch, a momentum copy of the online branch."""
@@ -416,21 +360,15 @@ class Config(Node):
         return problems
 
     def _objective_problems(self) -> list[str]:
-        mixing, objective = self.data.cutmix.probability, self.objective
         try:
             views = len(self.data.views())
         except DataError:  # which is told of the views
             views = GLOBALS
-        problems = list(methods.problems(dict(objective), mixing, has_local_crops=views > GLOBALS))
-        if mixing and objective.correlation_source == "online" and objective.negative_target != "stop_gradient":
+        problems = list(self.objective.problems(self.data.cutmix.probability, has_local_crops=views > GLOBALS))
+        if self.engine.target_stream and (target := self.objective.target) != "momentum":
             problems.append(
-                f"data.cutmix.probability = {shown(mixing)}: the correlation comes from unmixed images only; with "
-                "CutMix objective.correlation_source is to be target"
-            )
-        if self.engine.target_stream and objective.target != "momentum":
-            problems.append(
-                f"engine.target_stream = true: with objective.target {objective.target} there is no branch that could "
-                "pass beside the online one; leave it out"
+                f"engine.target_stream = true: with objective.target {target} there is no branch that could pass "
+                "beside the online one; leave it out"
             )
         return problems
 
@@ -528,7 +466,7 @@ def resolve(
     tree = load_recipe(given)
     if "name" in model.model_fields:
         tree.setdefault("name", title(given))
-    return validate(model, merge(methods.exchanged(tree, top), top))
+    return validate(model, merge(exchanged(tree, top), top))
 
 
 def to_yaml(config: Node) -> str:

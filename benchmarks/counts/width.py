@@ -57,6 +57,6 @@ def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, 
     console.print(table)
     console.print("ms are expected, one operator after the other; GiB are those at the fullest moment", soft_wrap=True)
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
-    setting |= {"placement": config.objective.placement, "zero_stage": config.engine.zero_stage}
+    setting |= {"placement": getattr(config.objective, "placement", None), "zero_stage": config.engine.zero_stage}
     rows = [{**setting, "width": w, "objective_share": shares[w], **each.as_json()} for w, each in found.items()]
     console.print(f"rows appended to {append(output, 'dry_width', rows)}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 from test_accuracy import train_and_judge, warnings
 
-from unigrad_fast.recipes.methods import METHODS, SETTINGS
+from unigrad_fast.objectives.catalogue import FORMS as DECLARED
+from unigrad_fast.objectives.catalogue import methods
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
 FORMS = [
-    *(("gradient", method) for method in METHODS if method in SETTINGS),
-    *(("original", method) for method in METHODS if f"original {method}" in SETTINGS),
+    *(("gradient", method) for method in methods() if method in DECLARED),
+    *(("original", method) for method in methods() if f"original {method}" in DECLARED),
 ]
 
 

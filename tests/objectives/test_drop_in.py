@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from unigrad_fast.objectives import build
-from unigrad_fast.objectives.methods import METHODS
+from unigrad_fast.objectives.catalogue import methods
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/methods.md"
 FORMS = [
     (method, form)
-    for method in METHODS
+    for method in methods()
     for form in ("gradient", "original")
     if (method, form) not in (("byol", "gradient"), ("simsiam", "gradient"), ("unigrad", "original"))
 ]

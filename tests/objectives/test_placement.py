@@ -277,7 +277,7 @@ def test_the_page_of_counts_says_what_auto_takes_and_why():
 
 
 def test_placements_that_do_not_fit_are_refused(workers):
-    with pytest.raises(ValueError, match="placement 'both' is unknown; use 'replicated' or 'sharded'"):
+    with pytest.raises(ValueError, match="placement 'both' is unknown; use one of replicated, sharded"):
         UniGrad(8, placement="both")
     workers(2).run(refused)
 

@@ -15,24 +15,24 @@ from trainer_state import batches, changed, make_trainer, small_config, state
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder
-from unigrad_fast.recipes import methods
+from unigrad_fast.objectives.catalogue import FORMS
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.trainer import Trainer
 
 FILLED, STEPS = 2, 10  # steps that fill the state at a hundredth of the learning rate, and those that train
 CUTMIX = {"data__cutmix": {"probability": 1.0, "group": 8}}
 ORIGINAL = "original "
-METHOD = {named: methods.METHOD_OF.get(named, named.removeprefix(ORIGINAL)) for named in methods.SETTINGS}
+METHOD = {named: form.names["method"] for named, form in FORMS.items()}
 
 
 def targets(named: str) -> list[str]:
     """The target branches that a form may have."""
-    return ["momentum", "stop_gradient"] + ["weight_sharing"] * (METHOD[named] not in methods.COLLAPSING)
+    return ["momentum", "stop_gradient"] + ["weight_sharing"] * (not FORMS[named].collapses)
 
 
 MATRIX = [(named, target, stage) for named in METHOD for target in targets(named) for stage in (0, 2)]
 # Each form once, with branches and stages in turn; but for rows that are a method's gradient form themselves.
-DISTINCT = [named for named in METHOD if named not in ("a", "e", "h", "j")]
+DISTINCT = [named for named in METHOD if named not in ("a", "c", "e", "h", "j")]
 COVERING = [
     (named, targets(named)[number % len(targets(named))], (0, 2)[number // 2 % 2])
     for number, named in enumerate(DISTINCT)
@@ -40,12 +40,12 @@ COVERING = [
 
 
 def config_of(images: str, named: str, target: str | None = None, **overrides) -> Config:
-    """A form by its name in `methods`, with a small bank."""
+    """A form by its name in the catalogue, with a small bank."""
     which = {"row": named} if len(named) == 1 else {"method": METHOD[named]}
     if ORIGINAL in named:
         which["form"] = "original"
     objective = {**which, "target": target}
-    if "bank_size" in methods.SETTINGS[named]:
+    if "bank_size" in FORMS[named].model_fields:
         objective["bank_size"] = 64
     given = {f"objective__{key}": value for key, value in {"correlation_source": None, **objective}.items()}
     return small_config(images, **{"optimizer__base_lr": 0.4, **given, **overrides})
@@ -143,9 +143,9 @@ def losses(configs: list[Config]) -> list[list[float]]:
 def require_ranks_agree(images: Path, workers, forms: list[str]) -> None:
     configs = [config_of(str(images), named, **MULTICROP) for named in forms]
     for named in forms:
-        if named not in methods.SAMPLES_ARE_MIXED:
+        if not FORMS[named].mixes_samples:
             source = (
-                {"objective__correlation_source": "target"} if "correlation_source" in methods.SETTINGS[named] else {}
+                {"objective__correlation_source": "target"} if "correlation_source" in FORMS[named].model_fields else {}
             )
             mixed = {**MULTICROP, **source, "data__cutmix": {"probability": 1.0, "group": 4}}
             configs += [config_of(str(images), named, target, **mixed) for target in ("momentum", "stop_gradient")]

@@ -33,10 +33,10 @@ def require_walkable(config: Config, ranks: int) -> None:
         raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
-    if config.objective.epsilon is not None:
+    if config.objective.takes("eigen_every"):
         raise UserError(
-            "objective.method = byol_directpred: the host waits for its eigenvectors, which the dry run cannot walk; "
-            "use another method"
+            f"objective.method = {config.objective.method}: the host waits for its eigenvectors, which the dry run "
+            "cannot walk; use another method"
         )
     config.check_world(ranks)
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from unigrad_fast.kernels import attach_gradient, functional, ops
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.catalogue import FORMS
+from unigrad_fast.objectives.checks import require_among, require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.layout import (
     Layout,
@@ -36,7 +38,6 @@ from unigrad_fast.objectives.layout import (
     require_views,
 )
 from unigrad_fast.objectives.output import ObjectiveOutput
-from unigrad_fast.objectives.settings import require_settings
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
 from unigrad_fast.objectives.update import Batch, BegunUpdate, Room, Update
@@ -87,7 +88,13 @@ class UniGrad(nn.Module):
         placement: str = "replicated",
     ):
         super().__init__()
-        require_settings(width, balance, decay, correlation_source, compute_dtype, most_images, placement)
+        require_whole("width", width)
+        if most_images is not None:
+            require_whole("most_images", most_images)
+        FORMS["unigrad"].checked({"balance": balance, "decay": decay, "correlation_source": correlation_source})
+        require_among("placement", placement, ("replicated", "sharded"))
+        if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
         self.width, self.balance, self.decay = int(width), float(balance), float(decay)
         self.process_group = process_group
         self.correlation_source, self.compute_dtype = correlation_source, compute_dtype

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from unigrad_fast.recipes.methods import DERIVED, exchanged, fitted
+from unigrad_fast.objectives import catalogue
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import merge
@@ -16,12 +17,21 @@ from unigrad_fast.runtime.validation import absolute, shown
 
 DEFAULT_RECIPE = "imagenet_100ep"
 YAML_ENDINGS = (".yaml", ".yml")
+SHORT = ("cifar_subset", "quickstart")  # recipes of a thousand steps
+BASES = ("imagenet_100ep", "cifar_subset")  # beside which there is one for every other method, its name behind theirs
+
+
+def derived() -> dict[str, tuple[str, str]]:
+    """The recipes that are another one with a method in place of UniGrad: that one and the method."""
+    return {
+        f"{base}_{method}": (base, method) for base in BASES for method in catalogue.methods() if method != "unigrad"
+    }
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes: the files, and what `methods` makes of some of them."""
+    """Names of the shipped recipes: the files, and those that are derived of some of them."""
     files = resources.files(__name__).iterdir()
-    return sorted([*DERIVED, *(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))])
+    return sorted([*derived(), *(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))])
 
 
 def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -34,8 +44,8 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
         below: files that this one is the base of, the first of them given by the user.
     """
     name = str(name_or_path)
-    if name in DERIVED:
-        base, method = DERIVED[name]
+    if name in derived():
+        base, method = derived()[name]
         return {**load_recipe(base), "objective": fitted(base, {"method": method}), "recipe": name}
     if name in recipe_names():
         text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
@@ -67,6 +77,34 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
         base = os.fspath(file)
     inherited = load_recipe(base, (*below, path))
     return {**merge(exchanged(inherited, tree), tree), "recipe": inherited.get("recipe", DEFAULT_RECIPE)}
+
+
+def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe over which a tree is laid: with the settings of the tree's method, where its own is another."""
+    own, over = (tree.get("objective") for tree in (base, top))
+    own = own if isinstance(own, Mapping) else {}
+    if not isinstance(over, Mapping):
+        return dict(base)
+    if over.get("negative_target") == "stop_gradient" and "correlation_source" in own:  # it says where F comes from
+        own = {key: value for key, value in own.items() if key != "correlation_source"}
+        base = {**base, "objective": own}
+    if not {*catalogue.NAMES} & over.keys():
+        return dict(base)
+    names = {key: over[key] for key in catalogue.NAMES if isinstance(over.get(key), str)}
+    if not {"method", "row"} & names.keys():
+        names["method"] = own.get("method") or catalogue.rows().get(own.get("row"), "unigrad")
+        if own.get("row") and not {"form", "row"} & over.keys():
+            names["row"] = own["row"]
+    if catalogue.name_of(names) == catalogue.name_of(own):
+        return dict(base)
+    return {**base, "objective": fitted(str(base.get("recipe")), names)}
+
+
+def fitted(recipe: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The objective that a recipe has for a method, form or row."""
+    base, _ = derived().get(recipe, (recipe, None))
+    form = catalogue.FORMS.get(catalogue.name_of(names))
+    return {**names, **(form.short if form and base in SHORT else {})}
 
 
 def title(name_or_path: str | Path) -> str:

@@ -60,7 +60,7 @@ def _keys(
         if (inner := group(options, name)) is not None:
             groups.append((name, inner, str(field.description)))
         elif name not in positionals or prefix:
-            default = field.get_default() if defaults is None else getattr(defaults, name)
+            default = getattr(defaults, name, field.get_default())
             yield f"  --{prefix}{name} {form(field.annotation)}"
             yield from _wrapped(f"{field.description} (default: {written(default)})", width, " " * 6)
     for name, inner, description in groups:

@@ -53,6 +53,11 @@ class Node(BaseModel):
             raise ValueError("wrong type")
         return value
 
+    @classmethod
+    def member(cls, tree: object = None) -> type[Node]:
+        """The keys that a tree of values may have, or any tree; a group may have them depend on what the tree holds."""
+        return cls
+
 
 AnyNode = TypeVar("AnyNode", bound=Node)
 
@@ -86,11 +91,11 @@ def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        lines = [line for problem in error.errors() for line in _explain(model, problem)]
+        lines = [line for problem in error.errors() for line in _explain(model, tree, problem)]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
+def _explain(model: type[Node], tree: Any, problem: Mapping[str, Any]) -> list[str]:
     location, value = problem["loc"], problem["input"]
     if not location:
         return str(problem["ctx"]["error"]).split("\n")
@@ -99,11 +104,14 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
         path.append(str(part))
         if part not in owner.model_fields:
             return [_unknown(model, owner, *leaf) for leaf in leaves(value, ".".join(path))]
-        inner = group(owner, part)
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+        inner = group(owner, part, tree)
         if inner is None:
             break  # what follows a leaf names an arm of its union
         owner = inner
     else:
+        if isinstance(value, Mapping):  # what the group says of its keys
+            return [f"{'.'.join(path)}.{line}" for line in str(problem["ctx"]["error"]).split("\n")]
         return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
     if problem["type"] == "missing" and len(path) == len(location):
         description = owner.model_fields[part].description
@@ -116,10 +124,10 @@ def _explain(model: type[Node], problem: Mapping[str, Any]) -> list[str]:
     return [f"{'.'.join(path)} = {shown(value)}: allowed is {allowed}{hint}"]
 
 
-def group(owner: type[Node], key: str) -> type[Node] | None:
-    """The keys below a key; None of a leaf."""
+def group(owner: type[Node], key: str, tree: object = None) -> type[Node] | None:
+    """The keys below a key, or those that a tree may have there; None of a leaf."""
     annotation = owner.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
+    return annotation.member(tree) if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
 
 def keys(model: type[Node], prefix: str = "") -> Iterator[str]:

@@ -86,8 +86,8 @@ class WithPredictor(nn.Module):
 
 
 def build_predictor(config: Config, device: torch.device) -> Predictor | None:
-    """The trained predictor of BYOL and SimSiam, a function of the seed; None for the other methods."""
-    if config.objective.method not in ("byol", "simsiam"):
+    """The trained predictor of a method that has one, a function of the seed; None for the other methods."""
+    if not config.objective.takes("predictor_hidden"):
         return None
     width = config.model.projector.width
     with torch.random.fork_rng(devices=[]):

@@ -43,12 +43,13 @@ def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[No
 def objective(config: Config, shards: int) -> AbstractContextManager[None]:
     """What a method keeps from step to step: F, also with what is made of its eigenvectors, or a bank."""
     width, remedy = config.model.projector.width, "a smaller model.projector.width needs less"
-    if (keys := config.objective.bank_size) is not None:
+    if config.objective.takes("bank_size"):
+        keys = config.objective.bank_size
         less = f"a smaller objective.bank_size needs less; {remedy}"
         return room_for(f"the bank, [{keys}, {width}]", 4 * keys * width, less)
-    if config.objective.decay is None:
+    if not config.objective.takes("decay"):
         return room_for("the objective", None, remedy)
-    if config.objective.epsilon is not None:
+    if config.objective.takes("eigen_every"):
         return room_for(f"F and W_h, [{width}, {width}] each", 8 * width**2, remedy)
     if shards > 1:
         return room_for(f"1/{shards} of F, [{width}, {width}]", 4 * width**2 // shards, remedy)

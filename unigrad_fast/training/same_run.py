@@ -24,9 +24,9 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
     """
     before, now = dict(leaves(validate(Config, saved))), leaves(config)
     return [
-        f"{key} = {shown(value)}: {whose} has {shown(before[key])}"
+        f"{key} = {shown(value)}: {whose} has {shown(before.get(key))}"
         for key, value in now
-        if value != before[key] and Scope.MACHINE not in scope_of(Config, key)
+        if value != before.get(key) and Scope.MACHINE not in scope_of(Config, key)
     ]
 
 

@@ -20,7 +20,6 @@ from unigrad_fast.objectives.placement import choose
 from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
-from unigrad_fast.recipes import methods
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
@@ -288,7 +287,7 @@ def build_objective(config: Config, world: World, predictor: Predictor | None = 
         predictor: of BYOL and SimSiam, which the engine trains.
     """
     width, images = config.model.projector.width, config.images_at_once(world.size)
-    arguments = methods.build_arguments(dict(config.objective))
+    arguments = config.objective.arguments()
     placement = "replicated"
     if config.objective.method == "unigrad":
         placement = arguments["placement"] = choose_placement(config, world)

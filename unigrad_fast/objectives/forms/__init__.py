@@ -1,6 +1,6 @@
 """Methods as their gradient: `ROWS`, the paper's table of methods, and the objective that computes a row."""
 
 from .form import GradientForm
-from .rows import AUTHORS, ROWS, Row
+from .rows import GRADIENTS, ROWS, Row
 
-__all__ = ["AUTHORS", "ROWS", "GradientForm", "Row"]
+__all__ = ["GRADIENTS", "ROWS", "GradientForm", "Row"]

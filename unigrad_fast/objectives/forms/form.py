@@ -19,6 +19,7 @@ from torch import Tensor
 from unigrad_fast.kernels import attach_gradient, functional
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives.bank import Bank
+from unigrad_fast.objectives.catalogue import require_target
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
@@ -31,7 +32,6 @@ from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, take_batch_
 from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
-from unigrad_fast.objectives.targets import require_target
 
 METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
 

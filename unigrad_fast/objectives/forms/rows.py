@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from unigrad_fast.objectives.checks import require_number, require_whole
+from unigrad_fast.objectives.catalogue import FORMS, require
+from unigrad_fast.objectives.checks import require_among
 
+PARTS = ("normalisation", "positive", "negative", "samples", "scale")
 SAMPLES = {
     "softmax": ("batch", "batch_without_self", "bank"),
     "moving_average": ("all",),
@@ -136,68 +138,43 @@ class Row:
             return "online"
         return self.correlation_source if self.negative == "moving_average" else "target"
 
-    @property
-    def options(self) -> frozenset[str]:
-        """Names of the settings that change what is computed."""
-        has = {"balance"}
-        if self.negative == "softmax" or self.scale == "temperature":
-            has |= {"temperature"}
-        if self.samples == "bank":
-            has |= {"bank_size"}
-        if self.negative == "moving_average":
-            has |= {"decay", "correlation_source"}
-        if self.positive == "predictor":
-            has |= {"epsilon", "predictor", "every"}
-        if self.positive == "identity":
-            has |= {"positive_factor"}
-        if self.centred:
-            has |= {"variance", "floor", "variance_epsilon"}
-        if self.samples == "batch_without_self":
-            has |= {"both_terms"}
-        return frozenset(has | ({"negative_target"} if self.negative != "own_batch" else set()))
-
     def _require_values(self) -> None:
         hints = get_type_hints(type(self))
         if isinstance(self.balance, str) and self.balance != "dynamic":
             raise ValueError(f"balance {self.balance!r} is unknown; use a number, or with W_h 'dynamic'")
         for field in fields(self):
-            value, allowed = (
-                getattr(self, field.name),
-                [name for part in (hints[field.name], *get_args(hints[field.name])) for name in get_args(part)],
-            )
-            names = [name for name in allowed if isinstance(name, str)]
-            if isinstance(value, str) and names and value not in names:
-                raise ValueError(f"{field.name} {value!r} is unknown; use one of {', '.join(names)}")
-        if self.balance != "dynamic":
-            require_number("balance", self.balance)
-        for name in ("temperature", "positive_factor", "variance_epsilon"):
-            require_number(name, getattr(self, name), exclusive=True)
-        for name in ("epsilon", "variance", "floor", "decay"):
-            require_number(name, getattr(self, name))
-        for name in ("bank_size", "every"):
-            require_whole(name, getattr(self, name))
-        if self.decay >= 1:
-            raise ValueError(f"decay {self.decay} is outside [0, 1); use 0.99 (the paper's)")
+            if field.name in PARTS:
+                require_among(field.name, getattr(self, field.name), get_args(hints[field.name]))
+        apart = (*PARTS, "centred", *(["balance"] if self.balance == "dynamic" else []))
+        require({key: value for key, value in vars(self).items() if key not in apart})
 
 
-#                normalisation positive     balance    negative          samples               scale
+def _row(form: str, normalisation: Any, positive: Any, negative: Any, samples: Any, scale: Any, **more: Any) -> Row:
+    """A row of these parts, with the settings that the catalogue declares for a form."""
+    settings = {**FORMS[form].built(), **more}
+    return Row(normalisation, positive, negative=negative, samples=samples, scale=scale, **settings)
+
+
+#                normalisation positive     negative          samples               scale; λ and the rest: the catalogue
 ROWS: Mapping[str, Row] = MappingProxyType({
-    "a": Row("l2",         "identity",  1.0,       "softmax",        "bank",               "temperature"),
-    "b": Row("l2",         "identity",  1.0,       "softmax",        "batch_without_self", "temperature"),
-    "d": Row("l2",         "predictor", "dynamic", "moving_average", "all",                "predictor"),
-    "e": Row("l2",         "identity",  100.0,     "moving_average", "all",                "one"),
-    "f": Row("batch_norm", "diagonal",  5e-3,      "cross_batch",    "batch",              "two"),
-    "g": Row("batch_norm", "identity",  5e-3,      "cross_batch",    "batch",              "two"),
-    "h": Row("l2",         "identity",  50.0,      "cross_batch",    "batch",              "two"),
-    "i": Row("none",       "identity",  4e-5,      "own_batch",      "batch",              "two", centred=True),
-    "j": Row("l2",         "identity",  25.0,      "own_batch",      "batch",              "two"),
+    "a": _row("a", "l2",         "identity",  "softmax",        "bank",               "temperature"),
+    "b": _row("b", "l2",         "identity",  "softmax",        "batch_without_self", "temperature"),
+    "d": _row("d", "l2",         "predictor", "moving_average", "all",                "predictor"),
+    "e": _row("e", "l2",         "identity",  "moving_average", "all",                "one"),
+    "f": _row("f", "batch_norm", "diagonal",  "cross_batch",    "batch",              "two"),
+    "g": _row("g", "batch_norm", "identity",  "cross_batch",    "batch",              "two"),
+    "h": _row("h", "l2",         "identity",  "cross_batch",    "batch",              "two"),
+    "i": _row("i", "none",       "identity",  "own_batch",      "batch",              "two", centred=True),
+    "j": _row("j", "l2",         "identity",  "own_batch",      "batch",              "two"),
 })  # fmt: skip
 
-# What a method's name stands for: the authors' code, and where they published none the row that they unify to.
-AUTHORS: Mapping[str, Row] = MappingProxyType({
+# And the forms that a method's name stands for.
+GRADIENTS: Mapping[str, Row] = MappingProxyType({
+    **ROWS,
+    "unigrad": replace(ROWS["e"], **FORMS["unigrad"].built()),
     "moco": ROWS["a"],
     "simclr": replace(ROWS["b"], samples="batch"),
-    "byol_directpred": replace(ROWS["d"], predictor="authors", correlation_source="target"),
+    "byol_directpred": replace(ROWS["d"], **FORMS["byol_directpred"].built()),
     "barlow_twins": ROWS["h"],
     "vicreg": ROWS["j"],
 })  # fmt: skip

@@ -7,40 +7,30 @@ Shape suffixes: V views, N images of this rank, M = V·N rows, K samples, C embe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
-from unigrad_fast.objectives.checks import require_number, require_whole
 from unigrad_fast.objectives.layout import Mix
 from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 
 
-class MoCo(OriginalLoss):
+class MoCo(OriginalLoss, method="moco"):
     """MoCo: the samples are the positive and the bank, into which this batch's targets go afterwards.
 
-    Args:
-        width: C.
-        temperature: τ (0.2, as MoCo v2).
-        bank_size: K keys (65,536, as MoCo). The bank begins empty.
-        target, process_group, most_images: see `OriginalLoss`.
+    Attributes:
+        temperature: τ.
+        bank: of bank_size keys; it begins empty.
     """
 
-    def __init__(
-        self,
-        width: int,
-        temperature: float = 0.2,
-        bank_size: int = 65536,
-        target: str = "momentum",
-        process_group: dist.ProcessGroup | None = None,
-        most_images: int | None = None,
-    ):
-        super().__init__(width, target, process_group, most_images)
-        require_number("temperature", temperature, exclusive=True)
-        require_whole("bank_size", bank_size)
-        self.temperature = float(temperature)
-        self.bank = Bank(int(bank_size), self.width)
+    temperature: float
+    bank_size: int
+
+    def __init__(self, width: int, **settings: Any):
+        super().__init__(width, **settings)
+        self.bank = Bank(self.bank_size, self.width)
 
     def loss_of(self, views: Views) -> Tensor:
         unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
@@ -57,26 +47,16 @@ class MoCo(OriginalLoss):
         return loss
 
 
-class SimCLR(OriginalLoss):
+class SimCLR(OriginalLoss, method="simclr"):
     """SimCLR: the samples are the targets of both global views of all ranks, but for a view's own.
 
-    Args:
-        width: C.
-        temperature: τ (0.2, as the authors' code).
-        target, process_group, most_images: see `OriginalLoss`; SimCLR itself shares weights.
+    SimCLR itself shares weights.
+
+    Attributes:
+        temperature: τ.
     """
 
-    def __init__(
-        self,
-        width: int,
-        temperature: float = 0.2,
-        target: str = "momentum",
-        process_group: dist.ProcessGroup | None = None,
-        most_images: int | None = None,
-    ):
-        super().__init__(width, target, process_group, most_images)
-        require_number("temperature", temperature, exclusive=True)
-        self.temperature = float(temperature)
+    temperature: float
 
     def loss_of(self, views: Views) -> Tensor:
         samples = self.gather(views.unit_target, views.raised, views.raised.new_zeros((), dtype=torch.int64))

@@ -6,39 +6,23 @@ Shape suffixes: V views, N images of this rank, C embedding width.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from unigrad_fast.objectives.checks import require_number
 from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
 from unigrad_fast.objectives.shared_sums import sum_over_ranks
 
-MIXED = "its negative gradient comes from the online embeddings, which are those of mixed images"
 
-
-class BarlowTwins(OriginalLoss):
+class BarlowTwins(OriginalLoss, method="barlow_twins"):
     """Barlow Twins: L = Σ (W_ii − 1)² + λ·Σ_{j≠i} W_ij², W = uᵀm⁺/N of batch-normalised embeddings of all ranks.
 
-    Args:
-        width: C.
-        balance: λ (5e-3, as in the paper's table).
-        target, process_group, most_images: see `OriginalLoss`; Barlow Twins itself shares weights.
+    Barlow Twins itself shares weights.
+
+    Attributes:
+        balance: λ.
     """
 
-    refuses_mix = MIXED
-
-    def __init__(
-        self,
-        width: int,
-        balance: float = 5e-3,
-        target: str = "momentum",
-        process_group: dist.ProcessGroup | None = None,
-        most_images: int | None = None,
-    ):
-        super().__init__(width, target, process_group, most_images)
-        require_number("balance", balance)
-        self.balance = float(balance)
+    balance: float
 
     def loss_of(self, views: Views) -> Tensor:
         online_VNC, *_, images = standardised(views.online, self.over_ranks, self.process_group)
@@ -53,7 +37,7 @@ class BarlowTwins(OriginalLoss):
         return torch.stack(losses).mean()
 
 
-class VICReg(OriginalLoss):
+class VICReg(OriginalLoss, method="vicreg"):
     """VICReg, with its authors' weights: the mean over views of
 
         invariance·mean (z − m⁺)²  +  variance·mean_c max(0, γ − √(var_c + ε))  +  covariance·2/C·Σ_{j≠i} cov_ij²
@@ -61,35 +45,19 @@ class VICReg(OriginalLoss):
     with variances and covariances of the view over all ranks. Of two views that is what VICReg adds up. The paper's
     λ₁ and λ₂ are 2·C·covariance/invariance and C·variance/invariance, of its loss times invariance/C.
 
-    Args:
-        width: C.
-        invariance, variance, covariance: weights (25, 25, 1).
+    VICReg itself shares weights.
+
+    Attributes:
+        invariance, variance, covariance: weights.
         floor: γ.
         variance_epsilon: ε.
-        target, process_group, most_images: see `OriginalLoss`; VICReg itself shares weights.
     """
 
-    refuses_mix = MIXED
-
-    def __init__(
-        self,
-        width: int,
-        invariance: float = 25.0,
-        variance: float = 25.0,
-        covariance: float = 1.0,
-        floor: float = 1.0,
-        variance_epsilon: float = 1e-4,
-        target: str = "momentum",
-        process_group: dist.ProcessGroup | None = None,
-        most_images: int | None = None,
-    ):
-        super().__init__(width, target, process_group, most_images)
-        for name, number in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-            require_number(name, number)
-        require_number("floor", floor)
-        require_number("variance_epsilon", variance_epsilon, exclusive=True)
-        self.invariance, self.variance, self.covariance = float(invariance), float(variance), float(covariance)
-        self.floor, self.variance_epsilon = float(floor), float(variance_epsilon)
+    invariance: float
+    variance: float
+    covariance: float
+    floor: float
+    variance_epsilon: float
 
     def loss_of(self, views: Views) -> Tensor:
         invariance = mean((views.online - views.positives(views.target)).square().mean(-1))

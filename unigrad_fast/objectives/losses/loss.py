@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 from unigrad_fast.kernels.dispatch import host_may_read
 from unigrad_fast.kernels.reference import SMALLEST_NORM
 from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives.catalogue import FORMS, MIXED, Objective, require_target
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import OverRanks
 from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
-from unigrad_fast.objectives.targets import require_target
 
 
 @dataclass
@@ -74,27 +74,35 @@ class OriginalLoss(OverRanks):
         width: C.
         target: "momentum" and "stop_gradient" let no gradient into the targets; with "weight_sharing" it flows into
             both branches, and `target` is given what `online` is.
+            None is what the catalogue declares.
         process_group, most_images: see `OverRanks`.
+        settings: those that the catalogue declares for the method, which are attributes then; its defaults for others.
 
-    Attributes:
-        collapses: whether embeddings become one where weights are shared.
-        refuses_mix: why views cannot be mixed; empty where they can.
+    A subclass names the `method` whose original form it is.
     """
 
-    collapses = False
-    refuses_mix = ""
+    declared: ClassVar[type[Objective]] = Objective
+
+    def __init_subclass__(cls, method: str | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if method is not None:
+            cls.declared = FORMS[f"original {method}"]
+            ORIGINALS[method] = cls
 
     def __init__(
         self,
         width: int,
-        target: str = "momentum",
+        target: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         most_images: int | None = None,
+        **settings: Any,
     ):
         super().__init__(process_group, most_images)
         require_whole("width", width)
-        require_target(type(self).__name__, target, self.collapses)
-        self.width, self.target = int(width), target
+        self.width, self.target = int(width), target or self.declared.model_fields["target"].default
+        require_target(type(self).__name__, self.target, self.declared.collapses)
+        for name, value in self.declared.checked(settings).items():
+            setattr(self, name, value)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, target={self.target}"
@@ -115,8 +123,8 @@ class OriginalLoss(OverRanks):
         """
         require_views(online, target, self.width)
         if mix is not None:
-            if self.refuses_mix:
-                raise ValueError(f"CutMix is refused for {type(self).__name__}: {self.refuses_mix}")
+            if self.declared.mixes_samples:
+                raise ValueError(f"CutMix is refused for {type(self).__name__}: {MIXED}")
             require_mix(mix, online[0].shape[0], online[0].device)
         if self.training:
             require_no_recomputation()
@@ -147,6 +155,9 @@ class OriginalLoss(OverRanks):
     def loss_of(self, views: Views) -> Tensor:
         """The loss, a scalar."""
         raise NotImplementedError
+
+
+ORIGINALS: dict[str, type[OriginalLoss]] = {}  # by method
 
 
 class _Unit(Function):

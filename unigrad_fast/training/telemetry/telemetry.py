@@ -75,7 +75,9 @@ class Telemetry:
         self.bar: ProgressBar | None = None  # in place of the lines
         self.throughput = Throughput(self.length, clock, progress or {})
         warmup_steps = round(config.schedule.warmup_epochs * steps_per_epoch)
-        self.collapse = CollapseWatch(warmup_steps, has_balance=isinstance(config.objective.balance, float))
+        self.collapse = CollapseWatch(
+            warmup_steps, has_balance=isinstance(getattr(config.objective, "balance", None), float)
+        )
         self.results = Results()
         self.named_non_finite: set[str] = set()
 

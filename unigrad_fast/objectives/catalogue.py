@@ -1,0 +1,397 @@
+"""The catalogue of methods: what each form of each takes, with defaults and sources, and what does not fit together.
+
+A method has a gradient form as the authors' code has it, rows of the paper's table, and an original form. Each is known
+by its method, its row's letter, or "original " and its method, and is one declaration at the end of this file, of which
+configuration, `build`, --help, recipes and the table of keys are made. What computes a gradient form is its row in
+`forms/rows.py`, an original form its class in `losses/`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Field, create_model, model_validator
+
+from unigrad_fast.objectives.checks import require_among, require_number, require_whole
+from unigrad_fast.runtime.validation import Node, arms, shown
+
+NAMES = ("method", "form", "row")  # what a form is chosen by
+SILENT = ("none", "false", "auto")  # what older configurations hold for the keys of other methods
+COLLAPSE = "with gradient in both branches and no negative samples all embeddings become one"
+MIXED = "its negative gradient comes from the online embeddings, which are those of mixed images"
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Settings(Node):
+    """Every setting, with what it means and where its defaults come from; a form takes some of them."""
+
+    balance: NotNegative | Literal["dynamic"]
+    """Weight of the negative term (paper)."""
+    decay: float = Field(ge=0, lt=1)
+    """Share of the old correlation matrix that is kept at each micro-batch (paper)."""
+    correlation_source: Literal["target", "online"]
+    """Embeddings that make the correlation matrix: target (authors' code), of a row online (paper's formula)."""
+    negative_target: Literal["target", "stop_gradient"]
+    """Branch of the negative samples: target, or stop_gradient for the online one (paper: third row of its table)."""
+    placement: Literal["auto", "replicated", "sharded"]
+    """The correlation matrix on every rank, or in shards (wide projectors); auto: by memory and counted time."""
+    temperature: Positive
+    """Temperature of the softmax (authors' code, of simclr)."""
+    positive_factor: Positive
+    """Factor of the positive term; of row g the paper's text has 0.1 (paper's table)."""
+    bank_size: int = Field(ge=1, le=2**24)
+    """Keys in the bank (MoCo paper)."""
+    both_terms: bool
+    """With shared weights also the gradient that an image receives as others' sample (paper's equation)."""
+    epsilon: NotNegative
+    """What lifts small eigenvalues of the correlation matrix (authors' code)."""
+    eigen_every: int = Field(ge=1)
+    """Micro-batches between two decompositions of the correlation matrix (ours)."""
+    eigen_predictor: Literal["paper", "full", "authors"]
+    """What becomes of the eigenvalues: authors (their code), of row d paper; full: exact."""
+    predictor_hidden: int | None = Field(ge=1, le=2**17)
+    """Channels inside the predictor; null is a quarter of the width (SimSiam paper)."""
+    predictor_rate: Literal["schedule", "constant"]
+    """Learning rate of the predictor: of the schedule, or its peak throughout (SimSiam paper: constant)."""
+    invariance: NotNegative
+    """Weight of the distance between views (VICReg paper)."""
+    variance: NotNegative
+    """Weight of the variance term (VICReg paper), of row i (ours)."""
+    covariance: NotNegative
+    """Weight of the covariance term (VICReg paper)."""
+    floor: NotNegative
+    """The deviation to be reached by every channel (VICReg paper)."""
+    variance_epsilon: Positive
+    """What is added to a variance before its root (VICReg paper)."""
+
+
+class Objective(Node):
+    """A form of a method; validating this class itself gives the form that `method`, `form` and `row` choose."""
+
+    method: str
+    """What is minimised; each is a row or several of the paper's table of methods, see docs/methods.md."""
+    form: str
+    """The method's gradient (paper), or its authors' loss with autograd; null: gradient but for byol and simsiam."""
+    row: str | None
+    """Row of the paper's table, as its equation has it; null is the method as the paper's authors' code has it."""
+    target: Literal["momentum", "stop_gradient", "weight_sharing"]
+    """Branch that targets come from: momentum (paper), of simsiam stop_gradient (SimSiam paper)."""
+
+    names: ClassVar[dict[str, Any]] = {}  # its `method`, `form` and `row`
+    short: ClassVar[Mapping[str, Any]] = {}
+    collapses: ClassVar[bool] = False
+    mixes_samples: ClassVar[bool] = False
+    built_as: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_its_form(cls, given: Any, validated: Callable[[Any], Objective]) -> Objective:
+        if not isinstance(given, Mapping):
+            return validated(given)
+        if cls is not Objective:
+            own = {key: value for key, value in given.items() if value is not None or key not in cls.model_fields}
+            own = with_source(own) if "correlation_source" in cls.model_fields else own
+            return validated({**own, **cls.names})
+        try:
+            form = chosen(given)
+        except ValueError:
+            every_key().model_validate({key: given[key] for key in NAMES if key in given})  # an unknown name
+            raise
+        others = {key: given[key] for key in given if key in every_key().model_fields and key not in form.model_fields}
+        wrong = [key for key, value in others.items() if str(value).lower() not in SILENT]
+        if wrong:
+            raise ValueError("\n".join(form.not_taken(key, given[key]) for key in wrong))
+        return form.model_validate({key: value for key, value in given.items() if key not in others})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Objective.model_validate, (dict(self),)
+
+    @classmethod
+    def member(cls, tree: object = None) -> type[Node]:
+        try:
+            return chosen(tree) if isinstance(tree, Mapping) else every_key()
+        except ValueError:
+            return every_key()
+
+    @classmethod
+    def spoken(cls) -> str:
+        """The form as people say it."""
+        if cls.names["row"]:
+            return f"row {cls.names['row']}"
+        return f"the original of {cls.names['method']}" if cls.names["form"] == "original" else cls.names["method"]
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        return [key for key in cls.model_fields if key not in Objective.model_fields]
+
+    @classmethod
+    def not_taken(cls, key: str, value: Any) -> str:
+        """The refusal of a setting that other forms take, with those of the method, or else the methods that do."""
+        takers = [form.names for form in FORMS.values() if key in form.model_fields]
+        own = [names for names in takers if names["method"] == cls.names["method"]]
+        have = [f"objective.{'row' if n['row'] else 'form'} {n['row'] or n['form']} has it" for n in own]
+        have = have or [f"{key} is of {', '.join(dict.fromkeys(names['method'] for names in takers))}"]
+        reason = "; ".join([f"it takes {', '.join(sorted(cls.settings()))}", *have])
+        return f"{key} = {shown(value)}: does not apply to {cls.spoken()}; leave it out ({reason})"
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that `build` takes, with those that are given in place of the defaults; see `require`."""
+        for key in given.keys() - cls.built().keys():
+            raise TypeError(f"{key} does not apply to {cls.spoken()}; it takes {', '.join(cls.built())}")
+        return {**cls.built(), **require(given)}
+
+    @classmethod
+    def built(cls) -> dict[str, Any]:
+        """The settings that `build` takes, under their names there, with their defaults."""
+        own = [key for key in cls.settings() if key not in ("placement", "predictor_rate")]  # which the trainer follows
+        return {cls.built_as.get(key, key): cls.model_fields[key].default for key in own}
+
+    def arguments(self) -> dict[str, Any]:
+        """What `build` is called with, beside the width and what belongs to a run."""
+        given = {self.built_as.get(key, key): value for key, value in self if value is not None}
+        return {**self.names, "target": self.target, **{key: given[key] for key in self.built() if key in given}}
+
+    def takes(self, key: str) -> bool:
+        return key in type(self).model_fields
+
+    def problems(self, mixing: float, has_local_crops: bool) -> Iterator[str]:
+        """What does not fit together, one line each with its remedy; `mixing` is the probability of CutMix."""
+        given, named = dict(self), self.spoken()
+        source, is_online = given.get("correlation_source"), given.get("negative_target") == "stop_gradient"
+        if self.target == "weight_sharing" and self.collapses:
+            refused = f"refused for {self.method}: {COLLAPSE}; use momentum or stop_gradient"
+            yield f"objective.target = weight_sharing: {refused}"
+        if is_online and source == "target":
+            yield (
+                "objective.correlation_source = target: objective.negative_target stop_gradient takes the correlation "
+                "from online embeddings; leave one of the two out"
+            )
+        if given.get("both_terms") and self.target == "momentum":
+            yield "objective.both_terms = true: is the gradient of shared weights; use objective.target weight_sharing"
+        if given.get("both_terms") and (has_local_crops or mixing):
+            yield "objective.both_terms = true: is of two global views as they are; leave local crops and CutMix out"
+        if self.row == "i" and given["balance"] == 0:
+            yield "objective.balance = 0: row i divides by it; give a number above 0 (4e-5 in the paper)"
+        if given.get("eigen_predictor") == "full" and self.form == "original":
+            yield f"objective.eigen_predictor = full: {named} has authors and paper; use one of them"
+        if given.get("balance") == "dynamic" and "eigen_predictor" not in given:
+            yield f"objective.balance = dynamic: is a ratio with byol_directpred's W_h; give a number for {named}"
+        if mixing and self.mixes_samples:
+            cutmix = f"data.cutmix.probability = {shown(mixing)}"
+            yield f"{cutmix}: CutMix is refused with {named}: {MIXED}; leave CutMix out"
+        elif mixing and is_online:
+            yield (
+                "objective.negative_target = stop_gradient: with CutMix samples would be embeddings of mixed images; "
+                "leave it out"
+            )
+        elif mixing and source == "online":
+            yield (
+                f"data.cutmix.probability = {shown(mixing)}: the correlation comes from unmixed images only; with "
+                "CutMix objective.correlation_source is to be target"
+            )
+
+
+FORMS: dict[str, type[Objective]] = {}
+
+
+def with_source(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Samples of the online branch are what F is made of, where nothing else is said of it."""
+    source = {"correlation_source": "online"} if settings.get("negative_target") == "stop_gradient" else {}
+    return {**source, **settings}
+
+
+def require(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their names in `build`, numbers as what is declared.
+
+    Raises:
+        TypeError, ValueError: one of another type, an unknown name, a number out of the range that is declared.
+    """
+    fields = {form.built_as.get(key, key): field for form in FORMS.values() for key, field in form.model_fields.items()}
+    found = dict(settings)
+    for name, value in settings.items():
+        kinds = {*arms(fields[name].annotation)}
+        if value is None and NoneType in kinds:
+            continue
+        if int in kinds:
+            require_whole(name, value)
+            found[name] = int(value)
+        elif float in kinds:
+            limits = {
+                limit: getattr(each, limit)
+                for each in fields[name].metadata
+                for limit in ("gt", "lt")
+                if hasattr(each, limit)
+            }
+            require_number(name, value, exclusive="gt" in limits, below=limits.get("lt", math.inf))
+            found[name] = float(value)
+        elif bool not in kinds:
+            require_among(name, value, get_args(fields[name].annotation))
+    return found
+
+
+def require_target(name: str, target: str, collapses: bool) -> None:
+    """Raises ValueError for an unknown branch, and for shared weights where embeddings collapse then."""
+    require({"target": target})
+    if target == "weight_sharing" and collapses:
+        raise ValueError(f"target 'weight_sharing' is refused for {name}: {COLLAPSE}; use momentum or stop_gradient")
+
+
+def declare(
+    method: str,
+    form: str = "gradient",
+    row: str | None = None,
+    *,
+    target: str = "momentum",
+    collapses: bool = False,
+    mixes_samples: bool = False,
+    short: Mapping[str, Any] = {},
+    built_as: Mapping[str, str] = {},
+    settings: type[Node] = Settings,
+    **defaults: Any,
+) -> type[Objective]:
+    """Enters a form of a method into `FORMS`.
+
+    Args:
+        method, form, row: what it is chosen by.
+        target: the default.
+        collapses: both branches are trained and nothing pulls apart, so that weights are not to be shared.
+        mixes_samples: the negative samples are embeddings of the batch itself, which CutMix mixes.
+        short: in place of the defaults in recipes of a thousand steps.
+        built_as: what `build` calls a setting, where the names differ.
+        settings: the group that says what its settings are.
+        defaults: its settings, each with its default.
+    """
+    known, fields = {**settings.model_fields, "target": Objective.model_fields["target"]}, {}
+    for key, default in {"target": target, **defaults}.items():
+        fields[key] = known[key].rebuild_annotation(), Field(default=default, description=known[key].description)
+    declared = create_model("Objective", __base__=Objective, **fields)  # type: ignore[call-overload]
+    declared.names = {"method": method, "form": form, "row": row}
+    declared.collapses, declared.mixes_samples = collapses, mixes_samples
+    declared.short, declared.built_as = short, built_as
+    FORMS[name_of(declared.names)] = declared
+    return declared
+
+
+def methods() -> list[str]:
+    """Names of the methods."""
+    return list(dict.fromkeys(form.names["method"] for form in FORMS.values()))
+
+
+def rows() -> dict[str, str]:
+    """The method of each row of the paper's table."""
+    return {name: form.names["method"] for name, form in sorted(FORMS.items()) if form.names["row"]}
+
+
+def name_of(names: Mapping[str, Any]) -> str:
+    """What the form is known by that `method`, `form` and `row` choose; it need not exist."""
+    method, form, row = (names.get(key) for key in NAMES)
+    if row is not None:
+        return str(row)
+    method = method or "unigrad"
+    is_original = form == "original" or (form is None and f"original {method}" in FORMS and method not in FORMS)
+    return f"original {method}" if is_original else str(method)
+
+
+def _choices() -> dict[str, list[str]]:
+    return {"method": methods(), "form": ["gradient", "original"], "row": list(rows())}
+
+
+def chosen(names: Mapping[str, Any]) -> type[Objective]:
+    """The form that `method`, `form` and `row` choose.
+
+    Raises:
+        ValueError: there is none; says which of them is wrong, and what to do.
+    """
+    method, form, row = (names.get(key) for key in NAMES)
+    for key, known in _choices().items():
+        if names.get(key) is not None and names[key] not in known:
+            raise ValueError(f"{key} {names[key]!r} is unknown; use one of {', '.join(known)}")
+    if row is not None and method not in (None, rows()[row]):
+        raise ValueError(f"row = {row}: is of method {rows()[row]}, not of {method}; leave one of the two out")
+    if row is not None and form not in (None, FORMS[row].names["form"]):
+        raise ValueError(f"form = {form}: row {row} is the other form; leave one of the two out")
+    if name_of(names) not in FORMS:
+        reason = "is a gradient and has no original form" if form == "original" else "has no gradient form"
+        raise ValueError(f"form = {form}: {method or 'unigrad'} {reason}; leave it out")
+    return FORMS[name_of(names)]
+
+
+def every_key() -> type[Node]:
+    """The keys of all forms as one group; what not all of them take is described with the defaults of those that do."""
+    return _every_key(tuple(FORMS.items()))
+
+
+@cache
+def _every_key(forms: tuple[tuple[str, type[Objective]], ...]) -> type[Node]:
+    fields: dict[str, Any] = {}
+    for key, known in _choices().items():
+        about, default = Objective.model_fields[key].description, "unigrad" if key == "method" else None
+        fields[key] = Literal[tuple(known)] | None, Field(default=default, description=about)
+    for key in dict.fromkeys(key for _, form in forms for key in form.model_fields if key not in NAMES):
+        takers = {name: form.model_fields[key] for name, form in forms if key in form.model_fields}
+        first = next(iter(takers.values()))
+        defaults: dict[str, list[str]] = {}
+        for name, field in takers.items():
+            defaults.setdefault(shown(field.default), []).append(name)
+        listed = "; ".join(f"{default} for {', '.join(names)}" for default, names in defaults.items())
+        about = f"{first.description} {listed}." if len(takers) < len(forms) else first.description
+        fields[key] = first.rebuild_annotation(), Field(default=first.default, description=about)
+    return create_model("Objective", __base__=Node, **fields)
+
+
+# For a thousand steps of 128 images at width 512, in place of 100,000 of 1024 at 2048. Ours, as the recipes' values for
+# UniGrad are: the balance as theirs is to the paper's, memories of a few steps.
+SHORT = {"balance": 10.0, "decay": 0.8, "correlation_source": "online"}
+FEW_KEYS, FEW_BATCHES = {"bank_size": 1024}, {"decay": 0.8}
+EVERY = {"eigen_every": "every"}
+
+# What several forms take.
+Shared = dict[str, Any]
+BRANCH: Shared = {"negative_target": "target"}
+UNIGRAD: Shared = {"balance": 100.0, "decay": 0.99, **BRANCH, "placement": "auto", "short": SHORT}
+SOFTMAX: Shared = {"balance": 1.0, "temperature": 0.2, "positive_factor": 1.0, **BRANCH}
+BANK: Shared = {"bank_size": 65536, "short": FEW_KEYS}
+PREDICTOR: Shared = {"predictor_hidden": None, "collapses": True, "built_as": {"predictor_hidden": "hidden"}}
+EIGEN: Shared = {"decay": 0.99, "epsilon": 0.3, "eigen_every": 1, "collapses": True, "short": FEW_BATCHES}
+DIRECT: Shared = {"balance": "dynamic", **EIGEN, **BRANCH, "built_as": EVERY | {"eigen_predictor": "predictor"}}
+PULL: Shared = {"positive_factor": 1.0, "mixes_samples": True}
+HINGE: Shared = {"floor": 1.0, "variance_epsilon": 1e-4, "mixes_samples": True}
+
+# The catalogue: of each method its gradient as the authors' code has it, its rows of the paper's table, its own loss.
+declare("unigrad", **UNIGRAD, correlation_source="target")
+declare("unigrad", row="e", **UNIGRAD, correlation_source="online")
+
+declare("moco", **SOFTMAX, **BANK)  # the authors published none: row a
+declare("moco", row="a", **SOFTMAX, **BANK)
+declare("moco", "original", temperature=0.2, **BANK)
+
+declare("simclr", **SOFTMAX)
+declare("simclr", row="b", **SOFTMAX, both_terms=False)
+declare("simclr", "original", temperature=0.2)
+
+declare("byol", "original", **PREDICTOR, predictor_rate="schedule")
+declare("byol", "original", "c", **PREDICTOR, predictor_rate="schedule")
+
+declare("simsiam", "original", **PREDICTOR, predictor_rate="constant", target="stop_gradient")
+
+declare("byol_directpred", **DIRECT, eigen_predictor="authors", correlation_source="target")
+declare("byol_directpred", row="d", **DIRECT, eigen_predictor="paper", correlation_source="online")
+declare("byol_directpred", "original", **EIGEN, eigen_predictor="authors", built_as=EVERY | {"eigen_predictor": "kind"})
+
+declare("barlow_twins", **PULL, **BRANCH, balance=50.0, short={"balance": 5.0})
+declare("barlow_twins", row="f", **BRANCH, balance=5e-3, mixes_samples=True)
+declare("barlow_twins", row="g", **PULL, **BRANCH, balance=5e-3)
+declare("barlow_twins", row="h", **PULL, **BRANCH, balance=50.0, short={"balance": 5.0})
+declare("barlow_twins", "original", balance=5e-3, mixes_samples=True)
+
+declare("vicreg", **PULL, balance=25.0, short={"balance": 2.5})  # the authors published none: row j
+declare("vicreg", row="i", **HINGE, balance=4e-5, positive_factor=1.0, variance=1.0)
+declare("vicreg", row="j", **PULL, balance=25.0, short={"balance": 2.5})
+declare("vicreg", "original", **HINGE, invariance=25.0, variance=25.0, covariance=1.0)
