@@ -1,6 +1,6 @@
 """Images per second and processor time of decoding and augmentation, against torchvision and decoding alone.
 
-    unigrad-fast bench loader [--photographs FOLDER] [--recipe simsiam] [--device gpu] [--output FOLDER]
+    unigrad-fast bench loader [--photographs FOLDER] [--preset simsiam] [--device gpu] [--output FOLDER]
 
     ours                     `Loader` as shipped, on as many threads as there are cores
     torchvision v1           `transforms` on Pillow images, as SimSiam's published code has them
@@ -10,7 +10,7 @@
     Pillow, decoding alone   in the processes of torchvision's
 
 torchvision and Pillow work in a DataLoader with as many worker processes as there are cores. All decode a file once
-per image, with the numbers of the same recipe. torchvision's operations are those that cost it least: Pillow images
+per image, with the numbers of the same preset. torchvision's operations are those that cost it least: Pillow images
 are blurred by Pillow, tensors with the narrowest window that holds three deviations.
 
 Each variant lives in a process of its own, and they take turns: one block of batches each, round after round. A
@@ -45,11 +45,11 @@ from unigrad_fast.benchmarks.loader_measure import Block, measure, measure_memor
 from unigrad_fast.benchmarks.loader_variants import DALI, OURS, PILLOW, QUEUE, TORCHVISION, Setting
 from unigrad_fast.benchmarks.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.tables import median_and_range, table_of_figures
-from unigrad_fast.pipelines import recipe as views_of
+from unigrad_fast.pipelines import preset_views
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 
-RECIPES = ("simsiam", "multicrop")  # measured unless one is named
+PRESETS = ("simsiam", "multicrop")  # measured unless one is named
 SMALL_ENTRIES, SMALL_BATCH = 256, 8  # images of an epoch and of a batch that memory is measured with
 
 
@@ -110,7 +110,7 @@ def require_shared_memory(setting: Setting) -> None:
 
 def main(
     photographs: Path | None = None,
-    recipe: str | None = None,
+    preset: str | None = None,
     device: str = "cpu",
     batch_size: int = 64,
     image_size: int | None = None,
@@ -124,7 +124,7 @@ def main(
 
     Args:
         photographs: what `Manifest.open` takes, or a tar with images in folders; None draws some.
-        recipe: a preset's name; None for those of RECIPES, one after the other.
+        preset: its name; None for those of PRESETS, one after the other.
         device: of ours, "cpu" or "gpu".
         batch_size: images per batch.
         image_size: side of the global views, pixels; None is the preset's.
@@ -136,11 +136,11 @@ def main(
 
     Raises:
         UserError: there is no GPU, or too little shared memory; `output` is a file.
-        DataError: the images or the recipe cannot be used.
+        DataError: the images or the preset cannot be used.
     """
     if device == "gpu" and not torch.cuda.is_available():
         raise UserError("device = gpu: torch finds no GPU; use --device cpu")
-    presets = {name: views_of(name, image_size) for name in ([recipe] if recipe else RECIPES)}
+    presets = {name: preset_views(name, image_size) for name in ([preset] if preset else PRESETS)}
     threads = threads or len(os.sched_getaffinity(0))
     steps = -(-steps // threads) * threads
     make_folder(output)

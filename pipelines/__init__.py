@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .evaluation_loader import EvaluationLoader
     from .loader import Loader
     from .manifest import Manifest
+    from .presets import PRESETS, Growth, Preset, View, preset_views
     from .reading.supply import Failure
-    from .recipes import RECIPES, Growth, Recipe, View, recipe
 
 _HOME = {
     "Batch": "batch",
@@ -32,17 +32,17 @@ _HOME = {
     "DataError": "errors",
     "EvaluationLoader": "evaluation_loader",
     "Failure": "reading.supply",
-    "Growth": "recipes",
+    "Growth": "presets",
     "Loader": "loader",
     "Manifest": "manifest",
     "Mix": "cutmix",
-    "RECIPES": "recipes",
-    "Recipe": "recipes",
-    "View": "recipes",
-    "recipe": "recipes",
+    "PRESETS": "presets",
+    "Preset": "presets",
+    "View": "presets",
+    "preset_views": "presets",
 }
 __all__ = [
-    "RECIPES",
+    "PRESETS",
     "Batch",
     "CutMix",
     "DataError",
@@ -52,9 +52,9 @@ __all__ = [
     "Loader",
     "Manifest",
     "Mix",
-    "Recipe",
+    "Preset",
     "View",
-    "recipe",
+    "preset_views",
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from . import crops, photometric
 from .parameters import Parameters
-from .recipes import View
+from .presets import View
 
 CHUNK = 8  # images that a thread crops and recolours at once
 

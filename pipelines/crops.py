@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .parameters import LUMA, LUMA_AS_GRAY, Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
 _PIXELS_AT_ONCE = 16  # whose colours are one row of a product: 48 x 48 matrices are the quickest
 _ROWS, _COLUMNS = 32, 16  # of a tile of the blur

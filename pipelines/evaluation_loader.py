@@ -10,10 +10,10 @@ import torch
 from . import graph
 from .loader_settings import TIMEOUT, check_rank, device_number, thread_count
 from .manifest import Manifest
+from .presets import short_side
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import Failure, Supply
-from .recipes import short_side
 from .stream import Stream
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .parameters import LUMA, Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline

@@ -5,6 +5,7 @@ memory, which is what convolutions like best.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
@@ -34,11 +35,10 @@ from .loader_settings import (
 from .manifest import Manifest
 from .order import batch_indices, begin_order
 from .parameters import Parameters, sample
+from .presets import Growth, View, preset_views
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import SILENT, Supply
-from .recipes import Growth, View
-from .recipes import recipe as make_recipe
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ class _Drawn:
 class Loader:
     """Batches of augmented views, any step of which can be made without those before it.
 
-    What a step holds depends on the manifest, the recipe, `batch_size`, `accumulation_steps` and `seed`
+    What a step holds depends on the manifest, the preset, `batch_size`, `accumulation_steps` and `seed`
     alone: neither on the number of ranks (each takes its slice) nor on threads or prefetching. An image that
     cannot be read or decoded, or does not answer in time, is replaced by another one; the rest of the batch
     is as it would have been.
 
     Args:
         manifest: the images.
-        recipe: a preset's name, or the views themselves, the two global ones first.
+        preset: a preset's name (None is "simsiam"), or the views themselves, the two global ones first.
         batch_size: images of one optimizer step, over all ranks and accumulation steps.
         seed: of order and augmentation.
         rank, world_size: which slice of each micro-batch is made here.
@@ -90,7 +90,8 @@ class Loader:
             `prefetch` batches, and at most `MOST_AHEAD`.
         pinned: views that the CPU makes lie in memory from which a GPU can copy at its leisure.
         known: steps and images that failed when the run made them before, and why: they are replaced again.
-        override: keywords of `recipe`, such as fields of `View` to replace in every view.
+        recipe: the older name of `preset`.
+        override: keywords of `preset_views`, such as fields of `View` to replace in every view.
 
     Raises:
         DataError: the batch does not divide, there are too few images; while iterating, too many files in a
@@ -100,7 +101,7 @@ class Loader:
     def __init__(
         self,
         manifest: Manifest,
-        recipe: str | tuple[View, ...] = "simsiam",
+        preset: str | tuple[View, ...] | None = None,
         batch_size: int = 64,
         seed: int = 0,
         rank: int = 0,
@@ -121,9 +122,19 @@ class Loader:
         read_ahead: int = 0,
         pinned: bool = False,
         known: Mapping[tuple[int, int], str] | None = None,
+        recipe: str | tuple[View, ...] | None = None,
         **override: Any,
     ) -> None:
-        if not isinstance(recipe, str) and override:
+        if recipe is not None:
+            warnings.warn("Loader(recipe=...) is now Loader(preset=...)", FutureWarning, stacklevel=2)
+            if preset is not None and preset != recipe:
+                raise DataError(
+                    f"recipe {recipe!r} is given beside preset {preset!r}; leave recipe out, its older name"
+                )
+            preset = recipe
+        if preset is None:
+            preset = "simsiam"
+        if not isinstance(preset, str) and override:
             raise DataError(f"{', '.join(override)} given beside finished views; change the views instead")
         integers = {"batch_size": batch_size, "rank": rank, "world_size": world_size, "prefetch": prefetch}
         check_types(manifest, **integers, read_threads=read_threads, read_ahead=read_ahead)
@@ -142,7 +153,7 @@ class Loader:
         if len(manifest) < batch_size:
             raise DataError(too_few(manifest, batch_size, accumulation_steps * world_size))
         self.manifest = manifest
-        self.views = make_recipe(recipe, image_size, **override) if isinstance(recipe, str) else tuple(recipe)
+        self.views = preset_views(preset, image_size, **override) if isinstance(preset, str) else tuple(preset)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
         self.share = batch_size // (accumulation_steps * world_size)
         if cutmix is not None:

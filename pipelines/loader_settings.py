@@ -64,7 +64,7 @@ def check_division(batch_size: int, accumulation_steps: int, world_size: int) ->
 def check_groups(cutmix: CutMix, share: int, views: int) -> None:
     """Raises `DataError` where a rank's share of a batch cannot be mixed."""
     if views < 2:
-        raise DataError(f"CutMix mixes the two global views, and the recipe has {views}; take a recipe of two or more")
+        raise DataError(f"CutMix mixes the two global views, and the preset has {views}; choose one with at least two")
     if share % cutmix.group:
         fitting = [group for group in range(2, share + 1) if share % group == 0 and group <= cutmix.group]
         remedy = f"use {fitting[-1]}" if fitting else f"use more than {share} image{'s' if share > 1 else ''} per rank"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .philox import VIEW, philox
-from .recipes import View
+from .presets import View
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as torchvision and Pillow have it
 TRIES = 10  # of torchvision's random-resized-crop, before it takes the central crop
@@ -82,7 +82,7 @@ def sample(view: View, view_number: int, seed: int, epoch: int, index: np.ndarra
 
     Args:
         view: what to draw.
-        view_number: which view of the recipe this is, from 0.
+        view_number: which view of the preset this is, from 0.
         seed: of the run.
         epoch: from 0.
         index: int64 [N], positions in the manifest.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .parameters import Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
 _AT_A_TIME = 8  # images on a CPU: their memory stays in the caches, and is not given back to the system each time
 ORDERS = tuple(permutations(range(4)))  # of brightness, contrast, saturation, hue: what `Parameters.order` counts

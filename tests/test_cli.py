@@ -113,7 +113,7 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
     ("words", "message"),
     [
         ("data shard {} out --quality 90", "quality = 90: images are copied as they are; leave it out"),
-        ("data preview {} --recipe simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
+        ("data preview {} --preset simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
         ("bench kernels --compile_only true --width 512", "width = 512: compile_only does not use it; leave it out"),
         ("bench kernels --tune true --output x", "output = "),
         ("data scan {} --threads 100000", "threads = 100000: allowed is a whole number from 1 to 1024 or null"),

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unigrad_fast.config import Config, load_recipe, resolve, to_yaml
-from unigrad_fast.pipelines import recipe
+from unigrad_fast.pipelines import preset_views
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.trees import merge, parse_arguments
-from unigrad_fast.runtime.validation import Node, keys
+from unigrad_fast.runtime.validation import Node, keys, validate
+from unigrad_fast.training.same_run import contradictions
 
 
 def refusal(*arguments: str) -> list[str]:
@@ -103,7 +105,7 @@ def test_the_wide_recipe_differs_in_width_and_in_how_its_memory_is_shared():
 def test_views_can_be_changed_one_by_one_from_the_command_line():
     views = resolve(
         overrides=(
-            *("--data.recipe", "byol", "--data.local_crops", "3", "--data.local_views.size", "64"),
+            *("--data.preset", "byol", "--data.local_crops", "3", "--data.local_views.size", "64"),
             *("--data.global_views.scale", "0.3,1", "--data.global_views.jitter", "[0.1, 0.2, 0.3, 0]"),
             *("--data.second_view.blur_probability", "0.7", "--data.local_views.interpolation", "bicubic"),
         )
@@ -116,7 +118,7 @@ def test_views_can_be_changed_one_by_one_from_the_command_line():
 
 
 def test_an_unchanged_view_group_is_the_preset():
-    assert resolve(overrides=("--data.recipe", "swav")).data.views() == recipe("swav")
+    assert resolve(overrides=("--data.preset", "swav")).data.views() == preset_views("swav")
 
 
 def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
@@ -134,7 +136,7 @@ def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
         (("--data.second_view.flip_probability", "2"), ["data.second_view.flip_probability = 2", "from 0 to 1"]),
         (("--data.progressive.start_size", "300"), ["from 300 to 224"]),
         (
-            ("--data.recipe", "multicrop", "--data.image_size", "48"),
+            ("--data.preset", "multicrop", "--data.image_size", "48"),
             ["data.local_views.size = 96", "larger than the global views", "use about 21"],
         ),
         (("--data.local_view.size", "64"), ["did you mean data.local_views.size?"]),
@@ -206,6 +208,48 @@ def test_empty_recipe_file_is_the_default_recipe(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")
     assert resolve(file) == Config()
+
+
+@pytest.mark.parametrize("source", ["arguments", "mapping", "file"])
+def test_data_recipe_is_the_older_name_of_data_preset_and_says_so_once(source, tmp_path, capsys):
+    (tmp_path / "my.yaml").write_text("recipe: imagenet_100ep\ndata: {recipe: byol}\n")
+    given = {
+        "arguments": (None, ["--data.recipe", "byol"]),
+        "mapping": (None, {"data": {"recipe": "byol"}}),
+        "file": (tmp_path / "my.yaml", ()),
+    }
+    note.cache_clear()
+    for _ in range(2):
+        assert resolve(*given[source]) == resolve(overrides=["--data.preset", "byol"])
+    assert capsys.readouterr().err == "note: data.recipe is now data.preset\n"
+
+
+def test_only_the_first_rank_says_that_a_key_was_renamed(monkeypatch, capsys):
+    note.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    resolve(overrides=["--data.recipe", "byol"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_and_its_older_name_may_be_given_together_only_with_one_value(tmp_path):
+    assert resolve(overrides=["--data.recipe", "byol", "--data.preset", "byol"]).data.preset == "byol"
+    assert refusal("--data.recipe", "byol", "--data.preset", "swav") == [
+        "data.recipe = byol: data.preset = swav is given too, and data.recipe is its older name; leave data.recipe out"
+    ]
+    (tmp_path / "my.yaml").write_text("data: {recipe: byol}\n")  # a layer below the command line
+    assert resolve(tmp_path / "my.yaml", ["--data.preset", "swav"]).data.preset == "swav"
+
+
+def test_a_configuration_that_an_earlier_version_saved_is_read_without_a_note(capsys):
+    note.cache_clear()
+    saved = resolve(overrides={"data": {"preset": "byol"}}).model_dump(mode="json")
+    earlier = {**saved, "data": {"recipe": saved["data"].pop("preset"), **saved["data"]}}
+    assert validate(Config, earlier).data.preset == "byol"
+    assert contradictions(validate(Config, earlier), earlier, "the checkpoint") == []
+    assert contradictions(resolve(), earlier, "the checkpoint") == [
+        "data.preset = simsiam: the checkpoint has byol",
+    ]
+    assert capsys.readouterr().err == ""
 
 
 def test_command_line_lies_over_the_recipe():

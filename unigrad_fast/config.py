@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 import yaml
 from pydantic import Field, model_validator
 
-from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_side
-from unigrad_fast.recipes import DEFAULT_RECIPE, load_recipe, methods, recipe_names, title
+from unigrad_fast.pipelines.presets import GLOBALS, Growth, View, preset_views, short_side
+from unigrad_fast.recipes import DEFAULT_RECIPE, current_names, load_recipe, methods, recipe_names, title
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
 from unigrad_fast.runtime.wording import count
@@ -79,8 +80,8 @@ class Data(Node):
     """Folder, list or shards with the training images: a tree CLASS/*.jpg, a flat folder, a text file, .tar files."""
     val: AbsolutePath | None = None
     """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
-    recipe: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
-    """Augmentation preset, see `unigrad-fast data recipes` (paper: as in SimSiam; multicrop adds local crops)."""
+    preset: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
+    """Augmentation preset, see `unigrad-fast data presets` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2, le=2**24)
     """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
     image_size: int = Field(default=224, ge=16, le=1024)
@@ -114,10 +115,16 @@ class Data(Node):
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, given: Any) -> Any:
+        """Accepts what earlier versions saved."""
+        return renamed(given, "recipe", "preset", "data.", quiet=True) if isinstance(given, Mapping) else given
+
     def views(self) -> tuple[View, ...]:
         """One of each view, the two global ones first. Raises DataError when one is impossible."""
-        return recipe(
-            self.recipe,
+        return preset_views(
+            self.preset,
             self.image_size,
             local_crops=self.local_crops,
             global_views=self.global_views.given(),
@@ -442,7 +449,7 @@ class Config(Node):
         if len(views) == GLOBALS and (given := data.local_views.given()):
             key, value = next(iter(given.items()))
             problems.append(
-                f"data.local_views.{key} = {shown(value)}: {data.recipe} has no local views; add data.local_crops"
+                f"data.local_views.{key} = {shown(value)}: {data.preset} has no local views; add data.local_crops"
             )
         if growth and data.progressive.epochs >= self.schedule.epochs:
             problems.append(
@@ -508,7 +515,7 @@ def resolve(
     Raises:
         UserError: listing every unknown key, wrong value and impossible combination.
     """
-    top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
+    top = current_names(overrides if isinstance(overrides, Mapping) else parse_arguments(overrides))
     named = top.pop("recipe", None)
     if named is BARE or named == "":
         raise UserError(

@@ -289,14 +289,14 @@ def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most
 def test_its_training_views_are_crops_and_flips_alone(data):
     manifest = Manifest.from_folder(data / "train")
     first, again = (
-        next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(1)))
+        next(iter(Loader(manifest, preset="linear", batch_size=96, image_size=24, threads=1).iterate(1)))
         for _ in range(2)
     )
     (view,) = first.views
     assert view.shape == (96, 3, 24, 24) and torch.equal(view, again.views[0])
     assert torch.equal(first.label, torch.as_tensor(manifest.labels)[first.index])
     assert not torch.equal(
-        view, next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(2))).views[0]
+        view, next(iter(Loader(manifest, preset="linear", batch_size=96, image_size=24, threads=1).iterate(2))).views[0]
     )
 
 

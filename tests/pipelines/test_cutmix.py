@@ -121,7 +121,7 @@ def test_a_loader_mixes_every_step_the_same_alone_and_on_any_number_of_ranks(tre
     [
         ({"cutmix": CutMix(group=16)}, "group of 16 does not divide the 24 images per rank; use 12"),
         ({"cutmix": CutMix(group=4), "world_size": 24}, "use more than 1 image per rank"),
-        ({"cutmix": CutMix(group=4), "recipe": "linear"}, "recipe has 1"),
+        ({"cutmix": CutMix(group=4), "preset": "linear"}, "preset has 1"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused_before_any_work(tree, options, message):

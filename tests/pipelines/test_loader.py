@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from unigrad_fast.pipelines import CutMix, DataError, Loader, Manifest, View
-from unigrad_fast.pipelines.recipes import Growth
+from unigrad_fast.pipelines.presets import Growth
 
 
 def loader(manifest, batch_size=12, image_size=32, threads=1, **options):
@@ -92,7 +92,7 @@ def everything(manifest, photometric="dali", **options):
     """All that changes a batch at once: 4 steps of 24 images per epoch, the views grow in two of them."""
     return loader(
         manifest,
-        recipe="dino",
+        preset="dino",
         batch_size=24,
         local_crops=2,
         local_views=dict(size=16),
@@ -293,7 +293,7 @@ def test_override_changes_every_view_of_a_preset(manifest):
         (dict(hw_decoder_load=1.5), r"load of 1\.5 is no share"),
         (dict(growth=Growth(8, 4)), "cannot grow from 8 to 32 pixels; start at 16 to 32"),
         (dict(device="meta"), "device meta"),
-        (dict(recipe="none"), "recipe 'none' is unknown"),
+        (dict(preset="none"), "preset 'none' is unknown"),
         (dict(scale=(2.0, 3.0)), "more than the whole image"),
         (dict(sharpness=1), "no field sharpness"),
     ],
@@ -301,6 +301,15 @@ def test_override_changes_every_view_of_a_preset(manifest):
 def test_wrong_option_is_refused_with_a_remedy(manifest, options, message):
     with pytest.raises(DataError, match=message):
         loader(manifest, **options)
+
+
+def test_recipe_is_the_older_name_of_preset(manifest):
+    with pytest.warns(FutureWarning, match=r"Loader\(recipe=...\) is now Loader\(preset=...\)"):
+        views = loader(manifest, recipe="byol").views
+    assert views == loader(manifest, preset="byol").views != loader(manifest).views
+    assert loader(manifest).views == loader(manifest, preset="simsiam").views
+    with pytest.warns(FutureWarning), pytest.raises(DataError, match="recipe 'byol' is given beside preset 'swav'"):
+        loader(manifest, recipe="byol", preset="swav")
 
 
 def test_what_is_no_manifest_is_refused_with_the_way_to_one(manifest):

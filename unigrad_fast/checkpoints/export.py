@@ -20,7 +20,7 @@ from unigrad_fast.checkpoints.probes import describe_probe, find_probe
 from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import build_backbone
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 

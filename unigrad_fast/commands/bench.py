@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unigrad_fast.benchmarks.record import OUTPUT
 from unigrad_fast.commands.requirements import require_dali, require_folders, require_triton
 from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown
 
 Measured = Literal["moco", "simclr", "byol", "byol_directpred", "unigrad", "barlow_twins", "vicreg"]
@@ -71,14 +72,14 @@ class BenchLoader(Node):
 
     photographs: AbsolutePath | None = None
     """Folder of images or what else data.train takes, or a tar of one; null draws some."""
-    recipe: str | None = None
-    """Augmentation recipe; null is simsiam and multicrop, one after the other."""
+    preset: str | None = None
+    """Augmentation preset; null is simsiam and multicrop, one after the other."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Where ours decodes and augments."""
     batch_size: int = Field(default=64, ge=1)
     """Images per batch."""
     image_size: int | None = Field(default=None, ge=1, le=1024)
-    """Side of the global views in pixels; null is the recipe's."""
+    """Side of the global views in pixels; null is the preset's."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """Threads of ours, and worker processes of torchvision; null is the cores."""
     rounds: int = Field(default=3, ge=1)
@@ -89,6 +90,11 @@ class BenchLoader(Node):
     """Epochs of a small manifest after which memory is read."""
     output: AbsolutePath = OUTPUT
     """Folder of loader.jsonl, which the rows are appended to."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, given: Any) -> Any:
+        return renamed(given, "recipe", "preset")
 
 
 def bench_loader(options: BenchLoader) -> None:

@@ -1,4 +1,4 @@
-"""`unigrad-fast data synth`, `scan`, `shard`, `recipes` and `preview`."""
+"""`unigrad-fast data synth`, `scan`, `shard`, `presets` and `preview`."""
 
 from __future__ import annotations
 
@@ -91,17 +91,17 @@ def data_shard(options: DataShard) -> None:
     shard.shard(options.source, options.folder, packing, options.threads, options.verify, options.read_timeout)
 
 
-class DataRecipes(Node):
+class DataPresets(Node):
     """Show the augmentation presets, their sources, and how to change them."""
 
     markdown: bool = False
     """Print them as a table for Markdown."""
 
 
-def data_recipes(options: DataRecipes) -> None:
-    from unigrad_fast.images import presets
+def data_presets(options: DataPresets) -> None:
+    from unigrad_fast.images import preset_table
 
-    presets.show(options.markdown)
+    preset_table.show(options.markdown)
 
 
 class DataPreview(Node):
@@ -110,7 +110,9 @@ class DataPreview(Node):
     path: AbsolutePath
     """Images, as `--data.train` takes them; or a run, or a training recipe, whose images are taken."""
     recipe: str | None = None
-    """Training recipe, or augmentation preset of `data recipes`; null is the path's, else the default of `pretrain`."""
+    """Training recipe; null is the path's, else the default of `pretrain`."""
+    preset: str | None = None
+    """Augmentation preset of `data presets`, in place of a recipe's; null is the recipe's."""
     images: int = Field(default=4, ge=1, le=64)
     """How many images: the first ones of the epoch."""
     output: AbsolutePath = Path("preview.png")
@@ -124,11 +126,11 @@ class DataPreview(Node):
     cutmix: bool = False
     """Add the global views after CutMix, as is done anyway for a recipe that mixes."""
     image_size: int | None = Field(default=None, ge=16, le=1024)
-    """Height and width of the global views in pixels; null is the recipe's."""
+    """Height and width of the global views in pixels; null is the recipe's or preset's."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
-    """Number of local views; null is the recipe's."""
+    """Number of local views; null is the recipe's or preset's."""
     global_views: ViewChanges = ViewChanges()
-    """What differs from the recipe in both global views."""
+    """What differs from the preset in both global views."""
     second_view: ViewChanges = ViewChanges()
     """What differs besides in the second of them."""
     local_views: LocalViewChanges = LocalViewChanges()

@@ -51,7 +51,7 @@ def make_loader(scene: Scene):
     config, world, manifest = scene
     return Loader(
         manifest,
-        config.data.recipe,
+        config.data.preset,
         config.data.batch_size,
         rank=world.rank,
         world_size=world.size,

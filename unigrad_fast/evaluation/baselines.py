@@ -7,7 +7,7 @@ through the same loader and its features go through the same classifier.
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 
 
 class RawPixels(nn.Module):

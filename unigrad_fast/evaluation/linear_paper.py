@@ -68,7 +68,7 @@ def paper(
     parts = micro_batches(schedule.batch_size, world.size, probe.config.evaluation.batch_size)
     loader = Loader(
         probe.train,
-        recipe="linear",
+        preset="linear",
         image_size=data.image_size,
         batch_size=schedule.batch_size,
         seed=probe.config.seed,

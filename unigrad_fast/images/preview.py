@@ -14,7 +14,7 @@ from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.images.preview_source import find_source
 from unigrad_fast.pipelines import Manifest, View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
@@ -25,6 +25,7 @@ def preview(
     output: Path,
     overwrite: bool = False,
     recipe: str | None = None,
+    preset: str | None = None,
     images: int = 4,
     seed: int | None = None,
     epoch: int = 0,
@@ -40,17 +41,18 @@ def preview(
         path: a run, a training recipe, or images.
         output: PNG file to write.
         overwrite: replace one that exists.
-        recipe: an augmentation preset or a training recipe; None is the path's, or what `pretrain` does by default.
+        recipe: a training recipe; None is the path's, or what `pretrain` does by default.
+        preset: an augmentation preset, in place of a recipe's.
         images: how many rows; fewer if there are fewer images.
         seed, epoch: which of the training's views; the seed None is the run's or recipe's.
-        cutmix: mix the global views where the recipe does not.
-        image_size, local_crops, changes: as in `pipelines.recipe`.
+        cutmix: mix the global views even if the recipe does not.
+        image_size, local_crops, changes: as in `pipelines.preset_views`.
         photometric: as in `Loader`; None is the run's or recipe's.
 
     Raises:
         UserError: the output cannot be written, exists, or would be one of the images; a training recipe is wrong; or
             CutMix has no partner.
-        DataError: the recipe does not exist or an image cannot be used.
+        DataError: the recipe or the preset does not exist, or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
         raise UserError(f"output = {output}: a PNG is written; give a name that ends in .png")
@@ -58,7 +60,7 @@ def preview(
         raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
-    source = find_source(path, recipe, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
+    source = find_source(path, recipe, preset, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
     outputs.require_file(output, {"path": source.images})
     views = source.views
     if len(views) == GLOBALS and (local := changes.get("local_views")):

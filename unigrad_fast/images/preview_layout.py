@@ -10,7 +10,7 @@ import matplotlib
 from PIL import Image, ImageFont
 
 from unigrad_fast.pipelines import View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 
 MARGIN, GAP, FRAME = 28, 20, 3
 HEAD, LINE, BADGE = 26, 18, 18  # heights of the line above a picture, of a line of text, of a number

@@ -15,7 +15,7 @@ from PIL import Image
 
 from unigrad_fast.pipelines import CutMix, Loader, Manifest, View
 from unigrad_fast.pipelines.parameters import Parameters, sample
-from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, GLOBALS, MEAN
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 

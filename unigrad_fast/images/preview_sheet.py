@@ -23,7 +23,7 @@ from unigrad_fast.images.preview_layout import (
 )
 from unigrad_fast.images.preview_rows import Box, Row
 from unigrad_fast.pipelines import View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 
 GLOBAL_COLOURS = ("#D55E00", "#0072B2")  # of Okabe and Ito, which the colour-blind tell apart
 LOCAL_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#F0E442")
@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Im
 
     Args:
         rows: what `collect` found.
-        views: the recipe.
+        views: of the preset.
         title: first the name, then what else is to be said.
     """
     layout = Layout(views, bool(rows[0].mixed))

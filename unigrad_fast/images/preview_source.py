@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.pipelines import RECIPES, CutMix, View
-from unigrad_fast.pipelines.recipes import recipe as make_recipe
+from unigrad_fast.pipelines import PRESETS, CutMix, View
+from unigrad_fast.pipelines.presets import preset_views
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.outputs import holds_run
 
 ENDINGS = (".yaml", ".yml")
@@ -39,6 +40,7 @@ class Source:
 def find_source(
     path: Path,
     recipe: str | None,
+    preset: str | None,
     seed: int | None,
     epoch: int,
     cutmix: bool,
@@ -51,10 +53,11 @@ def find_source(
 
     Args:
         path: a run, a training recipe, or images.
-        recipe: an augmentation preset, or a training recipe; None is that of the path, for images `pretrain`'s default.
+        recipe: a training recipe; None is that of the path, for images `pretrain`'s default.
+        preset: an augmentation preset, in place of a recipe's.
         seed, photometric: None are the path's or the recipe's.
-        cutmix: mix also where the recipe does not.
-        image_size, local_crops, changes: as in `pipelines.recipe`.
+        cutmix: mix even if the recipe does not.
+        image_size, local_crops, changes: as in `pipelines.preset_views`.
 
     Raises:
         UserError: a recipe that is wrong or names no images.
@@ -65,20 +68,27 @@ def find_source(
     if own is not None:
         shown = resolve(own)
         if shown.data.train is None:
-            raise UserError(f"path = {path}: names no images (data.train); give them, and this with --recipe")
+            raise UserError(
+                f"path = {path}: names no images (data.train); give images as the path, and this as --recipe"
+            )
         images = shown.data.train
-    if recipe in RECIPES:
-        name, views, mixing = recipe, make_recipe(recipe, image_size, local_crops=local_crops, **changes), None
+    if recipe in PRESETS and preset in (None, recipe):
+        note(f"--recipe {recipe}", f"--preset {recipe}")
+        recipe, preset = None, recipe
+    if preset is not None:
+        if recipe is not None:
+            raise UserError(f"preset = {preset}: replaces recipe = {recipe}; leave one of the two out")
+        name, views, mixing = preset, preset_views(preset, image_size, local_crops=local_crops, **changes), None
     else:
         chosen = recipe or own or DEFAULT_RECIPE
         if chosen not in recipe_names() and not os.path.isfile(chosen):
             raise DataError(
-                f"recipe {recipe!r} is unknown; use one of {', '.join(RECIPES)}, a training recipe "
-                f"({', '.join(recipe_names())}) or the path of one"
+                f"recipe {recipe!r} is unknown; use one of {', '.join(recipe_names())}, the path of a YAML file, or "
+                f"--preset with one of {', '.join(PRESETS)}"
             )
         given = {"image_size": image_size, "local_crops": local_crops, **changes}
         shown = resolve(chosen, {"data": {key: value for key, value in given.items() if value not in (None, {})}})
-        name, views, mixing = f"{_title(chosen)} ({shown.data.recipe})", _views(shown, epoch), _mixing(shown)
+        name, views, mixing = f"{_title(chosen)} ({shown.data.preset})", _views(shown, epoch), _mixing(shown)
     return Source(
         name,
         images,

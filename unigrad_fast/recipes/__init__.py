@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from unigrad_fast.recipes.methods import DERIVED, exchanged, fitted
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import absolute, shown
 
@@ -69,6 +71,12 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
     return {**merge(exchanged(inherited, tree), tree), "recipe": inherited.get("recipe", DEFAULT_RECIPE)}
 
 
+def current_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of values in which keys that were renamed have their new names."""
+    data = tree.get("data")
+    return {**tree, "data": renamed(data, "recipe", "preset", "data.")} if isinstance(data, Mapping) else dict(tree)
+
+
 def title(name_or_path: str | Path) -> str:
     """What runs of a recipe are called: its name, or that of its file without the ending."""
     name = str(name_or_path)
@@ -84,4 +92,4 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe is a tree of keys and values")
-    return tree
+    return current_names(tree)

@@ -84,7 +84,7 @@ def short_side(image_size: int, crop_fraction: float) -> int:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Preset:
     """A preset.
 
     Attributes:
@@ -116,18 +116,18 @@ _MULTICROP, _MULTICROP_LOCAL = View(scale=(0.4, 1.0)), View(size=96, scale=(0.05
 # One view, cropped and flipped: what a classifier on frozen features is trained on.
 _LINEAR = View(scale=(0.08, 1.0), jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0)
 
-RECIPES: dict[str, Recipe] = {
-    "simsiam": Recipe((_SIMSIAM,) * 2, "Chen and He, 2021, section 3; the UniGrad paper's two views"),
-    "byol": Recipe((_BYOL, _BYOL_2), "Grill et al., 2020, appendix B, table 6"),
-    "dino": Recipe(
+PRESETS: dict[str, Preset] = {
+    "simsiam": Preset((_SIMSIAM,) * 2, "Chen and He, 2021, section 3; the UniGrad paper's two views"),
+    "byol": Preset((_BYOL, _BYOL_2), "Grill et al., 2020, appendix B, table 6"),
+    "dino": Preset(
         (_DINO, _DINO_2, *(_DINO_LOCAL,) * 6), "Caron et al., 2021: the defaults of its code, with 6 local views"
     ),
-    "swav": Recipe((_SWAV,) * 2 + (_SWAV_LOCAL,) * 6, "Caron et al., 2020, and its code for ResNet-50"),
-    "multicrop": Recipe(
+    "swav": Preset((_SWAV,) * 2 + (_SWAV_LOCAL,) * 6, "Caron et al., 2020, and its code for ResNet-50"),
+    "multicrop": Preset(
         (_MULTICROP,) * 2 + (_MULTICROP_LOCAL,) * 6,
         'the UniGrad paper, "Application on Data Augmentations"; colours as in simsiam',
     ),
-    "linear": Recipe((_LINEAR,), "the UniGrad paper, linear evaluation"),
+    "linear": Preset((_LINEAR,), "the UniGrad paper, linear evaluation"),
 }
 
 
@@ -168,7 +168,7 @@ class Growth:
             )
 
 
-def recipe(
+def preset_views(
     name: str,
     image_size: int | None = None,
     *,
@@ -181,7 +181,7 @@ def recipe(
     """The views of a preset, at another size, in another number, or with other values.
 
     Args:
-        name: a key of `RECIPES`.
+        name: a key of `PRESETS`.
         image_size: side of the global views, pixels; None is the preset's.
         local_crops: number of local views; None is the preset's. A preset without any adds those of "multicrop".
         override, global_views, second_view, local_views: fields of `View` to replace in every view, in the
@@ -190,9 +190,9 @@ def recipe(
     Raises:
         DataError: the preset or a field does not exist, or a value is out of range.
     """
-    if name not in RECIPES:
-        raise DataError(f"augmentation recipe {name!r} is unknown; use one of {', '.join(RECIPES)}")
-    views = RECIPES[name].views
+    if name not in PRESETS:
+        raise DataError(f"augmentation preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+    views = PRESETS[name].views
     both, local = list(views[:GLOBALS]), list(views[GLOBALS:])
     if local_crops is not None:
         if local_crops < 0:
@@ -202,7 +202,7 @@ def recipe(
     changed = [_replace(view, {**size, **override, **(global_views or {})}) for view in both]
     if second_view:
         if len(changed) < GLOBALS:
-            raise DataError(f"second_view given, and the recipe {name} has one view; leave it out")
+            raise DataError(f"second_view given, and the preset {name} has one view; leave it out")
         changed[1] = _replace(changed[1], second_view)
     return (*changed, *(_replace(view, {**override, **(local_views or {})}) for view in local))
 
