@@ -49,12 +49,12 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        if threading.current_thread() is self._thread:  # garbage was collected there; nobody else makes room
+        if threading.current_thread() is self._thread:  # garbage was collected there; nobody else empties the queue
             while not self._items.empty():
                 self._items.get()
             return
         while self._thread.is_alive():
-            try:  # it may wait for room
+            try:  # the thread may be waiting to put an item
                 self._items.get(timeout=0.01)
             except queue.Empty:
                 self._thread.join(0.01)

@@ -78,7 +78,7 @@ class Mix:
         return mixed
 
 
-def draw(settings: CutMix, seed: int, step: int, first: int, count: int, size: int) -> Mix:
+def draw_mix(settings: CutMix, seed: int, step: int, first: int, count: int, size: int) -> Mix:
     """The mix of some images of a micro-batch, on the CPU.
 
     Args:

@@ -20,7 +20,7 @@ from .background import in_background
 from .batch import Batch
 from .compute_threads import one_thread_each
 from .cpu_views import augment
-from .cutmix import CutMix, Mix, draw
+from .cutmix import CutMix, Mix, draw_mix
 from .errors import DataError
 from .loader_settings import (
     TIMEOUT,
@@ -277,7 +277,7 @@ class Loader:
         views, sizes = self.views_in(supply.epoch), self.manifest.sizes[supply.index]
         mix = None
         if self.cutmix is not None:
-            mix = draw(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, views[0].size)
+            mix = draw_mix(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, views[0].size)
         parameters = [
             sample(view, number, self.seed, supply.epoch, supply.asked, sizes) for number, view in enumerate(views)
         ]

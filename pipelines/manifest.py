@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, require_file, size_in
+from .files.headers import EXTENSIONS, read_size, reason, require_regular, size_in
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
@@ -229,7 +229,7 @@ class Manifest:
         if self.index is None:
             path = self.path_bytes(index)
             with open(path, "rb") as file:
-                require_file(path, os.fstat(file.fileno()))
+                require_regular(path, os.fstat(file.fileno()))
                 return file.read()
         return self._read_shard(range(len(self))[index])
 

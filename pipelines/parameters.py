@@ -144,7 +144,7 @@ def _crop(view: View, uniform: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarra
     central_height = np.minimum(image_height, np.rint(image_width / view.ratio[0]).astype(np.int64))
     width = np.where(some, width[first, lane], np.maximum(central_width, 1))
     height = np.where(some, height[first, lane], np.maximum(central_height, 1))
-    room_x, room_y = image_width - width, image_height - height
-    x = np.where(some, np.floor(uniform[2, first, lane] * (room_x + 1)), room_x // 2)
-    y = np.where(some, np.floor(uniform[3, first, lane] * (room_y + 1)), room_y // 2)
+    free_x, free_y = image_width - width, image_height - height
+    x = np.where(some, np.floor(uniform[2, first, lane] * (free_x + 1)), free_x // 2)
+    y = np.where(some, np.floor(uniform[3, first, lane] * (free_y + 1)), free_y // 2)
     return tuple(part.astype(np.int32) for part in (x, y, width, height))

@@ -22,8 +22,8 @@ from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
-from unigrad_fast.runtime.memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.older_names import note
+from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments

@@ -27,7 +27,7 @@ Pair = tuple[float, float]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
-class CutMix(Node):
+class CutMixSettings(Node):
     probability: float = Field(default=0.0, ge=0, le=1)
     """Share of the images of a global view in which a box is replaced by another image's; 0 is no CutMix."""
     alpha: float = Field(default=1.0, gt=0, le=100)
@@ -98,7 +98,7 @@ class Data(Node):
     """Colour operations: dali is one affine map per image, torch torchvision's one by one, for published numbers."""
     progressive: Progressive = Progressive()
     """Smaller views in the first epochs, for speed."""
-    cutmix: CutMix = CutMix()
+    cutmix: CutMixSettings = CutMixSettings()
     """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented; auto is the GPU where there is one."""

@@ -19,7 +19,7 @@ def read_size(path: bytes) -> tuple[int, int]:
     # Opened here because Pillow itself takes no path in bytes, and a name need not be UTF-8.
     # Without waiting: a pipe that somebody left there would never answer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        require_file(path, os.fstat(file.fileno()))
+        require_regular(path, os.fstat(file.fileno()))
         return size_in(file)
 
 
@@ -39,7 +39,7 @@ def stored_size(image: Image.Image) -> tuple[int, int]:
     return image.size
 
 
-def require_file(path: bytes | str, state: os.stat_result) -> None:
+def require_regular(path: bytes | str, state: os.stat_result) -> None:
     """Raises OSError where the state of what lies at a path is that of a pipe or a device, which may never end."""
     mode = state.st_mode
     if stat.S_ISREG(mode) or stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # the latter two fail when they are opened

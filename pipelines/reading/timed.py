@@ -6,7 +6,7 @@ import threading
 from queue import Empty, SimpleQueue
 
 from ..errors import DataError
-from ..files.headers import require_file
+from ..files.headers import require_regular
 from ..manifest import Manifest
 
 LOST = 8  # images in a row that do not answer, before the storage counts as lost
@@ -78,7 +78,7 @@ def _work(manifest: Manifest, calls: "SimpleQueue[int | None]", results: "Simple
         try:
             if manifest.index is None:  # opening a pipe would wait
                 path = manifest.path_bytes(image)
-                require_file(path, os.stat(path))
+                require_regular(path, os.stat(path))
             results.put(manifest.read(image))
         except BaseException as error:  # it is raised where the image is asked for
             results.put(error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import DataError
-from ..files.headers import reason, require_file
+from ..files.headers import reason, require_regular
 from ..files.open_files import opened, read_at
 
 ENDING = ".tar"
@@ -86,7 +86,7 @@ def _states(root: str, files: list[str]) -> np.ndarray:
     for name in files:
         try:
             found = os.stat(os.path.join(root, name))
-            require_file(os.path.join(root, name), found)
+            require_regular(os.path.join(root, name), found)
         except OSError as error:
             raise DataError(f"{os.path.join(root, name)}: {reason(error)}; correct the path") from error
         states.append((found.st_size, found.st_mtime_ns))

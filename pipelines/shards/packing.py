@@ -34,7 +34,7 @@ from ..reading.timed import TimedReader
 from .archives import CLASSES, UNFINISHED
 from .index import INDEX
 from .packed_images import ahead, prepare
-from .writing import ROW, read_part, shard_name, write_shard, write_whole
+from .writing import ROW, read_part, shard_name, write_shard, write_then_rename
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 
@@ -165,7 +165,7 @@ def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     if any(not name.startswith(".") for name in os.listdir(folder)):
         raise DataError(f"folder = {folder}: is not empty and holds no shards of `data shard`; give a new folder")
-    write_whole(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
+    write_then_rename(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
     return description
 
 
@@ -182,8 +182,8 @@ def _require_space(manifest: Manifest, folder: Path, images: int) -> None:
     needed, free = images * each, shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"folder = {folder}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; make room, give a "
-            "folder on a larger disk, or make the images smaller with --short_side"
+            f"folder = {folder}: the shards need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk "
+            "space, give a folder on a larger disk, or make the images smaller with --short_side"
         )
 
 
@@ -214,12 +214,12 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     if not used:
         raise DataError(f"none of {len(manifest)} images can be decoded; {os.fsdecode(left_out[0])}")
     if left_out:
-        write_whole(folder / LEFT_OUT, [line + b"\n" for line in left_out])
+        write_then_rename(folder / LEFT_OUT, [line + b"\n" for line in left_out])
     files = [shard_name(number) for number in used]
     sizes, digests = [int(parts[number]["bytes"]) for number in used], [parts[number]["digest"] for number in used]
     if manifest.has_labels:
         classes = "".join(f"{name}\n" for name in manifest.classes).encode("utf-8", "surrogateescape")
-        write_whole(folder / CLASSES, [classes])
+        write_then_rename(folder / CLASSES, [classes])
         files.append(CLASSES)
         sizes.append(len(classes))
         digests.append(np.frombuffer(hashlib.blake2b(classes, digest_size=16).digest(), np.uint8))
@@ -246,7 +246,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         sizes=np.stack([column["width"], column["height"]], axis=1).astype(np.int32),
         digests=column["digest"],
     )
-    write_whole(folder / INDEX, [encoded.getbuffer()])
+    write_then_rename(folder / INDEX, [encoded.getbuffer()])
     packed = Packed(
         shards=len(used),
         images=len(rows),
@@ -257,6 +257,6 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     )
     index = hashlib.blake2b(encoded.getbuffer(), digest_size=16).hexdigest()
     finished = {**description, "packed": asdict(packed), "index": index}
-    write_whole(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
+    write_then_rename(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
     shutil.rmtree(folder / UNFINISHED)
     return packed

@@ -78,9 +78,9 @@ def write_shard(
             digest=np.frombuffer(digest.digest(), np.uint8),
         )
         (folder / UNFINISHED).mkdir(exist_ok=True)
-        write_whole(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
+        write_then_rename(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
 
-    write_whole(folder / shard_name(number), counted(), describe)
+    write_then_rename(folder / shard_name(number), counted(), describe)
     if not rows:
         os.unlink(folder / shard_name(number))
 
@@ -103,7 +103,7 @@ def short_digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-def write_whole(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
+def write_then_rename(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
     """Writes a file that is there as a whole and on the disk, or not at all. Raises OSError with its name."""
     draft = path.with_name(f".{path.name}.unfinished")
     try:

@@ -48,7 +48,7 @@ def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_told_what_would(planned, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Card, "room", property(lambda card: 12e6))
+    monkeypatch.setattr(Card, "usable_memory", property(lambda card: 12e6))
     assert planned("--images", "64") == 0
     shown = capsys.readouterr().out
     assert "does not fit: " in shown and "would fit: data.batch_size " in shown

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import linear, linear_paper, linear_quick
 from unigrad_fast.evaluation.linear import LinearProbe
-from unigrad_fast.evaluation.linear_paper import Schedule, paper
+from unigrad_fast.evaluation.linear_paper import ProbeSchedule, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
@@ -103,7 +103,7 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
     if protocol == "quick":
         classifier = quick(made)
     else:
-        classifier = paper(made, Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
+        classifier = paper(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
     result = made.judge(classifier)
     return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
 
@@ -158,7 +158,7 @@ def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0
         if protocol == "quick":
             quick(made)
         elif protocol == "paper":
-            paper(made, Schedule(epochs=2, batch_size=48, base_lr=base_lr))
+            paper(made, ProbeSchedule(epochs=2, batch_size=48, base_lr=base_lr))
         else:
             made.judge(nn.Linear(16 * 9, 6))
     except (RunStopped, DataError) as error:
@@ -210,7 +210,7 @@ def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, work
 
 def trained(data: Path) -> list[str]:
     lines: list[str] = []
-    paper(probe(data, say=lines.append), Schedule(epochs=2, batch_size=96))
+    paper(probe(data, say=lines.append), ProbeSchedule(epochs=2, batch_size=96))
     return lines
 
 
@@ -231,7 +231,7 @@ def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, pr
 
 def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
     lines: list[str] = []
-    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), Schedule(2, 48, 10.0))
+    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), ProbeSchedule(2, 48, 10.0))
     return lines, classifier.weight.detach(), classifier.bias.detach()
 
 
@@ -261,9 +261,9 @@ def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str
     unfinished = Unfinished(folder, "probe", {}, made.world, lines.append)
     if calls != 2:
         with pytest.raises(Preempted):
-            paper(made, Schedule(3, 48, 10.0), unfinished, AskedToLeave())
+            paper(made, ProbeSchedule(3, 48, 10.0), unfinished, AskedToLeave())
     if calls > 1:
-        classifier = paper(made, Schedule(3, 48, 10.0), unfinished)
+        classifier = paper(made, ProbeSchedule(3, 48, 10.0), unfinished)
     return lines, classifier.weight.detach() if calls > 1 else None
 
 

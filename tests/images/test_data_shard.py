@@ -301,7 +301,7 @@ def test_shards_among_the_images_are_refused(tree, tmp_path, capsys):
 def test_disk_that_is_too_small_is_refused_before_any_work(tree, tmp_path, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: usage(9000, 0, 9000))
-    assert "0.0 GB are free; make room" in refused(capsys, tree, tmp_path / "out")
+    assert "0.0 GB are free; free disk space" in refused(capsys, tree, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.tar"))
 
 

@@ -35,7 +35,7 @@ def stopped_and_continued(settings) -> list[dict]:
     for step in range(2, 4):
         continued.step(step, batches(continued, step))
     plain = make_trainer(
-        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMix()})})
+        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMixSettings()})})
     )
     for step in range(4):
         plain.step(step, batches(plain, step))

@@ -104,17 +104,17 @@ def _write_pieces(stem: Path, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 def _by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """What goes into each file, at least one; a piece that does not fit in what is left goes on in the next."""
     part: list[Piece] = []
-    room = FILE_BYTES
+    free = FILE_BYTES
     for piece in pieces:
         rest, start = piece.values, piece.start
-        while rest.nbytes > room:
-            fits = room // rest.element_size()
+        while rest.nbytes > free:
+            fits = free // rest.element_size()
             if fits:
                 part.append(Piece(piece.name, piece.shape, start, rest[:fits]))
             yield part
-            rest, start, part, room = rest[fits:], start + fits, [], FILE_BYTES
+            rest, start, part, free = rest[fits:], start + fits, [], FILE_BYTES
         part.append(Piece(piece.name, piece.shape, start, rest))
-        room -= rest.nbytes
+        free -= rest.nbytes
     yield part
 
 

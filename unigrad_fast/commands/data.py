@@ -10,7 +10,7 @@ from pydantic import Field
 from unigrad_fast.commands.requirements import require_dali
 from unigrad_fast.config import MOST_THREADS, LocalViewChanges, ViewChanges
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.limits import require_room
+from unigrad_fast.runtime.limits import require_limits
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 READ_TIMEOUT = Field(default=60.0, gt=0, le=86_400)
@@ -48,7 +48,7 @@ class DataScan(Node):
 
 def data_scan(options: DataScan) -> None:
     require_dali()
-    require_room()
+    require_limits()
     from unigrad_fast.images import scan
 
     scan.scan(**dict(options))
@@ -79,7 +79,7 @@ class DataShard(Node):
 
 
 def data_shard(options: DataShard) -> None:
-    require_room()
+    require_limits()
     from unigrad_fast.images import shard
     from unigrad_fast.pipelines.shards.packing import Packing
 

@@ -90,7 +90,8 @@ def _single(config: Config, options: Plan) -> list[bytes]:
     counted = Counted.of(config, options.gpus, Card.of(options.card))
     found = counted.plan(options.nodes)
     around = counted.around(found, options.dataset_images, 1e3 * options.image_kilobytes)
-    remedies = [] if found.peak <= counted.card.room else list(counted.remedies(found, counted.card.room))
+    usable = counted.card.usable_memory
+    remedies = [] if found.peak <= usable else list(counted.remedies(found, usable))
     console = new_console(soft_wrap=True)
     for table in _tables(counted, found):
         console.print(table)
@@ -101,8 +102,8 @@ def _single(config: Config, options: Plan) -> list[bytes]:
         "width": counted.width,
         "card": options.card,
         **found.as_json(),
-        "room": counted.card.room,
-        "fits": found.peak <= counted.card.room,
+        "usable_memory": usable,
+        "fits": found.peak <= usable,
         "hours_for_100_epochs": found.hours(options.dataset_images),
         "checkpoint, counted": around.pop("checkpoint"),
         "around, expected": around,
@@ -167,11 +168,11 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
 
 
 def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Planned]]) -> Iterator[str]:
-    room = f"{counted.card.room / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
-    if found.peak <= counted.card.room:
-        yield f"fits: {found.peak / 2**30:.2f} of {room}"
+    usable = f"{counted.card.usable_memory / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
+    if found.peak <= counted.card.usable_memory:
+        yield f"fits: {found.peak / 2**30:.2f} of {usable}"
         return
-    yield f"does not fit: {found.peak / 2**30:.2f} GiB, and there are {room}"
+    yield f"does not fit: {found.peak / 2**30:.2f} GiB, and there are {usable}"
     for key, each in remedies:
         yield f"would fit: {key}: {each.peak / 2**30:.2f} GiB and {1e3 * each.step:.0f} ms, expected"
     if not remedies:
@@ -191,7 +192,7 @@ def _sweep(config: Config, options: Plan) -> list[bytes]:
         rows.append({"width": width, "fits": fits, "hours_for_100_epochs": hours, **found.as_json()})
         lines.append(row(width, found, fits, hours))
         print(lines[-1], flush=True)
-    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.room)]
+    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.usable_memory)]
 
 
 def row(width: int, found: Planned, fits: bool, hours: float) -> str:
@@ -214,7 +215,7 @@ def row(width: int, found: Planned, fits: bool, hours: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plot(rows: Sequence[dict[str, Any]], room: float) -> bytes:
+def _plot(rows: Sequence[dict[str, Any]], usable_memory: float) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -232,7 +233,7 @@ def _plot(rows: Sequence[dict[str, Any]], room: float) -> bytes:
         axes.set_xlabel("GPUs")
         axes.set_title(title)
         axes.grid(alpha=0.3)
-    memory.axhline(room / 2**30, color="#777777", linestyle="--", label="room")
+    memory.axhline(usable_memory / 2**30, color="#777777", linestyle="--", label="usable memory")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8)
     content = io.BytesIO()
     FigureCanvasAgg(figure).print_png(content)

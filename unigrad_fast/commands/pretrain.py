@@ -9,7 +9,7 @@ from unigrad_fast.commands.requirements import require_dali, require_folders, re
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
-from unigrad_fast.runtime.memory import ran_out
+from unigrad_fast.runtime.out_of_memory import ran_out
 from unigrad_fast.runtime.validation import absolute
 
 

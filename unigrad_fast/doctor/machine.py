@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
-from unigrad_fast.runtime import cards
+from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.wording import count
 
 GIB = 2**30
@@ -63,7 +63,7 @@ def gpus() -> list[Finding]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    found = cards.find()
+    found = nvidia.find()
     if found.usable:
         kinds = Counter(
             f"{gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"

@@ -9,7 +9,7 @@ import re
 import sys
 
 from unigrad_fast.doctor.finding import Finding, first_line
-from unigrad_fast.runtime.cards import driver_version
+from unigrad_fast.runtime.nvidia import driver_version
 
 # Name, module, and what pip is told, which is what setup.py says.
 PACKAGES = (

@@ -128,7 +128,7 @@ NETWORK = "check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says
 FITTING = f"torch must be built for this GPU and driver, and the GPU be free (`nvidia-smi`); {TRACEBACK}"
 
 
-class Part(NamedTuple):
+class TriedPart(NamedTuple):
     """How a part is built, the optional packages that it needs, and what to do when it fails."""
 
     build: Callable[[Scene], Callable[[], object]]
@@ -137,13 +137,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "decode, augment": Part(loading, {"DALI"}, f"on a GPU, --data.decode cpu may work; {TRACEBACK}"),
-    "model forward": Part(model_forward, set(), FITTING),
-    "objective": Part(objective, set(), FITTING),
-    "batch norm": Part(batch_norm, set(), FITTING),
-    "all-reduce": Part(all_reduce, set(), NETWORK),
-    "training step": Part(training_step, {"DALI", "DeepSpeed"}, TRACEBACK),
-    "save a file": Part(saving, set(), "free space on the disk (`df -h .`), or use another folder"),
+    "decode, augment": TriedPart(loading, {"DALI"}, f"on a GPU, --data.decode cpu may work; {TRACEBACK}"),
+    "model forward": TriedPart(model_forward, set(), FITTING),
+    "objective": TriedPart(objective, set(), FITTING),
+    "batch norm": TriedPart(batch_norm, set(), FITTING),
+    "all-reduce": TriedPart(all_reduce, set(), NETWORK),
+    "training step": TriedPart(training_step, {"DALI", "DeepSpeed"}, TRACEBACK),
+    "save a file": TriedPart(saving, set(), "free space on the disk (`df -h .`), or use another folder"),
 }
 
 

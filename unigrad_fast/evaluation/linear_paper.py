@@ -29,7 +29,7 @@ from unigrad_fast.runtime.wording import count
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ProbeSchedule:
     """How the paper's protocol trains: epochs, images per step over all ranks, learning rate per 256 images."""
 
     epochs: int = 90
@@ -37,12 +37,12 @@ class Schedule:
     base_lr: float = 0.02
 
 
-PAPER = Schedule()
+PAPER = ProbeSchedule()
 
 
 def paper(
     probe: LinearProbe,
-    schedule: Schedule,
+    schedule: ProbeSchedule,
     unfinished: Unfinished | None = None,
     preemption: Preemption | None = None,
 ) -> nn.Linear:
@@ -116,7 +116,7 @@ class _Training:
         failures: images that could not be used, by their place: this rank's, and those known when it was interrupted.
     """
 
-    def __init__(self, probe: LinearProbe, schedule: Schedule, steps_per_epoch: int) -> None:
+    def __init__(self, probe: LinearProbe, schedule: ProbeSchedule, steps_per_epoch: int) -> None:
         self.probe, self.schedule, self.steps_per_epoch = probe, schedule, steps_per_epoch
         self.steps, self.steps_done = steps_per_epoch * schedule.epochs, 0
         self.peak = schedule.base_lr * schedule.batch_size / 256

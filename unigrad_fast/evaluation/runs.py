@@ -143,7 +143,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
     Args:
         run: the run folder.
         protocol: "quick" or "paper".
-        changes: fields of `linear_paper.Schedule` in which the training differs from the paper's.
+        changes: fields of `linear_paper.ProbeSchedule` in which the training differs from the paper's.
         asked: checkpoint and images, where they are not the run's.
 
     Raises:

@@ -13,7 +13,7 @@ from unigrad_fast.pipelines.presets import GLOBALS, PRESETS, View
 from unigrad_fast.runtime.console import new_console
 
 WIDTH = 100  # of a terminal that shows every row in one line
-COLUMNS = {  # as the terminal has room for, and in full
+COLUMNS = {  # short for the terminal, and in full
     "preset": "preset",
     "views": "views",
     "px": "pixels",

@@ -20,7 +20,7 @@ ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Source:
+class PreviewSource:
     """Images, and what training makes of them.
 
     Attributes:
@@ -48,7 +48,7 @@ def find_source(
     local_crops: int | None,
     photometric: str | None,
     changes: Mapping[str, Mapping[str, Any]],
-) -> Source:
+) -> PreviewSource:
     """What the options of `data preview` ask for.
 
     Args:
@@ -89,7 +89,7 @@ def find_source(
         given = {"image_size": image_size, "local_crops": local_crops, **changes}
         shown = resolve(chosen, {"data": {key: value for key, value in given.items() if value not in (None, {})}})
         name, views, mixing = f"{_title(chosen)} ({shown.data.preset})", _views(shown, epoch), _mixing(shown)
-    return Source(
+    return PreviewSource(
         name,
         images,
         views,

@@ -214,7 +214,7 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
         if complete_checkpoints(trainer.config.output):
             left = "earlier ones are as they were, and the same command goes on from the newest"
         else:
-            left = "there is no earlier one: the same command begins again, so make room first"
+            left = "there is no earlier one: the same command begins again, so free disk space first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"

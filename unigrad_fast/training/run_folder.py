@@ -83,7 +83,7 @@ def little_space(run: Path, checkpoint: int, keep: int) -> str | None:
         return None
     return (
         f"little space: {byte_size(free)} are free on the disk of {run}, a checkpoint takes {byte_size(checkpoint)}, "
-        f"and checkpoint.keep = {keep} has up to {keep + 1} of them there; make room, or the run may stop"
+        f"and checkpoint.keep = {keep} has up to {keep + 1} of them there; free disk space, or the run may stop"
     )
 
 

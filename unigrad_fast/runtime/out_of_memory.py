@@ -39,7 +39,7 @@ def asked_for(error: BaseException) -> str:
 
 
 @contextmanager
-def room_for(
+def memory_for(
     what: str,
     expected: float | Callable[[], float] | None,
     remedy: str,
@@ -69,5 +69,5 @@ def room_for(
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it is one that `room_for` has explained."""
+    """Whether it is one that `memory_for` has explained."""
     return RAN_OUT in getattr(error, "__notes__", ())
