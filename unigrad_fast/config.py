@@ -251,7 +251,7 @@ class Optimizer(Node):
             value, unused = getattr(self, key), type(self).model_fields[key].default
             if self.name != owner and value != unused:
                 found.append(
-                    f"optimizer.{key} = {shown(value)}: of {owner} alone, and optimizer.name is {self.name}; "
+                    f"optimizer.{key} = {shown(value)}: applies only to {owner}, but optimizer.name is {self.name}; "
                     f"leave it out, or use optimizer.name {owner}"
                 )
         return found
@@ -351,7 +351,7 @@ class Config(Node):
     target: Target = Target()
     """The target branch, a momentum copy of the online branch."""
     optimizer: Optimizer = Optimizer()
-    """Descent."""
+    """Optimizer and learning rate."""
     schedule: Schedule = Schedule()
     """Length of the run and course of the learning rate."""
     engine: Engine = Engine()
@@ -368,9 +368,7 @@ class Config(Node):
         """Refuses combinations that are wrong for any number of ranks, all at once."""
         problems = []
         if self.recipe not in recipe_names():
-            problems.append(
-                f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
-            )
+            problems.append(f"recipe = {self.recipe}: not a shipped recipe; use one of {', '.join(recipe_names())}")
         problems += self._view_problems()
         try:
             short_side(self.data.image_size, self.evaluation.crop_fraction)
@@ -380,12 +378,12 @@ class Config(Node):
         if self.schedule.warmup_epochs > self.schedule.epochs:
             problems.append(
                 f"schedule.warmup_epochs = {shown(self.schedule.warmup_epochs)}: more than schedule.epochs; "
-                f"allowed is 0 to {self.schedule.epochs}"
+                f"use 0 to {self.schedule.epochs}"
             )
         if self.target.final_momentum < self.target.momentum:
             problems.append(
                 f"target.final_momentum = {shown(self.target.final_momentum)}: less than target.momentum; "
-                f"allowed is {shown(self.target.momentum)} to 1"
+                f"use {shown(self.target.momentum)} to 1"
             )
         problems += self.optimizer.problems()
         problems += self._engine_problems()
@@ -422,7 +420,7 @@ class Config(Node):
         if mixing and objective.correlation_source == "online" and objective.negative_target != "stop_gradient":
             problems.append(
                 f"data.cutmix.probability = {shown(mixing)}: the correlation comes from unmixed images only; with "
-                "CutMix objective.correlation_source is to be target"
+                "CutMix set objective.correlation_source to target"
             )
         if self.engine.target_stream and objective.target != "momentum":
             problems.append(
@@ -519,7 +517,7 @@ def resolve(
     named = top.pop("recipe", None)
     if named is BARE or named == "":
         raise UserError(
-            f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
+            f"--recipe: a value is missing; give the path of a YAML file or one of {', '.join(recipe_names())}"
         )
     given = recipe or named or model.model_fields["recipe"].default
     tree = load_recipe(given)

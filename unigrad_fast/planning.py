@@ -141,7 +141,7 @@ class Counted:
         """
         if config.objective.method != "unigrad":
             raise UserError(
-                f"objective.method = {config.objective.method}: the plan knows what UniGrad sends alone; plan the same "
+                f"objective.method = {config.objective.method}: the plan covers UniGrad only; plan the same "
                 "network with --objective.method unigrad"
             )
         with warnings.catch_warnings():

@@ -160,7 +160,7 @@ def test_other_version_of_deepspeed_is_refused(quick_parts, capsys, monkeypatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.7" if name == "deepspeed" else version(name))
     status, _, errors = examine(capsys)
     assert status == 2
-    assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is needed; pip install deepspeed==0.19.8"]
+    assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is required; pip install deepspeed==0.19.8"]
 
 
 def test_an_unknown_choice_of_kernels_is_shown_with_the_remedy(quick_parts, capsys, monkeypatch):

@@ -272,7 +272,7 @@ def test_the_papers_protocol_goes_on_in_an_epoch_on_any_number_of_ranks(data, wo
     both = workers(2).run(trained_in_two_calls, data, tmp_path / "two", 3)
     for again, found in both:
         assert torch.equal(found, weight) and [*again[:1], *again[2:]] == lines
-        assert again[1].startswith("goes on after epoch 1.5 of 3")
+        assert again[1].startswith("continuing an interrupted call after epoch 1.5 of 3")
     workers(2).run(trained_in_two_calls, data, tmp_path / "moved", 1)
     ((_, found),) = workers(1).run(trained_in_two_calls, data, tmp_path / "moved", 2)
     torch.testing.assert_close(found, weight)
@@ -365,8 +365,8 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--epochs", "3"), "epochs = 3: belongs to --protocol paper"),
-        (("--protocol", "slow"), "allowed is one of quick, paper"),
+        (("--epochs", "3"), "epochs = 3: applies only to --protocol paper"),
+        (("--protocol", "slow"), "must be one of quick, paper"),
         (("--protocol", "paper"), "give --batch_size "),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_command_writes_a_png_of_the_images_there_are(images, tmp_path, caps
     arguments = ["data", "preview", str(images), "--images", "50", "--output", str(output), "--cutmix", "true"]
     arguments += ["--preset", "multicrop"]
     assert cli.main([*arguments, "--image_size", "32", "--local_crops", "1", "--local_views.size", "16"]) == 0
-    assert f"{COUNT} images as multicrop makes them, in {output}" in capsys.readouterr().out
+    assert f"views of {COUNT} images under multicrop, in {output}" in capsys.readouterr().out
     with Image.open(output) as sheet:
         sheet.load()
         assert sheet.format == "PNG"
@@ -195,7 +195,7 @@ def test_mistakes_end_with_one_line(images, tmp_path, capsys):
     assert "does not exist" in refused(capsys, str(tmp_path / "absent"), "--output", output)
     (tmp_path / "empty").mkdir()
     assert "holds no files" in refused(capsys, str(tmp_path / "empty"), "--output", output)
-    assert "there is no folder" in refused(capsys, there, "--output", str(tmp_path / "absent" / "sheet.png"))
+    assert "does not exist; create it" in refused(capsys, there, "--output", str(tmp_path / "absent" / "sheet.png"))
     assert "ends in .png" in refused(capsys, there, "--output", str(tmp_path / "sheet.jpg"))
     (tmp_path / "folder.png").mkdir()
     assert "is a folder" in refused(capsys, there, "--output", str(tmp_path / "folder.png"))
@@ -254,7 +254,7 @@ def test_a_run_and_a_training_recipe_show_what_they_make_of_their_images(images,
     (tmp_path / "my.yaml").write_text(json.dumps(own))
     said, title = previewed(capsys, "my.yaml", "--images", 2)
     expected = ["2 × 32 px", "seed 7", "epoch 0", "(0.5, 0.75)", "(0.5, 0.75)", "0 mixed"]
-    assert title == ["my (simsiam)", *expected] and "2 images as my (simsiam) makes them" in said
+    assert title == ["my (simsiam)", *expected] and "views of 2 images under my (simsiam)" in said
 
     mixing = {"cutmix": {"probability": 1.0}, "progressive": {"start_size": 16, "epochs": 4}}
     objective = {"correlation_source": "target"}
@@ -279,7 +279,7 @@ def test_a_preset_may_be_given_as_the_recipe_as_in_earlier_versions(images, tmp_
     arguments = ["data", "preview", str(images), "--images", "1", "--recipe", "byol", "--image_size", "24"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
-    assert "1 image as byol makes them" in printed.out
+    assert "views of 1 image under byol" in printed.out
     assert printed.err == "note: --recipe byol is now --preset byol\n"
 
 

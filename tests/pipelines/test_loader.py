@@ -281,8 +281,8 @@ def test_override_changes_every_view_of_a_preset(manifest):
             "2 ranks and 2 accumulation steps; use 8 or 12",
         ),
         (dict(batch_size=0), "batch size 0"),
-        (dict(batch_size=12.0), r"batch_size 12\.0 is no whole number"),
-        (dict(rank="0"), "rank '0' is no whole number"),
+        (dict(batch_size=12.0), r"batch_size 12\.0 is not an integer"),
+        (dict(rank="0"), "rank '0' is not an integer"),
         (dict(batch_size=104), "103 images cannot fill a batch of 104; use a batch size of 103 or less"),
         (dict(batch_size=104, world_size=4), "use a batch size of 100 or less"),
         (dict(rank=2, world_size=2), "rank 2 of 2"),
@@ -290,7 +290,7 @@ def test_override_changes_every_view_of_a_preset(manifest):
         (dict(prefetch=0), "prefetch 0"),
         (dict(timeout=0), "timeout of 0 s .* use 60"),
         (dict(photometric="numpy"), "photometric 'numpy' is unknown; use 'dali' or 'torch'"),
-        (dict(hw_decoder_load=1.5), r"load of 1\.5 is no share"),
+        (dict(hw_decoder_load=1.5), r"load 1\.5 is not a share"),
         (dict(growth=Growth(8, 4)), "cannot grow from 8 to 32 pixels; start at 16 to 32"),
         (dict(device="meta"), "device meta"),
         (dict(preset="none"), "preset 'none' is unknown"),
@@ -308,7 +308,10 @@ def test_recipe_is_the_older_name_of_preset(manifest):
         views = loader(manifest, recipe="byol").views
     assert views == loader(manifest, preset="byol").views != loader(manifest).views
     assert loader(manifest).views == loader(manifest, preset="simsiam").views
-    with pytest.warns(FutureWarning), pytest.raises(DataError, match="recipe 'byol' is given beside preset 'swav'"):
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(DataError, match="recipe 'byol' and preset 'swav' are both given; leave out recipe"),
+    ):
         loader(manifest, recipe="byol", preset="swav")
 
 
@@ -316,9 +319,9 @@ def test_what_is_no_manifest_is_refused_with_the_way_to_one(manifest):
     class ImageFolder:  # torchvision's, as far as it matters
         root = "/data/images"
 
-    with pytest.raises(DataError, match=r"a ImageFolder is no Manifest; give Manifest.from_folder\('/data/images'\)"):
+    with pytest.raises(DataError, match=r"a ImageFolder is not a Manifest; use Manifest.from_folder\('/data/images'\)"):
         loader(ImageFolder())
-    with pytest.raises(DataError, match=r"a str is no Manifest; give Manifest.from_folder\(FOLDER\)"):
+    with pytest.raises(DataError, match=r"a str is not a Manifest; use Manifest.from_folder\(FOLDER\)"):
         loader("/data/images")
 
 

@@ -63,7 +63,7 @@ def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name
     (tmp_path / "train.py").write_text("")
     assert outputs.problem_of_run_folder(tmp_path) is None
     (tmp_path / name).write_text("hi")
-    assert f"no run lies there, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
+    assert f"this is not a run, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
 
 
 def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
@@ -85,7 +85,7 @@ def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
         (run / name).write_text("{}")
     assert outputs.problem_of_run_folder(run) is None
     shutil.rmtree(run / "checkpoints")
-    assert "the checkpoints that knn.json judged are gone; move that away" in outputs.problem_of_run_folder(run)
+    assert "knn.json belongs to deleted checkpoints; move it away" in outputs.problem_of_run_folder(run)
     (run / "knn.json").unlink()
     assert outputs.problem_of_run_folder(run) is None
 

@@ -1,4 +1,4 @@
-"""The configuration that a saved run is evaluated and exported with: the one in its checkpoint."""
+"""The configuration for evaluating and exporting a saved run: the one in its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import is_among, merge
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
-# What decides the network, the images and the accuracy.
+# Keys that determine the network, the images and the accuracy.
 DECIDING = (
     *("seed", "data.train", "data.val", "data.image_size", "model"),
     *("engine.precision", "engine.tf32", "evaluation.crop_fraction", "evaluation.knn"),
 )
-# What another machine may need otherwise: RUN/config.yaml may change it.
+# Keys that depend on the machine: RUN/config.yaml may change them.
 OF_THE_MACHINE = (
     *("data.decode", "data.threads", "data.read_threads", "data.read_ahead", "data.read_timeout"),
     *("data.max_bad_fraction", "evaluation.batch_size", "engine.device"),
@@ -27,10 +27,10 @@ OF_THE_MACHINE = (
 
 
 def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
-    """The checkpoint's configuration, and at most one line for the user on what RUN/config.yaml has instead.
+    """The checkpoint's configuration, and at most one line for the user about differences in RUN/config.yaml.
 
     Raises:
-        UserError: there is none in the checkpoint, and none that can be used in RUN/config.yaml.
+        UserError: neither the checkpoint nor RUN/config.yaml has a usable configuration.
     """
     path = run / "config.yaml"
     tree = reader.about.get("config")
@@ -41,10 +41,10 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     try:
         given = _read(path)
     except ValueError as error:
-        return config, [f"{path}: {error}; the configuration in {reader.folder} is taken"]
+        return config, [f"{path}: {error}; using the configuration in {reader.folder}"]
     before = dict(leaves(saved, ""))
     now = [(key, value) for key, value in leaves(given, "") if key in before and value != before[key]]
-    # Images may be named there for a run that was imported without any.
+    # A run that was imported without images may name them there.
     new = [key for key in (".data.train", ".data.val") if before[key] is None]
     local = {key: value for key, value in now if is_among(key, OF_THE_MACHINE) or key in new}
     told = [
@@ -60,11 +60,11 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     if not told:
         return config, []
     others = f" and {len(told) - 1} more" if len(told) > 1 else ""
-    return config, [f"{path}: has {told[0]}{others}; the configuration in {reader.folder} is taken"]
+    return config, [f"{path}: has {told[0]}{others}; using the configuration in {reader.folder}"]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Raises ValueError, in words for the user, where the file holds no tree."""
+    """Raises ValueError with a text for the user if the file holds no tree."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         list(leaves(tree, ""))
@@ -75,12 +75,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not tree:
         raise ValueError("is empty")
     if not isinstance(tree, dict):
-        raise ValueError("holds no tree of keys and values")
+        raise ValueError("is not a tree of keys and values")
     return tree
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys, each of which begins with a dot."""
+    """A nested tree from dotted keys, which start with a dot."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *groups, leaf = key[1:].split(".")

@@ -1,4 +1,4 @@
-"""What an encoder has learned: its features on a manifest, and how well they tell classes apart."""
+"""Evaluates an encoder: extracts its features for a manifest and measures how well they separate classes."""
 
 from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.knn import KNNResult, weighted_knn

@@ -1,4 +1,4 @@
-"""Features of a frozen encoder for every image of a manifest that can be used."""
+"""Features of a frozen encoder for every usable image of a manifest."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
 
-# Rows that travel at once: 0.5 GiB of fp32 at 2048 features.
+# Rows to transfer at once: 0.5 GiB of fp32 at 2048 features.
 ROWS_AT_ONCE = 65_536
 
 
@@ -21,8 +21,8 @@ class LeftOut:
     """Images that could not be used, over all ranks.
 
     Attributes:
-        count, images: how many, and of how many.
-        first: the first of them in the manifest; None where there is none.
+        count, images: number of unusable images, and of all images.
+        first: the first unusable one in the manifest; None if there is none.
     """
 
     count: int
@@ -31,12 +31,12 @@ class LeftOut:
 
     @property
     def example(self) -> str:
-        """The first one's path, as text that can be written anywhere, and what is wrong with it."""
+        """The path of the first one, as valid Unicode text, and what is wrong with it."""
         path = self.first.path.encode(errors="surrogateescape").decode(errors="replace")
         return f"{path}: {self.first.reason}"
 
     def told(self, kind: str, fate: str = "left out") -> list[str]:
-        """A line for the user on these images of a kind, such as "training"; none where all could be used."""
+        """A line for the user about these images of a kind, such as "training"; empty if all could be used."""
         if self.first is None:
             return []
         one = self.count == 1
@@ -68,25 +68,24 @@ def extract(
     Images that cannot be used are left out.
 
     Args:
-        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]; it lies on `device`, and each
-            of its
-            modules is left in the mode (training or evaluation) that it was found in.
-        image_size, crop_fraction: the short side is resized to image_size / crop_fraction pixels, the centre
-            is cut out.
+        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]. It must be on `device`. The mode of its
+            modules (training or evaluation) is restored afterwards.
+        image_size, crop_fraction: the short side is resized to image_size / crop_fraction pixels, then the centre is
+            cropped.
         batch_size: images per forward and rank.
         rank, world_size: this rank's share; above 1 every rank of the default process group must call this
             together.
-        autocast_dtype: computes under autocast in this dtype; None leaves the backbone's own precision.
-        threads: decoder threads of this rank; None lets the loader choose.
+        autocast_dtype: dtype of autocast; None for no autocast.
+        threads: number of decoder threads of this rank; None lets the loader choose.
         decode: device that decodes; None is `device`.
         timeout: seconds after which a file that does not answer is left out.
         max_bad_fraction: share of the images that may be left out.
 
     Returns:
         Features fp32 [N, D] and labels int64 [N] (None without labels) of the N images that could be used, in the
-        order of the manifest, on the CPU, and what was left out; the same on all ranks.
+        order of the manifest, on the CPU, and the images that were left out; the same on all ranks.
 
-    Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
+    Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
     device = torch.device(device)
     loader = EvaluationLoader(
@@ -121,7 +120,7 @@ def extract(
     found = (seen == 1).nonzero().flatten()
     if len(found) + left_out.count != len(manifest):
         raise AssertionError(
-            f"of {len(manifest)} images {len(found)} were read once, {int((seen > 1).sum())} more often, and "
+            f"of {len(manifest)} images {len(found)} were read once, {int((seen > 1).sum())} several times, and "
             f"{left_out.count} left out"
         )
     labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[found] if manifest.has_labels else None
@@ -129,15 +128,15 @@ def extract(
 
 
 def count_left_out(failures: Iterable[Failure], images: int, most: float, *, shared: bool = True) -> LeftOut:
-    """Joins what the ranks, which call this together, could not use.
+    """Merges the unusable images of all ranks, which call this together.
 
     Args:
-        failures: of this rank.
-        images: that there are.
-        most: share of them that may be left out.
-        shared: whether the ranks share the images; otherwise this rank's failures are all there is.
+        failures: this rank's failures.
+        images: number of images.
+        most: share of the images that may be left out.
+        shared: whether the images are divided over the ranks; otherwise only this rank's failures count.
 
-    Raises RunStopped on all ranks where they are more than that, or all.
+    Raises RunStopped on all ranks if more than this share, or all, cannot be used.
     """
     own = {failure.image: failure for failure in failures}
     bad = {image: failure for part in (gather(own) if shared else [own]) for image, failure in part.items()}
@@ -146,7 +145,7 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float, *, sha
         raise RunStopped(
             f"{len(bad):,} of {images:,} images cannot be used"
             + ("" if len(bad) == images else f", more than data.max_bad_fraction = {most:g} allows")
-            + f", first {left_out.example}; `unigrad-fast data scan` lists all of them, to be repaired or removed"
+            + f", first {left_out.example}; run `unigrad-fast data scan` to list them all, and repair or remove them"
         )
     return left_out
 
@@ -155,9 +154,9 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float, *, sha
 def features_of(
     backbone: nn.Module, loader: EvaluationLoader, device: torch.device, autocast_dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features fp32 [N, D] on the device, and their places in the manifest, int64 [N] on the CPU, batch by batch.
+    """Features fp32 [N, D] on the device, and their positions in the manifest, int64 [N] on the CPU, batch by batch.
 
-    Raises RunStopped where a feature is not finite.
+    Raises RunStopped if a feature is not finite.
     """
     autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
     with evaluation_mode(backbone):
@@ -171,7 +170,7 @@ def features_of(
 
 @contextmanager
 def evaluation_mode(backbone: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, then each module's own mode again: a frozen part may differ from the whole."""
+    """Sets evaluation mode, then restores the mode of each module, since that of a frozen part may differ."""
     before = {module: module.training for module in backbone.modules()}
     backbone.eval()
     try:
@@ -182,9 +181,9 @@ def evaluation_mode(backbone: nn.Module) -> Iterator[None]:
 
 
 def _sum_over_ranks(features: Tensor | None, seen: Tensor, device: torch.device) -> Tensor:
-    """Joins the ranks' rows: each is zero on all ranks but one, so the sum is exact and sizes may differ."""
+    """Merges the ranks' rows: each is zero on all ranks but one, so the sum is exact and sizes may differ."""
     dim = torch.tensor([0 if features is None else features.shape[1]], device=device)
-    dist.all_reduce(dim, dist.ReduceOp.MAX)  # a rank without images has not seen the width
+    dist.all_reduce(dim, dist.ReduceOp.MAX)  # a rank without images does not know the width
     if features is None:
         features = torch.zeros(len(seen), int(dim))
     for tensor in (features, seen):
@@ -196,7 +195,7 @@ def _sum_over_ranks(features: Tensor | None, seen: Tensor, device: torch.device)
 
 
 def _keep(features: Tensor, rows: Tensor) -> Tensor:
-    """Some rows, ascending, moved to the front of the same memory: a second copy of a large bank may not fit."""
+    """Moves some rows, ascending, to the front of the same tensor: a second copy of a large bank may not fit."""
     if len(rows) == len(features):
         return features
     for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -209,5 +208,5 @@ def non_finite(manifest: Manifest, image: int) -> RunStopped:
     """The error for an image whose features are not finite."""
     return RunStopped(
         f"non-finite features, first for {manifest.path(image)}; the encoder's weights or its batch-norm statistics "
-        "are damaged: use weights saved earlier, or lower optimizer.base_lr"
+        "are damaged; use weights saved earlier, or lower optimizer.base_lr"
     )

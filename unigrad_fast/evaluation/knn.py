@@ -1,18 +1,17 @@
 """Weighted k-nearest-neighbour classification on frozen features.
 
-The protocol of InstDisc (Wu et al., CVPR 2018) that MoCo and DINO report too: features are ℓ2-normalised, the
+The protocol of InstDisc (Wu et al., CVPR 2018), also used by MoCo and DINO: features are ℓ2-normalised, the
 k images of the bank with the largest cosine similarity s vote for their class with weight exp(s / T), and the
 class with the largest sum wins.
 
-Memory. The search walks over the bank in blocks of `chunk` rows and, inside, over the queries in blocks of
-`chunk` rows, and keeps the k best of each query. Beside the features that the caller holds, it needs at most
-about
+Memory. The outer loop goes over blocks of `chunk` rows of the bank, the inner loop over blocks of `chunk` queries, and
+the k best of each query are kept. Beside the features that the caller holds, this needs at most about
 
     16 · chunk · dim  +  44 · chunk²  +  32 · queries · k  +  48 · chunk · (k + classes)   bytes
 
-where the second term falls to 9 · chunk² unless similarities tie. The 1.28 million by 2048 features of
+where the second term falls to 9 · chunk² if no similarities tie. The 1.28 million by 2048 features of
 ImageNet, 50,000 queries, k = 200 and the default chunk take under 0.9 GB (1.5 GB with ties in every row); the
-bank itself stays where it is (10.5 GB in fp32) and visits the device block by block, once.
+bank itself (10.5 GB in fp32) is copied to the device once, block by block.
 
 Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbours.
 """
@@ -27,18 +26,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 PROTOCOL = "weighted kNN"
-BRANCH = "online backbone"  # the branch whose features a run reports
-LARGE_BANK = 20_000  # images from which `k="auto"` means 200, the literature's value for ImageNet; 20 below
+BRANCH = "online backbone"  # the branch whose features a run evaluates
+LARGE_BANK = 20_000  # from this size on `k="auto"` is 200, the usual value for ImageNet; below it is 20
 
 
 @dataclass(frozen=True)
 class KNNResult:
-    """Accuracy of a weighted kNN classifier and the settings that it holds for.
+    """Accuracy of a weighted kNN classifier, with its settings.
 
-    accuracy: top-1, percent of the queries. top5: percent, or None when the bank has fewer than five classes.
-    k: neighbours that voted, never more than the bank has. temperature: T of the votes exp(s / T).
-    queries, bank: images that were classified, images that could vote.
-    left_out: lines for the user on images that could not be used.
+    accuracy: top-1, percent of the queries. top5: percent, or None if the bank has fewer than five classes.
+    k: neighbours that voted, at most the size of the bank. temperature: T of the votes exp(s / T).
+    queries, bank: numbers of images that were classified, and that could vote.
+    left_out: lines for the user about images that could not be used.
     """
 
     accuracy: float
@@ -66,16 +65,16 @@ def weighted_knn(
     """Classifies the validation features by the votes of their nearest training features.
 
     Args:
-        train_features: the bank, [n, D], any floating dtype (fp32 arithmetic, float64 where the features are
+        train_features: the bank, [n, D], any floating dtype (fp32 arithmetic, float64 if the features are
             float64).
         train_labels: int64 [n], all ≥ 0.
         val_features: the queries, [q, D].
         val_labels: int64 [q], all ≥ 0.
-        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000
+        k: neighbours that vote, at most the size of the bank; "auto" is 200 for a bank of at least 20,000
             images, else 20.
         temperature: T of the votes exp(s / T).
-        chunk: rows per block; bounds the memory (module docstring) and changes nothing but the rounding of s.
-        device: where similarities are computed; by default where the bank lies.
+        chunk: rows per block; bounds the memory (module docstring) and affects only the rounding of s.
+        device: device that computes similarities; by default that of the bank.
         rank, world_size: above 1 every rank of the default process group calls this together with the same features,
             and classifies its share of the queries; all get the result.
 
@@ -83,7 +82,7 @@ def weighted_knn(
     smaller class number vote, and among equal votes the smaller class number wins. A class without a vote is
     never a top-5 hit.
 
-    Raises ValueError where shapes, labels, features, k or temperature make no sense.
+    Raises ValueError if shapes, labels, features, k or temperature are invalid.
     """
     _check(train_features, train_labels, "train")
     _check(val_features, val_labels, "val")
@@ -125,7 +124,7 @@ def weighted_knn(
 
 
 def neighbours(k: int | Literal["auto"], bank: int) -> int:
-    """How many of so many images vote."""
+    """Number of neighbours that vote, for a bank of this size."""
     return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
 
 
@@ -148,14 +147,14 @@ def nearest(
     chunk: int,
     similarity_to: Callable[[Tensor], Callable[[Tensor], Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Similarity and label of the k rows of the bank nearest to each query, [Q, K] each, where they are computed.
+    """Similarity and label of the k rows of the bank nearest to each query, [Q, K] each.
 
     Args:
-        similarity_to: of some rows of the bank, what gives the similarities [Q, B] of some queries to them.
+        similarity_to: takes rows of the bank; returns a function from queries to their similarities [Q, B].
     """
     blocks = query_QD.split(chunk)
     best: list = [None] * len(blocks)
-    # The bank is the outer loop: it is the larger one, and so it travels to the device once.
+    # The bank is the outer loop: it is larger, and this way it is copied to the device only once.
     for bank_rows, label in zip(bank_BD.split(chunk), label_B.split(chunk), strict=True):
         similarity = similarity_to(bank_rows)
         for number, rows in enumerate(blocks):
@@ -168,11 +167,11 @@ def nearest(
 
 
 def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest similarities of each row with their labels; of equal ones those of the smaller classes."""
+    """The k largest similarities of each row with their labels; ties go to the smaller classes."""
     if similarity.shape[1] <= k:
         return similarity, label
     value, column = similarity.topk(k, dim=1)
-    # topk leaves open which of equal values it takes, which matters only where it left some of them out.
+    # topk picks any of equal values, which matters only if it left some of them out.
     tied = ((similarity >= value[:, -1:]).sum(dim=1) > k).nonzero()[:, 0]
     if len(tied):
         by_label = label[tied].argsort(dim=1)
@@ -185,10 +184,10 @@ def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def count_hits(
     similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float, chunk: int
 ) -> Tensor:
-    """For how many queries the true class wins the votes, and is among the best five; int64 [2], all on the CPU.
+    """Numbers of top-1 and top-5 hits of the votes, int64 [2]; everything on the CPU.
 
     Args:
-        similarity, label: of each query's nearest, [Q, K].
+        similarity, label: of the nearest neighbours of each query, [Q, K].
         truth: int64 [Q].
     """
     hits = torch.zeros(2, dtype=torch.int64)
@@ -199,10 +198,10 @@ def count_hits(
 
 
 def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float) -> Tensor:
-    """Place of the true class in the votes, 0 for the winner; `classes` where it has no vote. int64 [Q]."""
+    """Rank of the true class in the votes, int64 [Q]; 0 for the winner, `classes` if it has no vote."""
     similarity = similarity.double()
-    # Dividing a row by its largest weight changes no comparison and keeps exp from overflowing at small T.
-    # Summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
+    # Dividing a row by its largest weight changes no comparison, and keeps exp from overflowing at small T.
+    # Votes are summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
     similarity, nearest = similarity.sort(dim=1, descending=True, stable=True)
     weight = ((similarity - similarity[:, :1]) / temperature).exp()
     votes = torch.zeros(len(truth), classes, dtype=torch.float64)

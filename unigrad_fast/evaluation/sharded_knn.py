@@ -1,15 +1,15 @@
-"""Weighted kNN over a bank of which every rank has a share: each looks in its own rows, and the k best are merged.
+"""Weighted kNN over a bank that is sharded over the ranks: each searches its own rows, and the k best are merged.
 
-In a round every rank gives some of its queries to all, looks for the nearest of all of these among its own rows of the
-bank, and gives each query's k best back to the rank that has it. Similarities are exact (`shares`), and of equally
-similar images those of the smaller classes vote: neighbours, votes and accuracy are those of the whole bank, whatever
+In a round, every rank sends some of its queries to all ranks, searches its own rows of the bank for the nearest
+neighbours of all these queries, and returns the k best of each query to its rank. Similarities are exact (`shares`),
+and among equally similar images those of the smaller classes vote, so neighbours, votes and accuracy do not depend on
 the number of ranks.
 
-Beside the shares (16 bits per number: 5.2 GB of ImageNet's training images, over all ranks) a rank needs about
+Beside the shares (16 bits per number: 5.2 GB for ImageNet's training images, over all ranks) a rank needs about
 
     8 · chunk · dim  +  44 · chunk²  +  36 · chunk · k  +  48 · chunk · (k + classes)   bytes
 
-and in all sends its queries to the others (2 · dim bytes each), and what it found for theirs back (12 · k bytes each).
+and in total sends its queries (2 · dim bytes each) and the results for the others' queries (12 · k bytes each).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sharded_knn(
     All ranks call this together, and all get the result.
 
     Args:
-        bank, queries: this rank's; of either another rank may have more, fewer or none.
+        bank, queries: this rank's shares; ranks may have different numbers of rows, or none.
         k, temperature, chunk: as in `weighted_knn`; a round has about `chunk` queries.
     """
     all_labels = torch.cat([bank.labels, queries.labels])
@@ -50,7 +50,7 @@ def sharded_knn(
     most = int(_over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
     count = int(in_bank.sum())
     k = neighbours(k, count)
-    share = max(1, chunk // world.size)  # of a rank's queries, in a round
+    share = max(1, chunk // world.size)  # queries of a rank in a round
     totals = torch.tensor([0, 0, len(queries.labels)])
     for start in range(0, most, share):
         own, truth = queries.rows[start : start + share], queries.labels[start : start + share]
@@ -70,13 +70,13 @@ def sharded_knn(
 
 
 def _found(bank: Share, own_QD: Tensor, rows: int, world: World, k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """Similarity, times the norm of the query, and label of the k nearest in all ranks' banks to this rank's queries.
+    """Similarity (times the query's norm) and label of the k nearest neighbours of this rank's queries, over all ranks.
 
     Args:
         own_QD: this rank's queries, on the device, no more than `rows`, which is the same on all ranks.
 
     Returns:
-        fp32 and int64 [rows, K]; behind those of the queries stand others, that mean nothing.
+        fp32 and int64 [rows, K]; rows after those of the queries are padding.
     """
     asked_QD = own_QD
     if world.size > 1:
@@ -96,7 +96,7 @@ def _found(bank: Share, own_QD: Tensor, rows: int, world: World, k: int, chunk: 
 
 
 def _back(found: Tensor, world: World) -> Tensor:
-    """What all ranks found for this one's queries, [rows, ranks · K], of what each found for all, [ranks · rows, K]."""
+    """All ranks' results for this rank's queries, [rows, ranks · K], from those for all queries, [ranks · rows, K]."""
     received = torch.empty_like(found)
     dist.all_to_all_single(received, found)
     return torch.cat(received.chunk(world.size), dim=1)

@@ -12,7 +12,7 @@ from rich.table import Table
 from unigrad_fast.pipelines.presets import GLOBALS, PRESETS, View
 from unigrad_fast.runtime.console import new_console
 
-WIDTH = 100  # of a terminal that shows every row in one line
+WIDTH = 100  # columns of a terminal that fits every row on one line
 COLUMNS = {  # short for the terminal, and in full
     "preset": "preset",
     "views": "views",
@@ -33,8 +33,8 @@ scale: share of the image's area that a crop takes. ratio: width / height of the
 jitter: strength of brightness, contrast, saturation and hue, applied with probability p.
 gray, blur, solar (solarize), flip: probabilities. sigma: deviation of the blur, pixels of the view."""
 OVERRIDES = """\
-To use a preset, with another number of local crops, and other values of both global views, of the
-second of them and of the local views, add to `unigrad-fast pretrain`:
+To choose a preset, and to change its number of local crops, and values of both global views, of the
+second global view or of the local views, add to `unigrad-fast pretrain`:
   --data.preset multicrop --data.local_crops 4 --data.global_views.scale 0.3,1
   --data.second_view.blur_probability 0.2 --data.local_views.size 64"""
 
@@ -68,7 +68,7 @@ def as_markdown() -> str:
 
 
 def rows() -> Iterator[list[str]]:
-    """Cells of `COLUMNS` for every distinct view; the preset's name stands beside its first one only."""
+    """Cells of `COLUMNS` for every distinct view; only the first view of a preset has its name."""
     for name, preset in PRESETS.items():
         first = 0
         views = [(number < GLOBALS, view) for number, view in enumerate(preset.views)]

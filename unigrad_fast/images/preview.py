@@ -1,4 +1,4 @@
-"""`unigrad-fast data preview`: a picture of what an augmentation makes of a few images."""
+"""`unigrad-fast data preview`: draws the views that an augmentation makes of a few images."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def preview(
         recipe: a training recipe; None is the path's, or what `pretrain` does by default.
         preset: an augmentation preset, in place of a recipe's.
         images: how many rows; fewer if there are fewer images.
-        seed, epoch: which of the training's views; the seed None is the run's or recipe's.
+        seed, epoch: seed and epoch of the views; the seed None is the run's or recipe's.
         cutmix: mix the global views even if the recipe does not.
         image_size, local_crops, changes: as in `pipelines.preset_views`.
         photometric: as in `Loader`; None is the run's or recipe's.
@@ -55,9 +55,9 @@ def preview(
         DataError: the recipe or the preset does not exist, or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
-        raise UserError(f"output = {output}: a PNG is written; give a name that ends in .png")
+        raise UserError(f"output = {output}: the preview is a PNG; give a name that ends in .png")
     if not os.path.isdir(output.parent):
-        raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
+        raise UserError(f"output = {output}: the folder {output.parent} does not exist; create it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
     source = find_source(path, recipe, preset, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
@@ -85,7 +85,7 @@ def preview(
         outputs.write_files({output: file.getvalue()}, overwrite)
     except OSError as error:
         raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
-    print(f"{count(len(rows), 'image')} as {source.name} makes them, in {output}")
+    print(f"views of {count(len(rows), 'image')} under {source.name}, in {output}")
 
 
 def _summary(views: Sequence[View]) -> str:

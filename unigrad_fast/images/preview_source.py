@@ -1,4 +1,4 @@
-"""What a preview shows: the images and the augmentation of a run, of a training recipe, or as they are given."""
+"""The images and the augmentation of a preview: from a run, a training recipe, or the options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class PreviewSource:
-    """Images, and what training makes of them.
+    """Images, and the augmentation to show.
 
     Attributes:
-        name: of the augmentation, for people.
-        views: in the epoch that is shown.
-        cutmix: None where nothing is mixed.
+        name: name of the augmentation, for display.
+        views: the views of the epoch.
+        cutmix: None without CutMix.
     """
 
     name: str
@@ -49,22 +49,22 @@ def find_source(
     photometric: str | None,
     changes: Mapping[str, Mapping[str, Any]],
 ) -> PreviewSource:
-    """What the options of `data preview` ask for.
+    """Resolves the options of `data preview`.
 
     Args:
         path: a run, a training recipe, or images.
         recipe: a training recipe; None is that of the path, for images `pretrain`'s default.
         preset: an augmentation preset, in place of a recipe's.
-        seed, photometric: None are the path's or the recipe's.
+        seed, photometric: None takes those of the path or the recipe.
         cutmix: mix even if the recipe does not.
         image_size, local_crops, changes: as in `pipelines.preset_views`.
 
     Raises:
-        UserError: a recipe that is wrong or names no images.
+        UserError: the recipe is wrong or names no images, or both a recipe and a preset are given.
         DataError: the preset does not exist, or its views are impossible.
     """
     own = _own_recipe(path)
-    images, shown = path, None  # whose seed and colours are shown
+    images, shown = path, None  # provides the seed and the colour operations
     if own is not None:
         shown = resolve(own)
         if shown.data.train is None:
@@ -100,7 +100,7 @@ def find_source(
 
 
 def _own_recipe(path: Path) -> str | Path | None:
-    """The training recipe that a path is or, as a run, holds; None for images."""
+    """The training recipe at a path, or in the run at a path; None for images."""
     if _is_file(path):
         return path
     config = path / "config.yaml"

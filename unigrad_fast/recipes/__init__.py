@@ -46,11 +46,11 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
     if path in below:
         raise UserError(f"recipe = {below[0]}: recipes in a circle: {' -> '.join(map(str, (*below, path)))}")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"recipe = {name}: is no file of text; give the path of a YAML file")
+        raise UserError(f"recipe = {name}: is not a text file; give the path of a YAML file")
     if not os.path.isfile(path):
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         raise UserError(
-            f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
+            f"recipe = {name}: no such file or shipped recipe; give the path of a YAML file or one of "
             + ", ".join(recipe_names())
             + (f"; did you mean {close[0]}?" if close else "")
             + (f"; {below[-1]} names it" if below else "")
@@ -91,5 +91,5 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe is a tree of keys and values")
+        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe must be a tree of keys and values")
     return current_names(tree)

@@ -18,7 +18,7 @@ THREADS = 96  # of a process of a run: torch, DALI, gloo, the loader, the progre
 
 
 def require_limits(ranks: int = 1, threads: int = THREADS) -> None:
-    """Raises the limit on open files as far as that is allowed.
+    """Raises the limit on open files as far as allowed, and checks it and the limit on processes.
 
     Args:
         ranks: processes of the run, all of which this one is connected to.

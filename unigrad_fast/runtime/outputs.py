@@ -73,7 +73,7 @@ def problem_of_run_folder(folder: Path) -> str | None:
     except OSError as error:
         return f"cannot be listed ({error.strerror}); check its permissions, or give another folder"
     if ours and not holds_run(folder):
-        return f"no run lies there, and a run would replace {', '.join(ours)}; give another folder, or move that away"
+        return f"this is not a run, and a run would replace {', '.join(ours)}; give another folder, or move them away"
     for name in ours:
         if problem := dangling_link(folder / name):
             return problem
@@ -82,7 +82,7 @@ def problem_of_run_folder(folder: Path) -> str | None:
             return f"{name} is a {found}, where a run keeps a {wanted}; move it away, or give another folder"
     judged = [name for name in ours if _matches(name, EVALUATIONS)]
     if judged and not any(folder.glob(CHECKPOINTS)):
-        return f"the checkpoints that {', '.join(judged)} judged are gone; move that away, or give another folder"
+        return f"{', '.join(judged)} belongs to deleted checkpoints; move it away, or give another folder"
     return None
 
 

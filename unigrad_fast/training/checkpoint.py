@@ -181,7 +181,10 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
             damaged.append(str(error).partition("; ")[0])
             continue
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
-        return reader, [f"{said}; it is left out" for said in (*filter(None, [pointer]), *damaged)]
+        return reader, [
+            f"{said}; ignored, resuming from step {reader.about['step']}"
+            for said in (*filter(None, [pointer]), *damaged)
+        ]
     if damaged:
         raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {_remedy()}"]))
     return None, []
@@ -239,4 +242,4 @@ def prune(run: Path, keep: int, keep_every: int) -> None:
 
 
 def _remedy() -> str:
-    return "another --output begins a new run"
+    return "to start a new run, choose another --output"

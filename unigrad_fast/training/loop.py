@@ -62,7 +62,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         preemption = stack.enter_context(Preemption())
         if not numbered:
             preemption.note = partial(ending.note_preemption, config.output)
-        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+        with preemption.nothing_to_save("stopped before ranks connected"):
             timeout = timedelta(minutes=config.engine.timeout)
             world = stack.enter_context(process_group.session(config.engine.device, timeout))
         at = stack.enter_context(attended(world, timeout, note_loss))
@@ -170,7 +170,7 @@ def run(
             tell_bad_images(trainer, telemetry)
         if lost:
             why = next(filter(None, gather(trainer.lost)))
-            raise RunStopped(f"{why} Saved after step {trainer.steps_done}; the same command goes on from there")
+            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command goes on from there")
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command goes on from there"
             raise Preempted(done, preemption.status)

@@ -55,11 +55,11 @@ def require_same_run(config: Config) -> None:
         try:
             saved = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); another --output begins a new run") from None
+            raise UserError(f"{path}: cannot be read ({error}); to start a new run, choose another --output") from None
         if not isinstance(saved, dict):
-            raise UserError(f"{path}: is not the configuration of a run; another --output begins a new run")
+            raise UserError(f"{path}: is not the configuration of a run; to start a new run, choose another --output")
         if differing := contradictions(config, saved, f"the run in {config.output}"):
-            raise UserError("\n".join([*differing, "another --output begins a new run"]))
+            raise UserError("\n".join([*differing, "to start a new run, choose another --output"]))
 
 
 def require_same_everywhere(config: Config, world: World) -> None:
