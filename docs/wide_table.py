@@ -60,7 +60,7 @@ class Setting:
 def size_row(width: int, ranks: int) -> str:
     """A row of the first table."""
     walks = {stage: Setting(width, ranks, stage).walk() for stage in ((0,) if ranks == 1 else (0, 1, 2))}
-    fitting = [stage for stage, found in walks.items() if sum(found.peak.values()) <= Card.of("h100").room]
+    fitting = [stage for stage, found in walks.items() if sum(found.peak.values()) <= Card.of("h100").usable_memory]
     found = walks[fitting[0] if fitting else max(walks)]
     kinds = {
         "weights": ("weights",),

@@ -1,16 +1,15 @@
 """JPEG files on disk to augmented views on the device.
 
-    which images there are   manifest, by the modules of listing, which remember what they found; part takes some
-    which are in a step      order, and parameters of their augmentation, both from the random bits of philox
-    reading them             reading; its damage finds what cannot be used, its replacement chooses others
-    decoding, augmenting     stream runs a graph of DALI, on a CPU followed by cpu_views; cutmix mixes
-    handing them over        loader, evaluation_loader
+    listing images           manifest, with the modules of listing, which cache results; part selects some images
+    images of a step         order, and parameters for their augmentation, both from the random bits of philox
+    reading                  reading; damage finds unusable images, replacement chooses others
+    decoding, augmenting     stream runs a DALI graph, on a CPU followed by cpu_views; cutmix mixes; presets
+    batches                  loader, evaluation_loader
     tar shards               shards, which reads, packs and verifies them
-    looking at every image   scan
-    what lies on the disk    files
+    checking every image     scan
+    files on the disk        files
 
-Nothing heavy is imported until it is used: torch, Pillow and DALI load on the first access of a name
-that needs them.
+torch, Pillow and DALI are imported on the first access of a name that needs them.
 """
 
 from importlib import import_module
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from .evaluation_loader import EvaluationLoader
     from .loader import Loader
     from .manifest import Manifest
+    from .presets import PRESETS, Growth, Preset, View, preset_views
     from .reading.supply import Failure
-    from .recipes import RECIPES, Growth, Recipe, View, recipe
 
 _HOME = {
     "Batch": "batch",
@@ -32,17 +31,17 @@ _HOME = {
     "DataError": "errors",
     "EvaluationLoader": "evaluation_loader",
     "Failure": "reading.supply",
-    "Growth": "recipes",
+    "Growth": "presets",
     "Loader": "loader",
     "Manifest": "manifest",
     "Mix": "cutmix",
-    "RECIPES": "recipes",
-    "Recipe": "recipes",
-    "View": "recipes",
-    "recipe": "recipes",
+    "PRESETS": "presets",
+    "Preset": "presets",
+    "View": "presets",
+    "preset_views": "presets",
 }
 __all__ = [
-    "RECIPES",
+    "PRESETS",
     "Batch",
     "CutMix",
     "DataError",
@@ -52,9 +51,9 @@ __all__ = [
     "Loader",
     "Manifest",
     "Mix",
-    "Recipe",
+    "Preset",
     "View",
-    "recipe",
+    "preset_views",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Work of a generator in a thread of its own."""
+"""Runs a generator in a background thread."""
 
 import atexit
 import queue
@@ -11,14 +11,14 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 _running: "weakref.WeakSet[_Worker]" = weakref.WeakSet()
-Work = Callable[[Callable[[], bool]], Generator[Item, None, None]]  # is told whether it is to stop
+Work = Callable[[Callable[[], bool]], Generator[Item, None, None]]  # takes a function that says whether to stop
 
 
 def in_background(work: Work, ahead: int) -> Generator[Item, None, None]:
-    """What a generator gives, made by a thread up to `ahead` items before they are asked for.
+    """The items of a generator, which a thread produces up to `ahead` items in advance.
 
-    An exception there is raised here. Closing this generator ends the thread, and waits for it; work that takes long
-    asks the function it is given whether this has happened.
+    An exception in the thread is raised here. Closing this generator stops the thread and waits for it; long-running
+    work should poll the function it is given, which says whether to stop.
     """
     worker = _Worker(work, ahead)
     try:
@@ -49,12 +49,12 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        if threading.current_thread() is self._thread:  # garbage was collected there; nobody else makes room
+        if threading.current_thread() is self._thread:  # garbage was collected there; nobody else empties the queue
             while not self._items.empty():
                 self._items.get()
             return
         while self._thread.is_alive():
-            try:  # it may wait for room
+            try:  # the thread may be waiting to put an item
                 self._items.get(timeout=0.01)
             except queue.Empty:
                 self._thread.join(0.01)
@@ -75,7 +75,7 @@ class _Worker:
 
 @cache
 def _stop_all_at_exit() -> None:
-    """A thread that is inside a library when the interpreter is taken down would crash it."""
-    import nvidia.dali.pipeline  # noqa: F401  # what it does at exit comes after what is registered later
+    """Stops all threads at exit: one that is still inside a library when the interpreter shuts down would crash it."""
+    import nvidia.dali.pipeline  # noqa: F401  # its exit handlers run after those that are registered later
 
     atexit.register(lambda: [worker.stop() for worker in list(_running)])

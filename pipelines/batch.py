@@ -1,4 +1,4 @@
-"""What the loader hands over: the views of some images, and which images they are."""
+"""A batch of the loader: the views of some images, and which images they are."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,10 @@ class Batch:
         index: int64 [N], positions in the manifest.
         label: int64 [N], -1 where the manifest has no labels.
         step: micro-batches since the start of the run.
-        replaced: bool [N], images that stand in for one that could not be used.
-        mix: how the global views are to be mixed (`mix.apply(views[:2])`); None without CutMix.
+        replaced: bool [N], True where another image replaces one that could not be used.
+        mix: how to mix the global views (`mix.apply(views[:2])`); None without CutMix.
         failures: the images that could not be used, and why.
-        lost: why the storage counts as lost, so that images stand more than once here; empty where it does not.
+        lost: why the storage counts as lost, in which case images are repeated in this batch; otherwise empty.
     """
 
     views: list[torch.Tensor]

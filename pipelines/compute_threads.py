@@ -12,11 +12,11 @@ _setting = threading.Lock()
 
 @contextmanager
 def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in each of which torch computes with one core; other threads keep what they have."""
+    """A pool of threads in each of which torch uses one core; other threads keep their setting."""
     ready = threading.Barrier(count)
 
     def begin() -> None:
-        torch.get_num_threads()  # the first call in a thread sets what is set for all
+        torch.get_num_threads()  # the first call in a thread applies the global setting
         torch.set_num_threads(1)
         ready.wait()
 
@@ -24,5 +24,5 @@ def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
         with _setting:
             before = torch.get_num_threads()
             list(pool.map(lambda _: begin(), range(count)))
-            torch.set_num_threads(before)  # what the last call set is also what threads that begin later take
+            torch.set_num_threads(before)  # threads that start later take the value of the last call
         yield pool

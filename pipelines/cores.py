@@ -9,8 +9,8 @@ def usable_cores(processes: int = 1) -> int:
     """Cores that threads of this process can keep busy, at least one.
 
     Args:
-        processes: so many share the machine's cores and the quota; those of its affinity are taken for its own, as
-            some launchers give them.
+        processes: number of processes that share the machine's cores and the quota. The cores of the affinity mask
+            count as this process's own, because some launchers pin each process to its cores.
     """
     machine = os.cpu_count() or 1
     return max(1, min(len(own_cores()), int(min(machine, quota() or machine)) // processes))
@@ -24,7 +24,7 @@ def own_cores() -> set[int]:
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time that the control groups of a container or a job grant; None where that is unlimited."""
+    """Cores' worth of CPU time that the control groups of a container or a job allow; None if unlimited."""
     return min(_quotas(proc, root), default=None)
 
 
@@ -42,7 +42,7 @@ def _quotas(proc: Path, root: Path) -> Iterator[float]:
 
 
 def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> Iterator[float]:
-    """The limits of a group and of those around it; inside a container the mount may begin anywhere among them."""
+    """The limits of a group and of its parents; inside a container the mount may start at any of them."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         if folder.is_relative_to(mount):
@@ -55,12 +55,12 @@ def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> I
 
 
 def _second(folder: Path) -> tuple[int, int]:
-    """Of the second version, which says max where there is no limit."""
+    """Quota and period of cgroups version 2, which writes max where there is no limit."""
     granted, period = (folder / "cpu.max").read_text(encoding="ascii").split()
     return int(granted), int(period)
 
 
 def _first(folder: Path) -> tuple[int, int]:
-    """Of the first version, which says -1."""
+    """Quota and period of cgroups version 1, which writes -1 where there is no limit."""
     granted, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
     return int(granted), int(period)

@@ -1,4 +1,4 @@
-"""Decoded images to views on the CPU, some images at a time in each of several threads."""
+"""Turns decoded images into views on the CPU, a few images at a time in each of several threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from . import crops, photometric
 from .parameters import Parameters
-from .recipes import View
+from .presets import View
 
 CHUNK = 8  # images that a thread crops and recolours at once
 
@@ -25,10 +25,10 @@ def augment(
 
     Args:
         images: uint8 [height, width, 3] each.
-        parameters: of each view.
-        exact: recolour as `photometric` does, and not as `crops`.
+        parameters: one per view.
+        exact: recolour as `photometric` does, not as `crops` does.
         pool: threads that compute with one core each.
-        pinned: into memory from which a GPU copies while this thread goes on.
+        pinned: allocate the views in pinned memory, from which a GPU copies asynchronously.
     """
     outputs = [
         torch.empty(len(images), view.size, view.size, 3, dtype=torch.float32, pin_memory=pinned) for view in views
@@ -41,7 +41,7 @@ def augment(
             crop = torch.empty(output[part].shape, dtype=torch.uint8)
             crops.crop_and_resize(images[part], view, p, crop)
             if exact:
-                flipped = replace(p, flip=np.zeros_like(p.flip))  # already
+                flipped = replace(p, flip=np.zeros_like(p.flip))  # `crops` has flipped already
                 output[part] = photometric.apply(view, crop, flipped).permute(0, 2, 3, 1)
             else:
                 crops.recolour(view, crop, p, output[part])

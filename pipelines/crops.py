@@ -1,7 +1,7 @@
-"""Crop, resize and recolour on the CPU, in torch: what the DALI graph does on a GPU, several times as fast there.
+"""Crops, resizes and recolours on the CPU, in torch, several times as fast as the DALI graph would there.
 
-On a CPU DALI's operators work sample by sample in scalar code; torch resizes uint8 images in vector instructions, and
-colours and blurs are matrix products. Shapes: n images, S the side of a view, 3 colours last.
+On a CPU, DALI's operators process one sample at a time in scalar code. Torch resizes uint8 images with vector
+instructions, and colours and blurs are matrix products here. Shapes: n images, S the side of a view, 3 colours last.
 """
 
 import math
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .parameters import LUMA, LUMA_AS_GRAY, Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
-_PIXELS_AT_ONCE = 16  # whose colours are one row of a product: 48 x 48 matrices are the quickest
+_PIXELS_AT_ONCE = 16  # in one row of a matrix product: 48 x 48 matrices are the fastest
 _ROWS, _COLUMNS = 32, 16  # of a tile of the blur
 
 
 def crop_and_resize(images: Sequence[Tensor], view: View, parameters: Parameters, out: Tensor) -> None:
-    """Boxes of images, resized and flipped.
+    """Cuts the boxes out of the images, resizes and flips them.
 
     Args:
         images: uint8 [height, width, 3] each.
         parameters: of these n images.
-        out: uint8 [n, S, S, 3], is written.
+        out: uint8 [n, S, S, 3], written in place.
     """
     p = parameters
     boxes = np.stack([p.x, p.y, p.width, p.height], axis=1).tolist()
@@ -43,7 +43,7 @@ def recolour(view: View, crops: Tensor, parameters: Parameters, out: Tensor) -> 
     Args:
         crops: uint8 [n, S, S, 3].
         parameters: of these n images.
-        out: fp32 [n, S, S, 3], is written.
+        out: fp32 [n, S, S, 3], written in place.
     """
     count, side = crops.shape[:2]
     pixels = crops.float()
@@ -68,13 +68,13 @@ _SHIFT, _SCALE = 255 * np.array(MEAN), 255 * np.array(DEVIATION)
 
 @lru_cache(maxsize=4)
 def _limits(side: int) -> tuple[Tensor, Tensor]:
-    """The least and the largest value of each place of a normalised image, fp32 [3 S²]."""
+    """The smallest and the largest possible value of each element of a normalised image, fp32 [3 S²]."""
     least, most = ((limit - _SHIFT) / _SCALE for limit in (0, 255))
     return tuple(torch.from_numpy(np.tile(limit.astype(np.float32), side * side)) for limit in (least, most))
 
 
 def _map_colours(images: Tensor, matrix: np.ndarray, offset: np.ndarray, out: Tensor) -> None:
-    """matrix @ colour + offset, [n, 3, 3] and [n, 3], of every pixel; some pixels at once are a row of a product."""
+    """matrix @ colour + offset, [n, 3, 3] and [n, 3], of every pixel; several pixels form a row of the product."""
     count, side = images.shape[:2]
     run = math.gcd(side * side, _PIXELS_AT_ONCE)
     blocks = np.zeros((count, run, 3, run, 3), np.float32)
@@ -88,7 +88,7 @@ def _map_colours(images: Tensor, matrix: np.ndarray, offset: np.ndarray, out: Te
 
 
 def _to_gray(images: Tensor) -> Tensor:
-    """Of normalised images."""
+    """Gray versions of normalised images."""
     matrix = np.broadcast_to(LUMA_AS_GRAY * _SCALE / _SCALE[:, None], (len(images), 3, 3))
     offset = np.broadcast_to((_SHIFT @ LUMA - _SHIFT) / _SCALE, (len(images), 3))
     out = torch.empty_like(images)
@@ -97,7 +97,7 @@ def _to_gray(images: Tensor) -> Tensor:
 
 
 def _solarize(images: Tensor) -> Tensor:
-    """Values from 128 on are inverted; of normalised images."""
+    """Normalised images in which values from 128 on are inverted."""
     middle = torch.from_numpy(((127.5 - _SHIFT) / _SCALE).astype(np.float32))
     return torch.minimum(images, 2 * middle - images)
 
@@ -110,7 +110,7 @@ def gaussian_blur(images: Tensor, sigma: np.ndarray, most: float) -> Tensor:
     Args:
         images: fp32 [n, S, S, 3].
         sigma: float32 [n], pixels.
-        most: the largest sigma there may be; it decides how far all reach, so that no image depends on the others.
+        most: the largest sigma allowed; it sets the width of every kernel, so that no image depends on the others.
     """
     count, side = images.shape[:2]
     radius = math.ceil(3 * most)
@@ -135,10 +135,10 @@ def gaussian_blur(images: Tensor, sigma: np.ndarray, most: float) -> Tensor:
 
 
 def _bands(sigma: np.ndarray, side: int, radius: int) -> Tensor:
-    """Matrices [n, S, S] that blur a column; what reaches beyond the border is reflected, the border itself not."""
+    """Matrices [n, S, S] that blur a column; beyond the border the image is reflected without repeating the border."""
     distance = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (distance / sigma[:, None].astype(np.float64)) ** 2)
-    weights[weights < 1e-8] = 0  # among them denormal numbers, which cost a hundred times as much
+    weights[weights < 1e-8] = 0  # denormal numbers among them would be a hundred times slower
     weights = torch.from_numpy((weights / weights.sum(1, keepdims=True)).astype(np.float32))
     period = max(1, 2 * side - 2)
     source = (np.arange(side)[:, None] + distance) % period
@@ -148,7 +148,7 @@ def _bands(sigma: np.ndarray, side: int, radius: int) -> Tensor:
 
 
 def _for_colours(band: Tensor) -> Tensor:
-    """Bands [n, a, b] that blur a row, as products from the right with 3 interleaved colours: [n, 3 b, 3 a]."""
+    """Bands [n, a, b] that blur a row, as matrices [n, 3 b, 3 a] to multiply 3 interleaved colours from the right."""
     count, rows, columns = band.shape
     matrix = band.new_zeros(count, columns, 3, rows, 3)
     for colour in range(3):

@@ -1,9 +1,9 @@
-"""CutMix (Yun et al., 2019) of a finished batch, on its device, from stateless randomness.
+"""CutMix (Yun et al., 2019) applied to a finished batch, on its device, with stateless random numbers.
 
-In a mixed view a box of image i is that of its partner: the box's share of the area is 1 − λ with λ ~ Beta(α, α), its
-centre is uniform over the image, what reaches beyond the border is cut off, and the ratio is what is left of image i.
-Partners change inside fixed groups of neighbouring images of the global batch, in a random cycle, so no image is its
-own partner and nothing depends on the number of ranks.
+In a mixed view, a box of image i is replaced by the same box of its partner. The box covers 1 − λ of the area with
+λ ~ Beta(α, α), its centre is uniform over the image, it is clipped at the border, and the ratio is the share of image i
+that remains. Partners form a random cycle inside fixed groups of neighbouring images of the global batch, so no image
+is its own partner and nothing depends on the number of ranks.
 
 Shapes: N images of a rank, S the side of a view.
 """
@@ -22,7 +22,7 @@ from .errors import DataError
 from .philox import CUTMIX, philox
 
 VIEWS = 2  # the global ones
-STEPS = 4096  # of the table of the Beta distribution
+STEPS = 4096  # of the table for the Beta distribution
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class CutMix:
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:
-            raise DataError(f"CutMix probability {self.probability} is no probability; use 0 to 1")
+            raise DataError(f"CutMix probability {self.probability} is not a probability; use 0 to 1")
         if not 0 < self.alpha < np.inf:
             raise DataError(f"CutMix alpha {self.alpha} is not positive; use 1, or 0.2 to 2")
         if self.group < 2:
-            raise DataError(f"a CutMix group of {self.group} leaves no partner; use 2 or more images")
+            raise DataError(f"a CutMix group of {self.group} leaves an image without a partner; use 2 or more images")
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Mix:
     """How the two global views of a rank's batch are mixed.
 
     Attributes:
-        partner: int64 [2, N], for each view the number of the other image in the batch.
-        ratio: fp32 [2, N], share of the area that is still image i's; 1 where it is not mixed.
-        box: int64 [2, N, 4], left, top, right and bottom of what is pasted, pixels; empty where it is not mixed.
+        partner: int64 [2, N], for each view the position of the partner in the batch.
+        ratio: fp32 [2, N], share of the area that still shows image i; 1 where it is not mixed.
+        box: int64 [2, N, 4], left, top, right and bottom of the pasted box, pixels; empty where it is not mixed.
     """
 
     partner: Tensor
@@ -63,11 +63,11 @@ class Mix:
     box: Tensor
 
     def to(self, device: torch.device) -> Mix:
-        """The same on a device, without waiting for it."""
+        """A copy on a device, made asynchronously."""
         return Mix(*(each.to(device, non_blocking=True) for each in (self.partner, self.ratio, self.box)))
 
     def apply(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """The mixed views; the given ones, [N, 3, S, S] on the device of this mix, stay as they are."""
+        """The mixed views; the given ones, [N, 3, S, S] on the device of this mix, are not changed."""
         mixed = []
         for view, partner, box in zip(views, self.partner, self.box, strict=True):
             left, top, right, bottom = (side[:, None] for side in box.unbind(-1))
@@ -78,18 +78,20 @@ class Mix:
         return mixed
 
 
-def draw(settings: CutMix, seed: int, step: int, first: int, count: int, size: int) -> Mix:
+def draw_mix(settings: CutMix, seed: int, step: int, first: int, count: int, size: int) -> Mix:
     """The mix of some images of a micro-batch, on the CPU.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: micro-batches since the start of the run.
-        first: place of the first image in the global micro-batch; a multiple of the group.
+        first: position of the first image in the global micro-batch; a multiple of the group.
         count: N; a multiple of the group.
         size: S of the global views, pixels.
     """
     if first % settings.group or count % settings.group:
-        raise DataError(f"images {first} to {first + count} are no whole CutMix groups of {settings.group}")
+        raise DataError(
+            f"images {first} to {first + count} are not whole CutMix groups of {settings.group}; use multiples of it"
+        )
     place = np.arange(first, first + count)
     partners, ratios, boxes = [], [], []
     for view in range(VIEWS):

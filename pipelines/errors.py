@@ -1,4 +1,4 @@
-"""The one error of the data path that is the user's to mend."""
+"""The one error of the data path that the user can fix."""
 
 
 class DataError(ValueError):

@@ -1,4 +1,4 @@
-"""Every image once, resized and centrally cropped: the batches that a finished encoder is judged by."""
+"""Loads every image once, resized and centrally cropped, to evaluate an encoder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,31 +10,31 @@ import torch
 from . import graph
 from .loader_settings import TIMEOUT, check_rank, device_number, thread_count
 from .manifest import Manifest
+from .presets import short_side
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import Failure, Supply
-from .recipes import short_side
 from .stream import Stream
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
 
-LONG = 4  # times the short side: what is longer is not resized as a whole
+LONG = 4  # times the short side: longer images are not resized as a whole
 
 
 class EvaluationLoader:
-    """Every image of a rank's share exactly once, resized and centrally cropped as torchvision would.
+    """Loads every image of a rank's share exactly once, resized and centrally cropped as by torchvision.
 
     Iterating gives (images fp32 [N, 3, S, S] channels-last and normalised, index int64 [N] in the manifest);
-    rank r takes the images r, r + world_size, ...; the last batch may be short, and so is one with an image
-    that cannot be used, which is left out and added to `failures`. It can be iterated again.
+    rank r takes the images r, r + world_size, ...; the last batch may be short. Images that cannot be used are left
+    out of their batch and added to `failures`. The loader can be iterated again.
 
     Args:
         manifest: the images.
         image_size: side of the crop, pixels.
         crop_fraction: side of the crop as a share of the resized image's short side.
         batch_size: images per batch on this rank.
-        rank, world_size: which share of the images is taken here.
+        rank, world_size: which share of the images to load.
         device, threads, timeout, read_threads: as in `Loader`.
     """
 
@@ -103,7 +103,7 @@ class EvaluationLoader:
     def _geometry(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The arrays that `graph.build_evaluation` reads, with torchvision's roundings.
 
-        Of long images only the crop is resized: all of a line of 5000 pixels would have 1.3 million by 256.
+        For long images only the crop is resized: a row of 5000 pixels would otherwise become 1.3 million by 256.
         """
         short = sizes.min(axis=1, keepdims=True)
         resized = np.maximum(self.short_side * sizes.astype(np.int64) // short, self.image_size)[:, ::-1]

@@ -1,8 +1,8 @@
-"""The DALI graphs: decode once, crop many; and the evaluation's resize and central crop.
+"""The DALI graphs: decode once and crop many times for training; resize and crop centrally for evaluation.
 
-One builder serves both devices: only the decoder's device differs, everything after it follows its input. On a CPU
-the loader takes the decoder alone and `crops`, which are several times as fast there.
-No operator draws a random number; all of them come in through one external source.
+One builder serves both devices: only the decoder's device differs, and all later operators follow their input. On a
+CPU the loader uses only the decoder, followed by `crops`, which is several times as fast there.
+No operator draws a random number; they all come in through one external source.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .parameters import LUMA, Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
@@ -22,7 +22,7 @@ HW_DECODER_LOAD = 0.65  # share of the images for the GPU's JPEG unit; the rest 
 
 
 def inputs(view: View, colours: bool = True) -> tuple[str, ...]:
-    """Names of the arrays that the graph of a view reads; operations that never apply read none."""
+    """Names of the arrays that the graph of a view reads; an operation whose probability is 0 reads none."""
     geometry = ("start", "shape", "size")
     if not colours:
         return geometry
@@ -60,22 +60,22 @@ def build(
     hw_decoder_load: float = HW_DECODER_LOAD,
     colours: bool = True,
 ) -> "Pipeline":
-    """Encoded images to augmented views.
+    """Builds a pipeline from encoded images to augmented views.
 
     Args:
-        views: what to make of each image.
-        batch_size: most images per batch.
+        views: the views to make of each image.
+        batch_size: largest number of images per batch.
         source: called with DALI's batch information; returns the encoded images (list of uint8 arrays), then
             the arrays of `feed` for each view in turn.
         threads: CPU threads of the pipeline.
         device_id: the GPU that decodes and augments; None for the CPU.
         prefetch: batches made ahead.
         hw_decoder_load: share of the images for the GPU's JPEG unit.
-        colours: False ends with the crops, uint8 and not flipped.
+        colours: False stops after cropping: uint8 and not flipped.
 
     Returns:
-        A pipeline, started by its first run, with one output per view, fp32 [N, size, size, 3], normalised (uint8
-        without colours), and the shape that each image's header gives, int64 [N, 3].
+        A pipeline that starts on its first run. Its outputs are one per view, fp32 [N, size, size, 3], normalised
+        (uint8 without colours), and the shapes that the image headers give, int64 [N, 3].
     """
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
@@ -101,10 +101,10 @@ def build_evaluation(
     device_id: int | None = None,
     prefetch: int = 2,
 ) -> "Pipeline":
-    """Encoded images to resized central crops; outputs as in `build`.
+    """Builds a pipeline from encoded images to resized central crops; outputs as in `build`.
 
-    `source` returns the encoded images; of each, the region that is resized (float32 y, x of its start and of its
-    end, as shares of the image), the size it is resized to (float32 height, width), and where the crop starts in the
+    `source` returns the encoded images, and for each of them the region to resize (float32 y, x of its start and of its
+    end, as shares of the image), the size to resize it to (float32 height, width), and the start of the crop in the
     result (int32 y, x).
     """
 
@@ -128,7 +128,7 @@ def build_decoder(
     device_id: int | None = None,
     prefetch: int = 1,
 ) -> "Pipeline":
-    """Encoded images to images, uint8 [height, width, 3] each, and their shapes."""
+    """Builds a pipeline from encoded images to images, uint8 [height, width, 3] each, and their shapes."""
 
     def graph(fn: Any, types: Any, arrays: list) -> tuple:
         image = _decode(fn, types, arrays[0], device_id)
@@ -147,7 +147,7 @@ def _pipeline(
     prefetch: int,
     conditionals: bool = False,
 ) -> "Pipeline":
-    """A pipeline of a graph with `count` inputs; with conditionals, DALI rewrites its source in a temporary file."""
+    """A pipeline from a graph with `count` inputs; for conditionals DALI rewrites its source in a temporary file."""
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(
@@ -177,7 +177,7 @@ def _decode(
         output_type=types.RGB,
         adjust_orientation=False,
         hw_decoder_load=load,
-        jpeg_fancy_upsampling=exact,  # of the colours, as the CPU and torchvision do it; it costs time
+        jpeg_fancy_upsampling=exact,  # of the chroma, as the CPU and torchvision do it; slower
     )
 
 
@@ -206,7 +206,7 @@ def _recolour(fn: Any, types: Any, crop: Any, p: dict) -> Any:
 
 
 def _jitter(fn: Any, types: Any, crop: Any, matrix: Any, offset: Any) -> Any:
-    """All four colour operations as one affine map; its constant part is a share of the crop's mean luma."""
+    """All four colour operations as one affine map, whose constant part is a share of the crop's mean luma."""
     mean = fn.reductions.mean(crop, axes=[0, 1], keep_dims=True)
     luma = fn.reshape(fn.coord_transform(mean, M=[*LUMA] * 3), shape=[3])
     return fn.coord_transform(crop, M=matrix, T=luma.cpu() * offset, dtype=types.UINT8)

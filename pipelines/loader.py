@@ -1,10 +1,11 @@
-"""Runs the graph and hands its output over as torch tensors, without a copy.
+"""Runs the graph and returns its output as torch tensors, without a copy.
 
 Shapes: N images of this rank and micro-batch, S the side of a view. Views are [N, 3, S, S] in channels-last
-memory, which is what convolutions like best.
+memory, which is fastest for convolutions.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
@@ -19,7 +20,7 @@ from .background import in_background
 from .batch import Batch
 from .compute_threads import one_thread_each
 from .cpu_views import augment
-from .cutmix import CutMix, Mix, draw
+from .cutmix import CutMix, Mix, draw_mix
 from .errors import DataError
 from .loader_settings import (
     TIMEOUT,
@@ -34,24 +35,23 @@ from .loader_settings import (
 from .manifest import Manifest
 from .order import batch_indices, begin_order
 from .parameters import Parameters, sample
+from .presets import Growth, View, preset_views
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import SILENT, Supply
-from .recipes import Growth, View
-from .recipes import recipe as make_recipe
 from .stream import Stream
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
 
 
-MOST_AHEAD = 64  # batches that are read before they are asked for, however small their images are
-INPUTS_AHEAD = 2  # batches whose parameters a thread has ready for a GPU's pipeline
+MOST_AHEAD = 64  # largest number of batches to read ahead, however small the images are
+INPUTS_AHEAD = 2  # batches whose parameters a thread prepares for a GPU's pipeline
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The views of a step, what is done to its images for each, and how they are mixed."""
+    """The views of a step, the parameters of its images for each view, and how the views are mixed."""
 
     views: tuple[View, ...]
     parameters: list[Parameters]
@@ -59,23 +59,22 @@ class _Drawn:
 
 
 class Loader:
-    """Batches of augmented views, any step of which can be made without those before it.
+    """Makes batches of augmented views; any step can be made without the steps before it.
 
-    What a step holds depends on the manifest, the recipe, `batch_size`, `accumulation_steps` and `seed`
-    alone: neither on the number of ranks (each takes its slice) nor on threads or prefetching. An image that
-    cannot be read or decoded, or does not answer in time, is replaced by another one; the rest of the batch
-    is as it would have been.
+    The content of a step depends only on the manifest, the preset, `batch_size`, `accumulation_steps` and `seed`,
+    not on the number of ranks (each takes its slice), threads or prefetching. An image that cannot be read or
+    decoded, or does not answer in time, is replaced by another one; the rest of the batch stays the same.
 
     Args:
         manifest: the images.
-        recipe: a preset's name, or the views themselves, the two global ones first.
+        preset: a preset's name (None is "simsiam"), or the views themselves, the two global ones first.
         batch_size: images of one optimizer step, over all ranks and accumulation steps.
-        seed: of order and augmentation.
-        rank, world_size: which slice of each micro-batch is made here.
-        device: where to decode and augment: "cpu", "gpu" (the current one), or a torch device.
+        seed: seed of order and augmentation.
+        rank, world_size: which slice of each micro-batch to make.
+        device: device that decodes and augments: "cpu", "gpu" (the current GPU), or a torch device.
         image_size: side of the global views, pixels; used with a preset's name, None is the preset's.
         accumulation_steps: micro-batches per optimizer step.
-        threads: CPU threads; None for the cores of this rank less one, at least one.
+        threads: CPU threads; None means one less than the cores of this rank, at least one.
         prefetch: batches made ahead.
         cutmix: how to mix the two global views; None mixes nothing.
         photometric: "dali" recolours by one affine map per image; "torch" by torchvision's operations one by
@@ -83,24 +82,25 @@ class Loader:
         growth: smaller views in the first epochs; None is full size throughout.
         hw_decoder_load: share of the images for a GPU's JPEG unit.
         timeout: seconds after which a file that does not answer is replaced.
-        outlasts: where neither an image nor those in its place can be read, repeat one of the batch, and say so in
-            `Batch.lost`, so that the caller may end in good order, instead of raising an error.
-        read_threads: files that are read at once.
-        read_ahead: bytes of encoded images that are read before they are asked for, by their mean size; at least
-            `prefetch` batches, and at most `MOST_AHEAD`.
-        pinned: views that the CPU makes lie in memory from which a GPU can copy at its leisure.
-        known: steps and images that failed when the run made them before, and why: they are replaced again.
-        override: keywords of `recipe`, such as fields of `View` to replace in every view.
+        outlasts: if neither an image nor its replacements can be read, repeat one of the batch and say so in
+            `Batch.lost` instead of raising an error, so that the caller can end cleanly.
+        read_threads: number of files to read at once.
+        read_ahead: bytes of encoded images to read ahead, counted by their mean size; at least `prefetch` batches, and
+            at most `MOST_AHEAD`.
+        pinned: put views that the CPU makes into pinned memory, from which a GPU copies asynchronously.
+        known: steps and images that failed earlier in the run, with the reasons; they are replaced again.
+        recipe: the older name of `preset`.
+        override: keyword arguments of `preset_views`, such as fields of `View` to replace in every view.
 
     Raises:
-        DataError: the batch does not divide, there are too few images; while iterating, too many files in a
+        DataError: the batch does not divide or there are too few images; while iterating, too many files in a
             row cannot be read.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        recipe: str | tuple[View, ...] = "simsiam",
+        preset: str | tuple[View, ...] | None = None,
         batch_size: int = 64,
         seed: int = 0,
         rank: int = 0,
@@ -121,28 +121,38 @@ class Loader:
         read_ahead: int = 0,
         pinned: bool = False,
         known: Mapping[tuple[int, int], str] | None = None,
+        recipe: str | tuple[View, ...] | None = None,
         **override: Any,
     ) -> None:
-        if not isinstance(recipe, str) and override:
-            raise DataError(f"{', '.join(override)} given beside finished views; change the views instead")
+        if recipe is not None:
+            warnings.warn("Loader(recipe=...) is now Loader(preset=...)", FutureWarning, stacklevel=2)
+            if preset is not None and preset != recipe:
+                raise DataError(
+                    f"recipe {recipe!r} and preset {preset!r} are both given; leave out recipe, the older name"
+                )
+            preset = recipe
+        if preset is None:
+            preset = "simsiam"
+        if not isinstance(preset, str) and override:
+            raise DataError(f"{', '.join(override)} cannot be combined with finished views; change the views instead")
         integers = {"batch_size": batch_size, "rank": rank, "world_size": world_size, "prefetch": prefetch}
         check_types(manifest, **integers, read_threads=read_threads, read_ahead=read_ahead)
         check_rank(rank, world_size)
         check_division(batch_size, accumulation_steps, world_size)
         if prefetch < 1:
-            raise DataError(f"prefetch {prefetch} leaves no batch in the making; use 2, or at least 1")
+            raise DataError(f"prefetch {prefetch} must be at least 1; use 2")
         if read_threads < 1:
             raise DataError(f"{read_threads} threads cannot read images; use at least 1")
         if photometric not in ("dali", "torch"):
             raise DataError(f"photometric {photometric!r} is unknown; use 'dali' or 'torch'")
         if not timeout > 0:
-            raise DataError(f"a timeout of {timeout} s gives no file a chance; use {TIMEOUT:g}, or more than 0")
+            raise DataError(f"a timeout of {timeout} s must be above 0; use {TIMEOUT:g}")
         if not 0 <= hw_decoder_load <= 1:
-            raise DataError(f"a hardware decoder load of {hw_decoder_load} is no share; use 0 to 1")
+            raise DataError(f"hardware decoder load {hw_decoder_load} is not a share; use 0 to 1")
         if len(manifest) < batch_size:
             raise DataError(too_few(manifest, batch_size, accumulation_steps * world_size))
         self.manifest = manifest
-        self.views = make_recipe(recipe, image_size, **override) if isinstance(recipe, str) else tuple(recipe)
+        self.views = preset_views(preset, image_size, **override) if isinstance(preset, str) else tuple(preset)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
         self.share = batch_size // (accumulation_steps * world_size)
         if cutmix is not None:
@@ -165,14 +175,14 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Micro-batches per epoch; images that do not fill an optimizer step are left for another epoch."""
+        """Micro-batches per epoch; images that do not fill an optimizer step are left out of that epoch."""
         return len(self.manifest) // self.batch_size * self.accumulation_steps
 
     def iterate(self, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
-        """Micro-batches `start_step`, `start_step + 1`, ... up to but without `stop_step`; endless if None.
+        """Micro-batches `start_step`, `start_step + 1`, ... before `stop_step`; endless if that is None.
 
         Raises:
-            DataError: while iterating, if an image and all that could take its place cannot be read.
+            DataError: while iterating, if neither an image nor any of its replacements can be read.
         """
         if start_step < 0:
             raise DataError(f"start step {start_step} is negative; steps count from 0")
@@ -181,7 +191,7 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """Ends every iteration of this loader and frees its pipelines; waits for a batch that another thread is at."""
+        """Ends every iteration of this loader and frees its pipelines; waits if another thread is making a batch."""
         for batches in list(self._open):
             batches.close()
 
@@ -198,13 +208,13 @@ class Loader:
         )
 
     def leave_out(self, failures: Mapping[tuple[int, int], str]) -> None:
-        """From a step on, does not wait again for an image that did not answer then, on whichever rank that was."""
+        """Skips images that did not answer, on any rank, from that step on, instead of waiting for them again."""
         for (step, image), why in failures.items():
             if why.startswith(SILENT):
                 self.damaged.leave_out(image, step, why)
 
     def views_in(self, epoch: int) -> tuple[View, ...]:
-        """The views of an epoch, smaller than `views` while they grow."""
+        """The views of an epoch; smaller than `views` while they grow."""
         return self.views if self.growth is None else self.growth.views(self.views, epoch)
 
     def _batches(self, start_step: int, stop_step: int | None) -> Generator[Batch, None, None]:
@@ -214,7 +224,7 @@ class Loader:
                 yield self._batch(supply, views)
 
     def _on_gpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
-        """Supplies and their views, from a pipeline that works ahead by itself."""
+        """Supplies and their views, from a pipeline that prefetches by itself."""
         colours = self.photometric == "dali"
 
         def build(source: Callable[[Any], list]) -> "Pipeline":
@@ -244,7 +254,7 @@ class Loader:
                     yield supply, [photometric.apply(view, crop, p) for view, p, crop in named]
 
     def _on_cpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
-        """The same, from a decoding pipeline and threads that crop and recolour, all of it in the background."""
+        """Supplies and their views, from a decoding pipeline and threads that crop and recolour, in the background."""
 
         def build(source: Callable[[Any], list]) -> "Pipeline":
             return graph.build_decoder(
@@ -262,18 +272,18 @@ class Loader:
         return in_background(work, self.prefetch)
 
     def _draw(self, supply: Supply) -> "_Drawn":
-        """The randomness of a step, which belongs to the images that were asked for."""
+        """The random parameters of a step, which belong to the images of the order, not to their replacements."""
         views, sizes = self.views_in(supply.epoch), self.manifest.sizes[supply.index]
         mix = None
         if self.cutmix is not None:
-            mix = draw(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, views[0].size)
+            mix = draw_mix(self.cutmix, self.seed, supply.step, self.rank * self.share, self.share, views[0].size)
         parameters = [
             sample(view, number, self.seed, supply.epoch, supply.asked, sizes) for number, view in enumerate(views)
         ]
         return _Drawn(views, parameters, mix)
 
     def _source(self, stop: int | None, stopped: Callable[[], bool] = lambda: False) -> Source:
-        latest = -1  # epoch whose successor's order was begun
+        latest = -1  # last epoch for which the next order is being computed
 
         def indices(step: int) -> tuple[int, np.ndarray]:
             nonlocal latest
@@ -315,7 +325,7 @@ class Loader:
 
 
 class _Iteration(Iterator[Batch]):
-    """A generator of batches that one thread may close while another one waits for a batch."""
+    """A generator of batches that one thread may close while another waits for a batch."""
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
         self._batches, self._ended, self._lock = batches, False, threading.RLock()

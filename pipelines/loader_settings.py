@@ -1,4 +1,4 @@
-"""What loaders are told, checked, and resolved to the number of a GPU and a count of threads."""
+"""Checks the settings of loaders, and resolves devices and numbers of threads."""
 
 import os
 from numbers import Integral
@@ -15,7 +15,7 @@ TIMEOUT = 60.0  # seconds
 
 
 def device_number(device: str | torch.device) -> int | None:
-    """The number of a GPU; None for the CPU."""
+    """Index of the GPU; None for the CPU."""
     device = torch.device("cuda" if device == "gpu" else device)
     if device.type == "cpu":
         return None
@@ -25,7 +25,7 @@ def device_number(device: str | torch.device) -> int | None:
 
 
 def thread_count(threads: int | None) -> int:
-    """The threads that were asked for; for None the cores of this rank less one, at least one."""
+    """The given number of threads; for None, one less than the cores of this rank, at least one."""
     if threads is not None:
         if threads < 1:
             raise DataError(f"{threads} threads cannot decode images; use at least 1")
@@ -34,24 +34,24 @@ def thread_count(threads: int | None) -> int:
 
 
 def check_types(manifest: object, **integers: object) -> None:
-    """Raises `DataError` where the images are no `Manifest`, or a number is none."""
+    """Raises `DataError` if `manifest` is not a `Manifest`, or a number is not an integer."""
     if not isinstance(manifest, Manifest):
         root = getattr(manifest, "root", None)  # torchvision's data sets have one
         folder = repr(str(root)) if isinstance(root, (str, PathLike)) else "FOLDER"
-        raise DataError(f"a {type(manifest).__name__} is no Manifest; give Manifest.from_folder({folder})")
+        raise DataError(f"a {type(manifest).__name__} is not a Manifest; use Manifest.from_folder({folder})")
     for name, value in integers.items():
         if not isinstance(value, Integral):
-            raise DataError(f"{name} {value!r} is no whole number; use an int")
+            raise DataError(f"{name} {value!r} is not an integer; use an int")
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raises `DataError` where there is no such rank."""
+    """Raises `DataError` if the rank does not exist."""
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} of {world_size} ranks does not exist; use 0 to {world_size - 1}")
 
 
 def check_division(batch_size: int, accumulation_steps: int, world_size: int) -> None:
-    """Raises `DataError` where ranks and accumulation steps cannot share a batch evenly."""
+    """Raises `DataError` if a batch does not divide evenly over ranks and accumulation steps."""
     parts = accumulation_steps * world_size
     if batch_size > 0 and batch_size % parts == 0:
         return
@@ -62,9 +62,9 @@ def check_division(batch_size: int, accumulation_steps: int, world_size: int) ->
 
 
 def check_groups(cutmix: CutMix, share: int, views: int) -> None:
-    """Raises `DataError` where a rank's share of a batch cannot be mixed."""
+    """Raises `DataError` if CutMix cannot be applied to a rank's share of a batch."""
     if views < 2:
-        raise DataError(f"CutMix mixes the two global views, and the recipe has {views}; take a recipe of two or more")
+        raise DataError(f"CutMix mixes the two global views, and the preset has {views}; choose one with at least two")
     if share % cutmix.group:
         fitting = [group for group in range(2, share + 1) if share % group == 0 and group <= cutmix.group]
         remedy = f"use {fitting[-1]}" if fitting else f"use more than {share} image{'s' if share > 1 else ''} per rank"
@@ -72,7 +72,7 @@ def check_groups(cutmix: CutMix, share: int, views: int) -> None:
 
 
 def too_few(manifest: Manifest, batch_size: int, parts: int) -> str:
-    """What to say of a manifest that cannot fill a batch."""
+    """The message for a manifest that cannot fill a batch."""
     count = len(manifest)
     found = f"{manifest.root}: {count} image{'s' if count > 1 else ''} cannot fill a batch of {batch_size}"
     largest = count // parts * parts

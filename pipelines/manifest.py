@@ -1,6 +1,6 @@
-"""Which images lie at a path: names, sizes, labels and a fingerprint, compact enough for millions of files.
+"""The images at a path: names, sizes, labels and a fingerprint, compact enough for millions of files.
 
-Names are relative to the root and lie end to end in one array of bytes; a million files take about 60 MB.
+Names are relative to the root and concatenated in one array of bytes; a million files take about 60 MB.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, require_file, size_in
+from .files.headers import EXTENSIONS, read_size, reason, require_regular, size_in
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
@@ -23,7 +23,7 @@ from .listing.text import list_text, not_there
 from .shards.archives import Shards, tar_files
 from .shards.index import Index
 
-_HEAD = 1 << 16  # bytes of an image in a shard that are read for its header, before all are
+_HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
 _TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -33,15 +33,15 @@ class Manifest:
 
     Attributes:
         root: the folder that names are relative to.
-        names: uint8, every name relative to the root, end to end.
+        names: uint8, all names, relative to the root and concatenated.
         offsets: int64 [n + 1], where each name starts in `names`.
-        sizes: int32 [n, 2], width and height as the file's header says; 0, 0 where it cannot be read, which the next
+        sizes: int32 [n, 2], width and height from the file's header; 0, 0 if it cannot be read, which the next
             start tries again; -1, -1 for images that were found unusable.
         labels: int64 [n] positions in `classes`, or None without labels.
-        classes: names of the classes; of class folders and other names sorted, of integer labels by number.
+        classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
         fingerprint: hex digest of all names, file sizes and modification times.
-        total_bytes: of all encoded images.
-        index: where images lie in shards; None for files.
+        total_bytes: size of all encoded images.
+        index: positions of the images in shards; None for files.
     """
 
     root: str
@@ -55,23 +55,23 @@ class Manifest:
     index: Index | None = field(default=None, repr=False)
     shards: Shards | None = field(default=None, repr=False)
     _store: Path | None = field(default=None, repr=False)
-    _marked: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # sizes of the unusable
-    _kept: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # what else is remembered
+    _marked: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # sizes of unusable images
+    _kept: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # other cached arrays
 
     @classmethod
     def open(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
-        """The images of whatever lies at a path: a folder, a text file with a list, or tar shards.
+        """Lists the images at a path: a folder, a text file with a list, or tar shards.
 
-        A folder with .tar files and no images holds shards. Image sizes, and of shards the index, come from the
-        headers alone and are remembered in the cache until a name, size or modification time changes.
+        A folder with .tar files and no images holds shards. Image sizes, and for shards the index, are read from the
+        headers and cached until a name, size or modification time changes.
 
         Args:
             path: as in `from_folder`, `from_list` or `from_shards`.
-            cache: folder of what is remembered; None for `$UNIGRAD_CACHE`, or `~/.cache/unigrad-fast`. One that
-                cannot be written is not an error.
+            cache: folder of the cache; None for `$UNIGRAD_CACHE`, or `~/.cache/unigrad-fast`. If it cannot be
+                written, nothing is cached.
 
         Raises:
-            DataError: there is nothing, it has a mistake, or it holds no image that can be read.
+            DataError: the path does not exist, has a mistake, or holds no image that can be read.
         """
         source = os.path.abspath(os.fspath(path))
         if os.path.isdir(source):
@@ -87,8 +87,8 @@ class Manifest:
     def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads an ImageFolder tree (`CLASS/**/*.jpg`), or a flat folder of images, which has no labels.
 
-        Sorted by class and name. Hidden files and folders are ignored, and so is a class folder without an image; other
-        files are counted in a warning.
+        Images are sorted by class and name. Hidden files and folders, and class folders without an image, are ignored;
+        other files are counted in a warning.
 
         Args:
             path: the folder.
@@ -104,18 +104,17 @@ class Manifest:
 
     @classmethod
     def from_list(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
-        """Reads a text file with the path of an image per line, in its order.
+        """Reads a text file with the path of an image per line, and keeps its order.
 
-        Relative paths count from the file's folder. A label, an integer or a name, may follow a TAB; a list in
-        which every line ends with one blank and an integer has its labels there. Blank lines and those that start
-        with # are left out.
+        Paths are relative to the file's folder. A label, an integer or a name, may follow a TAB; if every line ends
+        with one blank and an integer, these are the labels. Blank lines and lines that start with # are skipped.
 
         Args:
             path: the text file.
             cache: as in `open`.
 
         Raises:
-            DataError: a file is missing, some lines have labels and some not, or no image can be read.
+            DataError: a file is missing, only some lines have labels, or no image can be read.
         """
         source = os.path.abspath(os.fspath(path))
         root = os.path.dirname(source)
@@ -130,17 +129,17 @@ class Manifest:
     def from_shards(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads a tar file in the layout of WebDataset, or a folder of them, sorted by name.
 
-        Images keep their order within the shards. Labels are .cls or .json files of the same key, else the images'
-        folders where there are several; `classes.txt` beside the shards may name the classes, a line each. The headers
-        are walked once: afterwards the index is in the cache, or lies beside shards that `unigrad-fast data shard`
-        wrote.
+        Images keep their order within the shards. Labels come from .cls or .json files with the same key, otherwise
+        from the images' folders if there are several; `classes.txt` next to the shards may name the classes, a line
+        each. The headers are scanned once: afterwards the index is in the cache, or next to shards that `unigrad-fast
+        data shard` wrote.
 
         Args:
             path: the .tar file, or the folder.
             cache: as in `open`.
 
         Raises:
-            DataError: a shard is missing, compressed, damaged, without images, or labels are missing or wrong.
+            DataError: a shard is missing, compressed, damaged or without images, or labels are missing or wrong.
         """
         source = os.path.abspath(os.fspath(path))
         shards = Shards.find(source)
@@ -198,13 +197,13 @@ class Manifest:
         return manifest._ready(content)
 
     def _ready(self, content: dict[str, np.ndarray], changed: bool = False) -> "Manifest":
-        """Completes sizes and marks from what was remembered, and remembers what is new."""
+        """Completes sizes and marks from the cache, and caches new ones."""
         self._mark(content.get("unusable", ()))
         if self._read_missing_sizes() or changed:
             self._remember()
         if not (self.sizes > 0).any():
             where = self.root if self.shards is None else self.shards.path(0)
-            raise DataError(f"none of {len(self)} images in {where} can be read; {self.complaint(0)}")
+            raise DataError(f"none of the {len(self)} images in {where} can be read; {self.complaint(0)}")
         return self
 
     def __len__(self) -> int:
@@ -215,26 +214,26 @@ class Manifest:
         return self.labels is not None
 
     def path_bytes(self, index: int) -> bytes:
-        """Path of one image as the file system knows it; of an image in a shard `SHARD/MEMBER`, for people."""
+        """Path of one image, in the bytes of the file system; for an image in a shard `SHARD/MEMBER`, for display."""
         index = range(len(self))[index]
         name = self.names[self.offsets[index] : self.offsets[index + 1]].tobytes()
         return os.path.join(os.fsencode(self.root), name)
 
     def path(self, index: int) -> str:
-        """Path of one image; in a shard `SHARD/MEMBER`."""
+        """Path of one image; `SHARD/MEMBER` in a shard."""
         return os.fsdecode(self.path_bytes(index))
 
     def read(self, index: int) -> bytes:
-        """The encoded image. Raises OSError where it cannot be read. Threads and forked processes may share it."""
+        """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes."""
         if self.index is None:
             path = self.path_bytes(index)
             with open(path, "rb") as file:
-                require_file(path, os.fstat(file.fileno()))
+                require_regular(path, os.fstat(file.fileno()))
                 return file.read()
         return self._read_shard(range(len(self))[index])
 
     def state(self, index: int) -> tuple[int, int]:
-        """Bytes and modification time in ns, now, of an image's file or shard. Raises OSError where it is gone."""
+        """Current bytes and modification time in ns of an image's file or shard. Raises OSError if it is gone."""
         if self.index is None or self.shards is None:
             found = os.stat(self.path_bytes(index))
         else:
@@ -242,26 +241,26 @@ class Manifest:
         return found.st_size, found.st_mtime_ns
 
     def unreadable(self) -> np.ndarray:
-        """Positions (int64) of the images whose header could not be read or that were found unusable."""
+        """Positions (int64) of images whose header could not be read or that were found unusable."""
         return np.flatnonzero(self.sizes[:, 0] <= 0)
 
     def mark_unusable(self, positions: Iterable[int]) -> None:
-        """Sets sizes to -1, -1, and remembers that in the cache until the fingerprint changes."""
+        """Sets sizes to -1, -1, and caches that until the fingerprint changes."""
         self._mark(positions)
         content = recall(self._store, self.fingerprint)
         if fits(content, len(self)):
-            self._mark(content.get("unusable", ()))  # what another process marked since
+            self._mark(content.get("unusable", ()))  # images that another process marked since
         self._remember()
 
     def header_sizes(self) -> np.ndarray:
-        """Sizes (int32 [n, 2]) as the headers say, also of images that were found unusable."""
+        """Sizes (int32 [n, 2]) from the headers, including images that were found unusable."""
         sizes = self.sizes.copy()
         for position, size in self._marked.items():
             sizes[position] = size
         return sizes
 
     def complaint(self, index: int) -> str:
-        """The path of an image and what is wrong with it now, as far as its header says."""
+        """The path of an image and what is wrong with it, as far as its header shows."""
         if self.sizes[index, 0] < 0:
             return f"{self.path(index)}: a scan found it unusable"
         try:
@@ -286,7 +285,7 @@ class Manifest:
         return size_in(io.BytesIO(self._read_shard(index)))
 
     def _read_missing_sizes(self) -> int:
-        """Reads the headers of images without a size; the number of sizes that were found."""
+        """Reads the headers of images without a size, and returns how many sizes it found."""
         missing = np.flatnonzero(self.sizes[:, 0] == 0)
 
         def read(start: int) -> None:

@@ -1,9 +1,8 @@
-"""Which image stands at which place of which step: pure functions, so that any step can be made first.
+"""The images of each step, in order: pure functions, so that any step can be made without the others.
 
-An optimizer step takes `batch_size` images, all ranks and accumulation steps together. Steps are counted in
-micro-batches: step s is the (s mod A)-th of the A parts of optimizer step s // A, and rank r takes the r-th
-slice of that part. What remains of an epoch after its last whole batch is left out; the next epoch's order
-leaves out others.
+An optimizer step takes `batch_size` images over all ranks and accumulation steps. Steps are counted in micro-batches:
+step s is part s mod A of the A parts of optimizer step s // A, and rank r takes slice r of that part. Images that
+remain after the last whole batch of an epoch are left out; the next epoch leaves out others.
 """
 
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 from .philox import ORDER, philox
 
 
-@lru_cache(maxsize=4)  # this epoch's and the next one's, of training and of whatever else is shuffled
+@lru_cache(maxsize=4)  # this epoch and the next, for training and for a shuffled probe
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """Order of `count` images in one epoch: int64 [count], a permutation, read-only."""
     bits = philox(seed, epoch, np.arange(count), stream=ORDER, block=0)
@@ -25,7 +24,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def begin_order(seed: int, epoch: int, count: int) -> None:
-    """Has a thread compute the order of an epoch before it is asked for; of a million images it takes half a second."""
+    """Computes the order of an epoch in a thread, in advance; for a million images it takes half a second."""
     arguments = seed, epoch, count
     threading.Thread(target=epoch_order, args=arguments, name="order of the next epoch", daemon=True).start()
 
@@ -42,7 +41,7 @@ def batch_indices(
     """The images of one micro-batch of one rank.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: micro-batches since the start of the run.
         count: images in the manifest, at least `batch_size`.
         batch_size: images of one optimizer step, a multiple of `accumulation_steps * world_size`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .philox import VIEW, philox
-from .recipes import View
+from .presets import View
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as torchvision and Pillow have it
 TRIES = 10  # of torchvision's random-resized-crop, before it takes the central crop
@@ -16,15 +16,15 @@ TRIES = 10  # of torchvision's random-resized-crop, before it takes the central 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What is done to each of N images for one view; every array has N entries.
+    """The augmentation of each of N images for one view; every array has N entries.
 
     Attributes:
-        x, y, width, height: int32, the crop in pixels of the source image.
+        x, y, width, height: int32, the crop, in pixels of the source image.
         jitter, gray, blur, solarize, flip: bool, whether the operation is applied.
         brightness, contrast, saturation: float32 factors; 1 leaves the image as it is.
         hue: float32, degrees.
-        order: int32, which of the 24 orders, sorted as words are, brightness, contrast, saturation and hue come in;
-            0 is the one given here, 23 its reverse.
+        order: int32, which of the 24 orders of brightness, contrast, saturation and hue is used, sorted
+            lexicographically; 0 is the order given here, 23 its reverse.
         sigma: float32, deviation of the blur in pixels of the view.
     """
 
@@ -45,7 +45,7 @@ class Parameters:
     flip: np.ndarray
 
     def __getitem__(self, part: slice) -> "Parameters":
-        """Those of some of the images."""
+        """The parameters of a slice of the images."""
         return Parameters(**{name: values[part] for name, values in vars(self).items()})
 
     def colour_matrix(self) -> np.ndarray:
@@ -54,7 +54,7 @@ class Parameters:
 
         In this form the four operations commute, so their order does not matter; only the clamping to 0..255
         between them, which torchvision does, is left out. Hue turns around the gray axis and keeps the luma.
-        Its angle is that of HSV up to the difference between a circle and HSV's hexagon, about a degree;
+        Its angle equals that of HSV up to the difference between a circle and HSV's hexagon, about a degree;
         torchvision keeps the largest channel instead of the luma.
         """
         angle = np.deg2rad(self.hue.astype(np.float64))[:, None, None]
@@ -63,7 +63,7 @@ class Parameters:
         return (gain * (LUMA_AS_GRAY + self.saturation[:, None, None] * turned)).astype(np.float32)
 
     def luma_share(self) -> np.ndarray:
-        """The jitter's constant part, float32 [N], in shares of mean luma: brightness · (1 − contrast).
+        """The jitter's constant part, float32 [N], as a share of the mean luma: brightness · (1 − contrast).
 
         Contrast turns around the mean luma of the image, as in torchvision.
         """
@@ -81,9 +81,9 @@ def sample(view: View, view_number: int, seed: int, epoch: int, index: np.ndarra
     """Draws the parameters of one view of N images.
 
     Args:
-        view: what to draw.
-        view_number: which view of the recipe this is, from 0.
-        seed: of the run.
+        view: ranges and probabilities.
+        view_number: index of the view in the preset, from 0.
+        seed: seed of the run.
         epoch: from 0.
         index: int64 [N], positions in the manifest.
         sizes: [N, 2], width and height of the source images.
@@ -144,7 +144,7 @@ def _crop(view: View, uniform: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarra
     central_height = np.minimum(image_height, np.rint(image_width / view.ratio[0]).astype(np.int64))
     width = np.where(some, width[first, lane], np.maximum(central_width, 1))
     height = np.where(some, height[first, lane], np.maximum(central_height, 1))
-    room_x, room_y = image_width - width, image_height - height
-    x = np.where(some, np.floor(uniform[2, first, lane] * (room_x + 1)), room_x // 2)
-    y = np.where(some, np.floor(uniform[3, first, lane] * (room_y + 1)), room_y // 2)
+    free_x, free_y = image_width - width, image_height - height
+    x = np.where(some, np.floor(uniform[2, first, lane] * (free_x + 1)), free_x // 2)
+    y = np.where(some, np.floor(uniform[3, first, lane] * (free_y + 1)), free_y // 2)
     return tuple(part.astype(np.int32) for part in (x, y, width, height))

@@ -1,4 +1,4 @@
-"""Some of a manifest's images, under other labels."""
+"""Selects some images of a manifest, under other labels."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ from .manifest import Manifest
 
 
 def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes: list[str]) -> Manifest:
-    """A manifest of the images at some positions, which remembers nothing on the disk.
+    """A manifest of the images at some positions; it caches nothing on the disk.
 
     Args:
-        manifest: the whole.
+        manifest: the whole manifest.
         positions: int64 [n], ascending.
         labels: int64 [n], positions in `classes`.
         classes: names of the classes.
@@ -38,7 +38,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
 
 
 def _names(names: np.ndarray, offsets: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The names at some positions, end to end, and where each starts."""
+    """The names at some positions, concatenated, and where each starts."""
     lengths = np.diff(offsets)[positions]
     kept = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     source = np.repeat(offsets[positions] - kept[:-1], lengths) + np.arange(kept[-1])

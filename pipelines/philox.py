@@ -1,4 +1,4 @@
-"""Random bits without a state: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+"""Stateless random bits: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
 Evaluated for a whole batch at once. The counter is (image, epoch, stream, block) and the key is the seed, so no two
 images, epochs or views share a number, and nothing depends on what was drawn before.

@@ -1,13 +1,13 @@
-"""The photometric operations in torch, to the bit as torchvision defines them for uint8 tensors.
+"""The photometric operations in torch, bitwise identical to torchvision's for uint8 tensors.
 
-The graph makes one affine map of the colour jitter; here its operations come one by one, in an order of their own
-for each image, and each clamps and truncates to levels of 0..255. Only the blur may differ by a level: its two
-one-dimensional passes round otherwise than torchvision's two-dimensional one.
+The graph combines the colour jitter into one affine map. Here its operations are applied one by one, in each image's
+own order, and each clamps and truncates to levels of 0..255. Only the blur may differ by one level: its two
+one-dimensional passes round differently from torchvision's two-dimensional one.
 
-Which image gets which operation is known on the host, so nothing waits for the device. Nothing here makes an
-image's result depend on its batch.
+The host knows which image gets which operation, so nothing waits for the device. The result of an image does not
+depend on its batch.
 
-Shapes: N images, S the side of a view, n images of a run. `levels` are fp32 [n, 3, S, S], whole numbers 0..255;
+Shapes: N images, S the side of a view, n images of a run. `levels` are fp32 [n, 3, S, S], integers 0..255;
 operations change them in place.
 """
 
@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from .parameters import Parameters
-from .recipes import DEVIATION, MEAN, View
+from .presets import DEVIATION, MEAN, View
 
-_AT_A_TIME = 8  # images on a CPU: their memory stays in the caches, and is not given back to the system each time
-ORDERS = tuple(permutations(range(4)))  # of brightness, contrast, saturation, hue: what `Parameters.order` counts
+_AT_A_TIME = 8  # images on a CPU: their memory stays in the caches, and is not returned to the system each time
+ORDERS = tuple(permutations(range(4)))  # of brightness, contrast, saturation, hue; indexed by `Parameters.order`
 
 
 def apply(view: View, crops: Tensor, parameters: Parameters) -> Tensor:
-    """Jitter, gray, blur, solarize and flip of crops that were resized but not flipped.
+    """Applies jitter, gray, blur, solarize and flip to crops that were resized but not flipped.
 
     Args:
-        view: whose `blur_sigma` says how far the blur looks.
-        crops: uint8 [N, S, S, 3] on any device; they stay as they are.
-        parameters: of the N images.
+        view: its `blur_sigma` sets the width of the blur kernel.
+        crops: uint8 [N, S, S, 3] on any device; not changed.
+        parameters: parameters of the N images.
 
     Returns:
         fp32 [N, 3, S, S], normalised, channels-last, on the device of the crops.
@@ -48,9 +48,9 @@ def apply(view: View, crops: Tensor, parameters: Parameters) -> Tensor:
 
 
 def _apply(view: View, crops: Tensor, parameters: Parameters, images: Tensor) -> None:
-    """The same for few images, into `images`."""
+    """`apply` for a few images; writes into `images`."""
     device = crops.device
-    # Images of one order lie side by side, so that each operation finds its images in few runs.
+    # Images with the same order are adjacent, so that each operation finds its images in few runs.
     arranged = np.argsort(np.where(parameters.jitter, parameters.order, len(ORDERS)), kind="stable")
     levels = crops[_send(arranged, device)].permute(0, 3, 1, 2)
     levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
@@ -81,7 +81,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _jitter(levels: Tensor, parameters: Parameters, chosen: np.ndarray) -> None:
-    """All four operations on the first images, whose parameters are the chosen ones, sorted by their order."""
+    """Applies all four operations to the first images; `chosen` are their parameters, sorted by order."""
     names = ("brightness", "contrast", "saturation", "hue")
     factors = np.stack([getattr(parameters, name)[chosen] for name in names]).astype(np.float64)
     factors[3] /= 360
@@ -102,7 +102,7 @@ def _brightness(levels: Tensor, factor: Tensor, _: Tensor) -> None:
 
 def _contrast(levels: Tensor, factor: Tensor, rest: Tensor) -> None:
     gray = _gray(levels)
-    # Sums of whole numbers are exact, in any order: in fp32 along a row, in float64 over all rows.
+    # Sums of integers are exact, in any order: in fp32 along a row, in float64 over all rows.
     mean = gray.sum(dim=-1).sum(dim=-1, dtype=torch.float64).div_(gray[0].numel())
     gray.copy_(mean[..., None, None])
     _blend(levels, factor, gray, rest)
@@ -115,8 +115,8 @@ def _saturation(levels: Tensor, factor: Tensor, rest: Tensor) -> None:
 def _blend(levels: Tensor, factor: Tensor, other: Tensor, rest: Tensor) -> None:
     """factor · levels + rest · other.
 
-    With `other` [n, 1, S, S], and not one number per image, addcmul rounds once for product and sum, as
-    torchvision's addition with a factor does.
+    With `other` as [n, 1, S, S], rather than one number per image, addcmul rounds product and sum once, as does
+    torchvision's addition with a factor.
     """
     levels.mul_(factor).addcmul_(other, rest).clamp_(0, 255).floor_()
 
@@ -128,9 +128,9 @@ def _gray(levels: Tensor) -> Tensor:
 
 
 def _hue(levels: Tensor, turn: Tensor, _: Tensor) -> None:
-    """Turns the hue of HSV by shares of a full turn.
+    """Rotates the hue of HSV by fractions of a full turn.
 
-    The largest and the smallest channel keep their levels and change places; only the third is computed.
+    The largest and the smallest channel keep their levels and swap places; only the third is computed.
     """
     turn = turn[:, 0]
     red, green, blue = levels.unbind(dim=1)
@@ -162,7 +162,7 @@ _OPERATIONS = _brightness, _contrast, _saturation, _hue
 
 
 def _blur(levels: Tensor, sigma: np.ndarray, largest: float) -> Tensor:
-    """Gaussian blur with reflected borders; every image's own sigma, pixels, cut at three times the largest one."""
+    """Gaussian blur with reflected borders; one sigma per image, pixels; the kernel is cut at 3 times the largest."""
     count, _, side, _ = levels.shape
     radius = min(math.ceil(3 * largest), side - 1)
     place = np.arange(-radius, radius + 1)

@@ -1,4 +1,4 @@
-"""What a DALI pipeline makes of each step's images, whatever some of them are."""
+"""Runs a DALI pipeline over the images of each step, and survives images that break it."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -16,18 +16,18 @@ from .reading.supply import Supply
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
 
-BREAKS = 64  # of a pipeline at one step, before it is given up
+BREAKS = 64  # of a pipeline at one step before the loader gives up
 
 
 class Stream:
-    """A pipeline's outputs, step by step; when an image breaks it, it goes on without the image.
+    """A pipeline's outputs, step by step; if an image breaks the pipeline, it continues without that image.
 
     Args:
-        source: gives the supply of each step.
-        build: makes a pipeline of a function that feeds it; its last output is the images' shapes.
-        feed: makes a pipeline's input of a supply.
-        device_id: the GPU; None for the CPU.
-        ahead: steps whose input a thread makes before the pipeline asks for it; 0 makes it where that runs.
+        source: provides the supply of each step.
+        build: builds a pipeline from the function that feeds it; its last output is the images' shapes.
+        feed: turns a supply into a pipeline's input.
+        device_id: index of the GPU; None for the CPU.
+        ahead: steps whose input a thread prepares in advance; with 0 the pipeline's own thread prepares it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Stream:
         self.source, self.build, self.feed, self.device_id, self.ahead = source, build, feed, device_id, ahead
 
     def steps(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
-        """Supplies and outputs, without the shapes, from a step on."""
+        """Supplies and outputs, without the shapes, starting at a step."""
         step, last, broken = start, self.source.last, 0
         while last is None or step < last:
             for supply, outputs in self._until_it_breaks(step):
@@ -50,7 +50,9 @@ class Stream:
                 step, broken = step + 1, 0
             broken += 1
             if broken > BREAKS:
-                raise DataError(f"step {step} has had other bad images {BREAKS} times; are their files being changed?")
+                raise DataError(
+                    f"step {step} found new bad images {BREAKS} times; check whether their files are being changed"
+                )
 
     def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:
         inputs = in_background(lambda stopped: self._inputs(start, stopped), self.ahead) if self.ahead else None
@@ -60,7 +62,7 @@ class Stream:
     def _inputs(
         self, step: int, stopped: Callable[[], bool] | None = None
     ) -> Generator[tuple[Supply, list], None, None]:
-        """Supplies from a step on, and what the pipeline takes of them."""
+        """Supplies starting at a step, and the pipeline's input from each."""
         damaged = self.source.damaged
         if stopped is not None:
             self.source.stopped = stopped
@@ -70,7 +72,7 @@ class Stream:
             step += 1
 
     def _outputs(self, inputs: Iterator[tuple[Supply, list]]) -> Generator[tuple[Supply, tuple], None, None]:
-        waiting: deque[Supply] = deque()  # in the pipeline
+        waiting: deque[Supply] = deque()  # inside the pipeline
         damaged = self.source.damaged
 
         def source(info: Any) -> list:

@@ -95,7 +95,7 @@ def problems(options: type[Node], tree: dict, key: str) -> list[str]:
     try:
         validate(options, tree)
     except UserError as error:
-        return [line for line in str(error).splitlines() if line.startswith(f"{key} = ") and ": allowed is" in line]
+        return [line for line in str(error).splitlines() if line.startswith(f"{key} = ") and ": must be" in line]
     return []
 
 
@@ -112,13 +112,13 @@ def test_print_config_can_be_fed_back(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("data shard {} out --quality 90", "quality = 90: images are copied as they are; leave it out"),
-        ("data preview {} --recipe simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
+        ("data shard {} out --quality 90", "quality = 90: images are copied unchanged; leave it out"),
+        ("data preview {} --preset simsiam --local_views.size 64", "local_views.size = 64: simsiam has no local views"),
         ("bench kernels --compile_only true --width 512", "width = 512: compile_only does not use it; leave it out"),
         ("bench kernels --tune true --output x", "output = "),
-        ("data scan {} --threads 100000", "threads = 100000: allowed is a whole number from 1 to 1024 or null"),
-        ("data scan {} --read_timeout 1e30", "read_timeout = 1e30: allowed is a number above 0 to 86400"),
-        ("data scan {} --output", "--output: a value is missing; allowed is a path or null"),
+        ("data scan {} --threads 100000", "threads = 100000: must be an integer from 1 to 1024 or null"),
+        ("data scan {} --read_timeout 1e30", "read_timeout = 1e30: must be a number above 0 to 86400"),
+        ("data scan {} --output", "--output: a value is missing; it must be a path or null"),
     ],
 )
 def test_options_that_would_be_ignored_or_cannot_be_are_refused(words, message, images, capsys):
@@ -154,13 +154,13 @@ def test_a_run_is_named_by_its_recipe_or_the_file_of_it(given, folder, trained, 
 @pytest.mark.parametrize("name", ["a/b", "..", "/", "../a"])
 def test_a_name_that_is_a_path_is_refused(name, trained, images, capsys):
     (line,) = refused(capsys, "pretrain", "--data.train", str(images), "--name", name)
-    assert line == f"error: name = {name}: is no name of a folder; give one, or a path with --output"
+    assert line == f"error: name = {name}: is not the name of a folder; give one, or a path with --output"
 
 
 def test_pretrain_is_refused_before_any_work(trained, images, capsys, tmp_path):
     assert "no such file or folder" in refused(capsys, "pretrain", "--data.train", str(tmp_path / "absent"))[0]
     assert refused(capsys, "pretrain", "--data.train", str(images), "--model.projector.depth", "0") == [
-        "error: model.projector.depth = 0: allowed is a whole number from 1 to 5"
+        "error: model.projector.depth = 0: must be an integer from 1 to 5"
     ]
     assert trained == []
 
@@ -178,7 +178,7 @@ def test_fresh_refuses_a_folder_that_holds_a_run(trained, images, capsys, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(to_yaml(resolve(overrides={"output": tmp_path / "run"})))
     lines = refused(capsys, "pretrain", "--data.train", str(images), "--output", str(tmp_path / "run"), "--fresh")
-    assert "holds a run, which --fresh does not continue" in lines[0]
+    assert "already contains a run; --fresh needs an empty folder" in lines[0]
     assert trained == []
 
 
@@ -322,7 +322,7 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         ("evaluate knn", "run: missing; folder of the run."),
         ("evaluate knn a b", "b: unexpected argument; options are written --key value"),
         ("evaluate knn a --baseline true", "baseline = true: unknown key; did you mean baselines?"),
-        ("data synth a --seed -1", "seed = -1: allowed is a whole number from 0 to 4294967295"),
+        ("data synth a --seed -1", "seed = -1: must be an integer from 0 to 4294967295"),
     ],
 )
 def test_wrong_command_lines_are_refused_in_one_line(arguments, message, capsys):
@@ -346,7 +346,7 @@ def test_module_exits_with_the_status_and_no_traceback():
     command = [sys.executable, "-m", "unigrad_fast", "pretrain", "--seed", "x"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == "error: seed = x: allowed is a whole number from 0 to 4294967295\n"
+    assert result.stderr == "error: seed = x: must be an integer from 0 to 4294967295\n"
 
 
 @pytest.mark.parametrize("gone", ["pydantic yaml rich", "torch"])

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unigrad_fast.config import Config, load_recipe, resolve, to_yaml
-from unigrad_fast.pipelines import recipe
+from unigrad_fast.pipelines import preset_views
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.trees import merge, parse_arguments
-from unigrad_fast.runtime.validation import Node, keys
+from unigrad_fast.runtime.validation import Node, keys, validate
+from unigrad_fast.training.same_run import contradictions
 
 
 def refusal(*arguments: str) -> list[str]:
@@ -104,7 +106,7 @@ def test_the_wide_recipe_differs_in_width_and_in_how_its_memory_is_shared():
 def test_views_can_be_changed_one_by_one_from_the_command_line():
     views = resolve(
         overrides=(
-            *("--data.recipe", "byol", "--data.local_crops", "3", "--data.local_views.size", "64"),
+            *("--data.preset", "byol", "--data.local_crops", "3", "--data.local_views.size", "64"),
             *("--data.global_views.scale", "0.3,1", "--data.global_views.jitter", "[0.1, 0.2, 0.3, 0]"),
             *("--data.second_view.blur_probability", "0.7", "--data.local_views.interpolation", "bicubic"),
         )
@@ -117,7 +119,7 @@ def test_views_can_be_changed_one_by_one_from_the_command_line():
 
 
 def test_an_unchanged_view_group_is_the_preset():
-    assert resolve(overrides=("--data.recipe", "swav")).data.views() == recipe("swav")
+    assert resolve(overrides=("--data.preset", "swav")).data.views() == preset_views("swav")
 
 
 def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
@@ -130,12 +132,12 @@ def test_growing_views_are_off_by_default_and_begin_where_they_are_told():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--data.global_views.scale", "0.3"), ["data.global_views.scale", "2 numbers with commas between them"]),
-        (("--data.global_views.scale", "0.9,0.3"), ["scale (0.9, 0.3)", "use 0 < low <= high"]),
+        (("--data.global_views.scale", "0.3"), ["data.global_views.scale", "2 comma-separated numbers"]),
+        (("--data.global_views.scale", "0.9,0.3"), ["scale = 0.9,0.3: low exceeds high; swap them"]),
         (("--data.second_view.flip_probability", "2"), ["data.second_view.flip_probability = 2", "from 0 to 1"]),
         (("--data.progressive.start_size", "300"), ["from 300 to 224"]),
         (
-            ("--data.recipe", "multicrop", "--data.image_size", "48"),
+            ("--data.preset", "multicrop", "--data.image_size", "48"),
             ["data.local_views.size = 96", "larger than the global views", "use about 21"],
         ),
         (("--data.local_view.size", "64"), ["did you mean data.local_views.size?"]),
@@ -209,6 +211,48 @@ def test_empty_recipe_file_is_the_default_recipe(tmp_path):
     assert resolve(file) == Config()
 
 
+@pytest.mark.parametrize("source", ["arguments", "mapping", "file"])
+def test_data_recipe_is_the_older_name_of_data_preset_and_says_so_once(source, tmp_path, capsys):
+    (tmp_path / "my.yaml").write_text("recipe: imagenet_100ep\ndata: {recipe: byol}\n")
+    given = {
+        "arguments": (None, ["--data.recipe", "byol"]),
+        "mapping": (None, {"data": {"recipe": "byol"}}),
+        "file": (tmp_path / "my.yaml", ()),
+    }
+    note.cache_clear()
+    for _ in range(2):
+        assert resolve(*given[source]) == resolve(overrides=["--data.preset", "byol"])
+    assert capsys.readouterr().err == "note: data.recipe is now data.preset\n"
+
+
+def test_only_the_first_rank_says_that_a_key_was_renamed(monkeypatch, capsys):
+    note.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    resolve(overrides=["--data.recipe", "byol"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_and_its_older_name_may_be_given_together_only_with_one_value(tmp_path):
+    assert resolve(overrides=["--data.recipe", "byol", "--data.preset", "byol"]).data.preset == "byol"
+    assert refusal("--data.recipe", "byol", "--data.preset", "swav") == [
+        "data.recipe = byol: data.preset = swav is given too, and data.recipe is its older name; leave data.recipe out"
+    ]
+    (tmp_path / "my.yaml").write_text("data: {recipe: byol}\n")  # a layer below the command line
+    assert resolve(tmp_path / "my.yaml", ["--data.preset", "swav"]).data.preset == "swav"
+
+
+def test_a_configuration_that_an_earlier_version_saved_is_read_without_a_note(capsys):
+    note.cache_clear()
+    saved = resolve(overrides={"data": {"preset": "byol"}}).model_dump(mode="json")
+    earlier = {**saved, "data": {"recipe": saved["data"].pop("preset"), **saved["data"]}}
+    assert validate(Config, earlier).data.preset == "byol"
+    assert contradictions(validate(Config, earlier), earlier, "the checkpoint") == []
+    assert contradictions(resolve(), earlier, "the checkpoint") == [
+        "data.preset = simsiam: the checkpoint has byol",
+    ]
+    assert capsys.readouterr().err == ""
+
+
 def test_command_line_lies_over_the_recipe():
     config = resolve(
         overrides=["--recipe", "cifar_subset", "--data.batch-size=256", "--model.sync_batch_norm", "false"]
@@ -270,7 +314,7 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model.projector.depth 0", "model.projector.depth = 0: allowed is a whole number from 1 to 5"),
+        ("--model.projector.depth 0", "model.projector.depth = 0: must be an integer from 1 to 5"),
         (
             "--model.projector.dept 3",
             "model.projector.dept = 3: unknown key; did you mean model.projector.depth?",
@@ -278,51 +322,51 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--width 3", "width = 3: unknown key; did you mean model.projector.width?"),
         ("--optimizer.lr 3", "optimizer.lr = 3: unknown key; did you mean optimizer.base_lr?"),
         ("--modl.backbone resnet18", "modl.backbone = resnet18: unknown key; did you mean model.backbone?"),
-        ("--optimizer.base_lr nan", "optimizer.base_lr = nan: allowed is a number above 0"),
-        ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: allowed is a number from 0"),
-        ("--evaluation.knn.k 0", "evaluation.knn.k = 0: allowed is a whole number from 1 or auto"),
-        ("--engine.zero_stage 3", "engine.zero_stage = 3: allowed is a whole number from 0 to 2"),
-        ("--seed true", "seed = true: allowed is a whole number from 0 to 4294967295"),
-        ("--data.batch_size 12.5", "data.batch_size = 12.5: allowed is a whole number from 2"),
-        ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: allowed is true or false"),
+        ("--optimizer.base_lr nan", "optimizer.base_lr = nan: must be a number above 0"),
+        ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: must be a number from 0"),
+        ("--evaluation.knn.k 0", "evaluation.knn.k = 0: must be an integer of at least 1, auto"),
+        ("--engine.zero_stage 3", "engine.zero_stage = 3: must be an integer from 0 to 2"),
+        ("--seed true", "seed = true: must be an integer from 0 to 4294967295"),
+        ("--data.batch_size 12.5", "data.batch_size = 12.5: must be an integer from 2"),
+        ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: must be true or false"),
         (
             "--engine.precision bf15",
-            "engine.precision = bf15: allowed is one of auto, bf16, fp32; did you mean bf16?",
+            "engine.precision = bf15: must be one of auto, bf16, fp32; did you mean bf16?",
         ),
-        ("--data.train=", "data.train = '': allowed is a path or null"),
-        ("--data.batch_size", "--data.batch_size: a value is missing; allowed is a whole number from 2 to 16777216"),
-        ("--recipe --seed 3", "--recipe: a value is missing; allowed is the path of a YAML file or one of "),
-        ("--recipe=", "--recipe: a value is missing; allowed is the path of a YAML file or one of "),
-        ("--recipe /", "recipe = /: is no file of text; give the path of a YAML file"),
-        ("--data.batch_size 1e300", "data.batch_size = 1e300: allowed is a whole number from 2 to 16777216"),
-        ("--seed 1.5e0", "seed = 1.5e0: allowed is a whole number from 0 to 4294967295"),
-        ("--evaluation.crop_fraction 1e-9", "evaluation.crop_fraction = 1e-09: images of 224 pixels would be cropped"),
-        ("--evaluation.knn.temperature 1e-50", "evaluation.knn.temperature = 1e-50: allowed is a number from 0.001"),
+        ("--data.train=", "data.train = '': must be a path or null"),
+        ("--data.batch_size", "--data.batch_size: a value is missing; it must be an integer from 2 to 16777216"),
+        ("--recipe --seed 3", "--recipe: a value is missing; give the path of a YAML file or one of "),
+        ("--recipe=", "--recipe: a value is missing; give the path of a YAML file or one of "),
+        ("--recipe /", "recipe = /: is not a text file; give the path of a YAML file"),
+        ("--data.batch_size 1e300", "data.batch_size = 1e300: must be an integer from 2 to 16777216"),
+        ("--seed 1.5e0", "seed = 1.5e0: must be an integer from 0 to 4294967295"),
+        ("--evaluation.crop_fraction 1e-9", "evaluation.crop_fraction = 1e-09: a crop of 224 pixels would need images"),
+        ("--evaluation.knn.temperature 1e-50", "evaluation.knn.temperature = 1e-50: must be a number from 0.001"),
         ("--data.global_views.blur_sigma 0.1,1e9", "data: blur_sigma (0.1, 1000000000.0) is out of range; use 0.01 to"),
         ("--data.local_views.ratio 1e-9,1 --data.local_crops 2", "data: ratio (1e-09, 1.0) is out of range; use 0.01"),
-        ("--checkpoint.every 1e308", "checkpoint.every = 1e308: allowed is a number above 0 to 1e+06"),
-        ("--output --seed 3", "--output: a value is missing; allowed is a path or null"),
-        ("--schedule.epochs null", "schedule.epochs = null: allowed is a whole number from 1"),
+        ("--checkpoint.every 1e308", "checkpoint.every = 1e308: must be a number above 0 to 1e+06"),
+        ("--output --seed 3", "--output: a value is missing; it must be a path or null"),
+        ("--schedule.epochs null", "schedule.epochs = null: must be an integer from 1"),
         (
             "--model.projector 3",
             "model.projector = 3: a group; its keys are depth, width",
         ),
         (
             "--schedule.warmup_epochs 101",
-            "schedule.warmup_epochs = 101: more than schedule.epochs; allowed is 0 to 100",
+            "schedule.warmup_epochs = 101: more than schedule.epochs; use 0 to 100",
         ),
         (
             "--target.final_momentum 0.9",
-            "target.final_momentum = 0.9: less than target.momentum; allowed is 0.996 to 1",
+            "target.final_momentum = 0.9: less than target.momentum; use 0.996 to 1",
         ),
         (
             "--optimizer.trust_coefficient 0.02",
-            "optimizer.trust_coefficient = 0.02: of lars alone, and optimizer.name is sgd; leave it out, or use "
+            "optimizer.trust_coefficient = 0.02: applies only to lars, but optimizer.name is sgd; leave it out, or use "
             "optimizer.name lars",
         ),
         (
             "--optimizer.name lars --optimizer.second_momentum 0.95",
-            "optimizer.second_momentum = 0.95: of adamw alone, and optimizer.name is lars; leave it out, or use "
+            "optimizer.second_momentum = 0.95: applies only to adamw, but optimizer.name is lars; leave it out, or use "
             "optimizer.name adamw",
         ),
         (
@@ -368,16 +412,16 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (
             "model: {projector: {depth: 0}}",
-            "model.projector.depth = 0: allowed is a whole number from 1 to 5",
+            "model.projector.depth = 0: must be an integer from 1 to 5",
         ),
         ("model: [1]", "model = [1]: a group; its keys are backbone, "),
-        ("optimizer: {base_lr: .nan}", "optimizer.base_lr = nan: allowed is a number above 0"),
-        ("seed: {a: 1}", 'seed = {"a": 1}: allowed is a whole number from 0'),
+        ("optimizer: {base_lr: .nan}", "optimizer.base_lr = nan: must be a number above 0"),
+        ("seed: {a: 1}", 'seed = {"a": 1}: must be an integer from 0'),
         ("1: 2", "1 = 2: unknown key; valid keys are seed, "),
-        ("- 3", "recipe = FILE: holds [3]; a recipe is a tree of keys and values"),
+        ("- 3", "recipe = FILE: holds [3]; a recipe must be a tree of keys and values"),
         ("a: [1", "recipe = FILE: not valid YAML in line 1, column 6: "),
-        ("recipe: quikstart", "recipe = quikstart: not a shipped recipe; allowed is one of "),
-        ("recipe: [quickstart]", 'recipe = ["quickstart"]: allowed is a text'),
+        ("recipe: quikstart", "recipe = quikstart: not a shipped recipe; use one of "),
+        ("recipe: [quickstart]", 'recipe = ["quickstart"]: must be a string'),
         (
             "seed: 1\ndata: {}\nseed: 2",
             "recipe = FILE: not valid YAML in line 3, column 1: seed stands twice, in lines 1 and 3; leave one",

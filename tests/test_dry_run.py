@@ -41,7 +41,7 @@ def configured(ranks: int, images: int = 4, **changes) -> Config:
 
 CASES = {
     "two views": {},
-    "multi-crop": {"data": {"recipe": "multicrop", "local_views": {"size": 16}}},
+    "multi-crop": {"data": {"preset": "multicrop", "local_views": {"size": 16}}},
     "CutMix": {"data": {"cutmix": {"probability": 1.0, "group": 2}}},
     "accumulation": {"engine": {"accumulation_steps": 2}},
     "LARS": {"optimizer": {"name": "lars", "clip_norm": 1.0, "exclude_bias_and_norm": True, "bias_base_lr": 0.01}},

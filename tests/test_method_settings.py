@@ -119,7 +119,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--objective.method mocco", "objective.method = mocco: allowed is one of unigrad, moco"),
+        ("--objective.method mocco", "objective.method = mocco: must be one of unigrad, moco"),
         (
             "--objective.method simclr --objective.epsilon 0",
             "objective.epsilon = 0: does not apply to simclr; leave it",
@@ -213,7 +213,7 @@ def test_cutmix_is_refused_where_samples_would_be_of_mixed_images(named):
             resolve(overrides=tree)
     if source:
         tree["objective"] = {**which(named), "correlation_source": "online"}
-        with pytest.raises(UserError, match=r"with CutMix objective\.correlation_source is to be target"):
+        with pytest.raises(UserError, match=r"with CutMix set objective\.correlation_source to target"):
             resolve(overrides=tree)
 
 

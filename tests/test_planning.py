@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from unigrad_fast import planning
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import inside_and_between, latency, meeting_seconds, sent, without_data
-from unigrad_fast.dry_run.memory import stored
+from unigrad_fast.dry_run.allocations import stored
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
@@ -90,13 +90,13 @@ def test_fewer_images_are_bound_by_latency_and_more_are_not(base):
 
 def test_remedies_fit_where_the_plan_does_not_and_a_walk_agrees(base):
     plan = base.plan()
-    room = 0.7 * plan.peak
-    found = dict(base.remedies(plan, room))
-    assert found and all(each.peak <= room for each in found.values())
+    usable = 0.7 * plan.peak
+    found = dict(base.remedies(plan, usable))
+    assert found and all(each.peak <= usable for each in found.values())
     key = next(key for key in found if key.startswith("data.batch_size"))
     setting = found[key].setting
     assert key == f"data.batch_size {setting.batch}"
-    assert counted(8, images=setting.images).plan().peak <= 1.05 * room
+    assert counted(8, images=setting.images).plan().peak <= 1.05 * usable
     assert list(base.remedies(plan, 0.01 * plan.peak)) == []
 
 

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import unigrad_fast
-from unigrad_fast.commands import COMMANDS
+from unigrad_fast.commands import COMMANDS, RENAMED
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
-from unigrad_fast.runtime.memory import asked_for, is_out_of_memory
+from unigrad_fast.runtime.older_names import note
+from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
@@ -54,10 +55,12 @@ def usage(name: str) -> str:
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The command that the words begin with, and the words behind it."""
-    for name in COMMANDS:
+    for name in (*COMMANDS, *RENAMED):
         length = len(name.split())
         if list(words[:length]) == name.split():
-            return name, words[length:]
+            if name in RENAMED:
+                note(name, RENAMED[name])
+            return RENAMED.get(name, name), words[length:]
     group = [usage(name) for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1].startswith("-")):
         raise UserError(f"{words[0]}: names a group of commands; type one of {', '.join(group)}")

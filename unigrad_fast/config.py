@@ -16,10 +16,11 @@ import yaml
 from pydantic import Field, SerializeAsAny, model_validator
 
 from unigrad_fast.objectives.catalogue import FORMS, Objective
-from unigrad_fast.pipelines.recipes import GLOBALS, Growth, View, recipe, short_side
-from unigrad_fast.recipes import DEFAULT_RECIPE, exchanged, load_recipe, recipe_names, title
+from unigrad_fast.pipelines.presets import GLOBALS, Growth, View, preset_views, short_side
+from unigrad_fast.recipes import DEFAULT_RECIPE, current_names, exchanged, load_recipe, recipe_names, title
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.scopes import Scope
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
@@ -39,7 +40,7 @@ LOCAL = MACHINE | Scope.LOCAL
 LOCAL_RANK = LOCAL | RANK
 
 
-class CutMix(Node):
+class CutMixSettings(Node):
     probability: float = Field(default=0.0, ge=0, le=1)
     """Share of the images of a global view in which a box is replaced by another image's; 0 is no CutMix."""
     alpha: float = Field(default=1.0, gt=0, le=100)
@@ -92,8 +93,8 @@ class Data(Node):
     """Folder, list or shards with the training images: a tree CLASS/*.jpg, a flat folder, a text file, .tar files."""
     val: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
     """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
-    recipe: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
-    """Augmentation preset, see `unigrad-fast data recipes` (paper: as in SimSiam; multicrop adds local crops)."""
+    preset: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
+    """Augmentation preset, see `unigrad-fast data presets` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2, le=2**24)
     """Images per optimizer step, over all ranks and accumulation steps (paper: 1024)."""
     image_size: Annotated[int, JUDGMENT] = Field(default=224, ge=16, le=1024)
@@ -110,7 +111,7 @@ class Data(Node):
     """Colour operations: dali is one affine map per image, torch torchvision's one by one, for published numbers."""
     progressive: Progressive = Progressive()
     """Smaller views in the first epochs, for speed."""
-    cutmix: CutMix = CutMix()
+    cutmix: CutMixSettings = CutMixSettings()
     """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
     decode: Annotated[Literal["auto", "cpu", "gpu"], LOCAL_RANK] = "auto"
     """Where images are decoded and augmented; auto is the GPU where there is one."""
@@ -127,10 +128,16 @@ class Data(Node):
     max_bad_fraction: Annotated[float, LOCAL] = Field(default=0.01, ge=0, le=1)
     """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, given: Any) -> Any:
+        """Accepts what earlier versions saved."""
+        return renamed(given, "recipe", "preset", "data.", quiet=True) if isinstance(given, Mapping) else given
+
     def views(self) -> tuple[View, ...]:
         """One of each view, the two global ones first. Raises DataError when one is impossible."""
-        return recipe(
-            self.recipe,
+        return preset_views(
+            self.preset,
             self.image_size,
             local_crops=self.local_crops,
             global_views=self.global_views.given(),
@@ -198,7 +205,7 @@ class Optimizer(Node):
             value, unused = getattr(self, key), type(self).model_fields[key].default
             if self.name != owner and value != unused:
                 found.append(
-                    f"optimizer.{key} = {shown(value)}: of {owner} alone, and optimizer.name is {self.name}; "
+                    f"optimizer.{key} = {shown(value)}: applies only to {owner}, but optimizer.name is {self.name}; "
                     f"leave it out, or use optimizer.name {owner}"
                 )
         return found
@@ -298,7 +305,7 @@ class Config(Node):
     target: Target = Target()
     """The target branch, a momentum copy of the online branch."""
     optimizer: Optimizer = Optimizer()
-    """Descent."""
+    """Optimizer and learning rate."""
     schedule: Schedule = Schedule()
     """Length of the run and course of the learning rate."""
     engine: Engine = Engine()
@@ -315,9 +322,7 @@ class Config(Node):
         """Refuses combinations that are wrong for any number of ranks, all at once."""
         problems = []
         if self.recipe not in recipe_names():
-            problems.append(
-                f"recipe = {self.recipe}: not a shipped recipe; allowed is one of {', '.join(recipe_names())}"
-            )
+            problems.append(f"recipe = {self.recipe}: not a shipped recipe; use one of {', '.join(recipe_names())}")
         problems += self._view_problems()
         try:
             short_side(self.data.image_size, self.evaluation.crop_fraction)
@@ -327,12 +332,12 @@ class Config(Node):
         if self.schedule.warmup_epochs > self.schedule.epochs:
             problems.append(
                 f"schedule.warmup_epochs = {shown(self.schedule.warmup_epochs)}: more than schedule.epochs; "
-                f"allowed is 0 to {self.schedule.epochs}"
+                f"use 0 to {self.schedule.epochs}"
             )
         if self.target.final_momentum < self.target.momentum:
             problems.append(
                 f"target.final_momentum = {shown(self.target.final_momentum)}: less than target.momentum; "
-                f"allowed is {shown(self.target.momentum)} to 1"
+                f"use {shown(self.target.momentum)} to 1"
             )
         problems += self.optimizer.problems()
         problems += self._engine_problems()
@@ -390,7 +395,7 @@ class Config(Node):
         if len(views) == GLOBALS and (given := data.local_views.given()):
             key, value = next(iter(given.items()))
             problems.append(
-                f"data.local_views.{key} = {shown(value)}: {data.recipe} has no local views; add data.local_crops"
+                f"data.local_views.{key} = {shown(value)}: {data.preset} has no local views; add data.local_crops"
             )
         if growth and data.progressive.epochs >= self.schedule.epochs:
             problems.append(
@@ -456,11 +461,11 @@ def resolve(
     Raises:
         UserError: listing every unknown key, wrong value and impossible combination.
     """
-    top = dict(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
+    top = current_names(overrides if isinstance(overrides, Mapping) else parse_arguments(overrides))
     named = top.pop("recipe", None)
     if named is BARE or named == "":
         raise UserError(
-            f"--recipe: a value is missing; allowed is the path of a YAML file or one of {', '.join(recipe_names())}"
+            f"--recipe: a value is missing; give the path of a YAML file or one of {', '.join(recipe_names())}"
         )
     given = recipe or named or model.model_fields["recipe"].default
     tree = load_recipe(given)

@@ -141,7 +141,7 @@ class Counted:
         """
         if config.objective.method != "unigrad":
             raise UserError(
-                f"objective.method = {config.objective.method}: the plan knows what UniGrad sends alone; plan the same "
+                f"objective.method = {config.objective.method}: the plan covers UniGrad only; plan the same "
                 "network with --objective.method unigrad"
             )
         with warnings.catch_warnings():
@@ -173,7 +173,7 @@ class Counted:
         passing = [self._passing(phase, kinds, base, setting) for phase, kinds in self.found.fullest.items()]
         return self._plan(setting, "expected", lasting, passing, list(self._meetings(base, setting)))
 
-    def remedies(self, plan: Plan, room: float) -> Iterator[tuple[str, Plan]]:
+    def remedies(self, plan: Plan, usable: float) -> Iterator[tuple[str, Plan]]:
         """Keys that need less than the plan does, in words and as plans; those that fit, the cheapest first.
 
         The stages and the placement by themselves, then together, with them the smallest accumulation that fits, and
@@ -192,19 +192,19 @@ class Counted:
             if base.images % parts or not self._divides(base.images // parts):
                 continue
             change = {"images": base.images // parts, "accumulation": base.accumulation * parts}
-            if self.changed(replace(lowest, **change)).peak <= room:
+            if self.changed(replace(lowest, **change)).peak <= usable:
                 key = f"{also}engine.accumulation_steps {change['accumulation']}"
                 keys.append(({**asdict(lowest), **change}, key))
                 break
         step = 8 if base.images > 16 else 1
         for images in range((base.images - 1) // step * step, 1, -step):
             smaller = replace(base, images=images)
-            if self._divides(images) and self.changed(smaller).peak <= room:
+            if self._divides(images) and self.changed(smaller).peak <= usable:
                 keys.append(({"images": images}, f"data.batch_size {smaller.batch}"))
                 break
         for change, key in keys:
             found = self.changed(replace(base, **change))
-            if found.peak <= room and found.peak < plan.peak:
+            if found.peak <= usable and found.peak < plan.peak:
                 yield key, found
 
     def around(self, plan: Plan, images: int, image_bytes: float) -> dict[str, float]:
@@ -389,7 +389,7 @@ def sweep(
                 counted.changed(Setting(ranks, nodes, stage, placement, images, 1))
                 for stage in ((0,) if ranks == 1 else (0, 1, 2))
             ]
-            fitting = [plan for plan in plans if plan.peak <= card.room]
+            fitting = [plan for plan in plans if plan.peak <= card.usable_memory]
             yield width, (fitting or plans[-1:])[0], bool(fitting)
 
 
@@ -404,6 +404,6 @@ def advice_here(config: Config, ranks: int, size: float | None) -> Iterator[str]
     kinds = ", ".join(f"{kind} {byte_size(size)}" for kind, size in plan.memory.items() if 100 * size > plan.peak)
     yield f"counted for a GPU, a rank at its fullest moment: {byte_size(plan.peak)}; {kinds}"
     # Where that is less than the card has, other things lie beside it.
-    room = min(counted.card.room, 0.8 * plan.peak)
-    remedies = [f"{key} ({byte_size(found.peak)})" for key, found in counted.remedies(plan, room)]
+    usable = min(counted.card.usable_memory, 0.8 * plan.peak)
+    remedies = [f"{key} ({byte_size(found.peak)})" for key, found in counted.remedies(plan, usable)]
     yield f"expected to be enough: {'; '.join(remedies) or 'a smaller model.projector.width, or more GPUs'}"

@@ -26,10 +26,10 @@ from torch import Tensor
 from unigrad_fast.benchmarks.device_check.finding import Finding, findings
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.benchmarks.harness.turns import seconds, spread, synchronize
-from unigrad_fast.pipelines import RECIPES, View, photometric, recipe
+from unigrad_fast.pipelines import PRESETS, View, photometric, preset_views
 from unigrad_fast.pipelines.manifest import Manifest
 from unigrad_fast.pipelines.parameters import Parameters, sample
-from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN, Growth
+from unigrad_fast.pipelines.presets import DEVIATION, GLOBALS, MEAN, Growth
 from unigrad_fast.runtime.torch_private import spin
 
 DRAWN, DRAWN_SIZE = 64, (500, 375)  # images; width and height, those of a photograph of ImageNet
@@ -38,7 +38,7 @@ LOADS = (0.0, 0.5, 0.65, 0.8, 0.9)
 TIMED = ("simsiam", "multicrop")
 BLOCKS, BLOCK_SECONDS = 3, 1.0
 REPEATS = 300
-PLAIN = recipe("simsiam", jitter_probability=0, gray_probability=0, blur_probability=0, flip_probability=0)[0]
+PLAIN = preset_views("simsiam", jitter_probability=0, gray_probability=0, blur_probability=0, flip_probability=0)[0]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Ground:
 
     def views(self, name: str) -> tuple[View, ...]:
         """A preset's views; small ones on a CPU."""
-        views = recipe(name)
+        views = preset_views(name)
         return views if self.on_gpu else tuple(replace(view, size=view.size // 4) for view in views)
 
     def run(self, pipeline) -> tuple:
@@ -168,7 +168,7 @@ def torch_operations(ground: Ground) -> Iterator[Finding]:
     count, side = (64, 224) if ground.on_gpu else (4, 40)
     for name in ("simsiam", "byol", "swav"):
         ours, theirs = [], []
-        for number, view in enumerate(recipe(name, side)[:GLOBALS]):
+        for number, view in enumerate(preset_views(name, side)[:GLOBALS]):
             coarse = torch.rand(count, 3, 9, 9, generator=generator)  # smooth, as crops are
             smooth = torch.nn.functional.interpolate(coarse, size=side, mode="bilinear").permute(0, 2, 3, 1)
             crop = (255 * smooth + 8 * torch.randn(smooth.shape, generator=generator)).clamp(0, 255).to(torch.uint8)
@@ -205,7 +205,7 @@ def compared(ground: Ground, data: list[np.ndarray], view: View, drawn: list[Par
 def recipes(ground: Ground) -> Iterator[Finding]:
     """All operations together, from the same pixels and from each decoder's own."""
     for kind, data, bound in (("", ground.lossless(), VIEW), (", as they come", ground.data(), DECODED_VIEW)):
-        for name in RECIPES:
+        for name in PRESETS:
             views = ground.views(name)
             drawn = draw_all(ground, views)
             ours, theirs = of_graph(ground, data, views, drawn), of_crops(data, views, drawn)

@@ -1,6 +1,6 @@
 """Images per second and processor time of decoding and augmentation, against torchvision and decoding alone.
 
-    unigrad-fast bench loader [--photographs FOLDER] [--recipe simsiam] [--device gpu] [--output FOLDER]
+    unigrad-fast bench loader [--photographs FOLDER] [--preset simsiam] [--device gpu] [--output FOLDER]
 
     ours                     `Loader` as shipped, on as many threads as there are cores
     torchvision v1           `transforms` on Pillow images, as SimSiam's published code has them
@@ -10,7 +10,7 @@
     Pillow, decoding alone   in the processes of torchvision's
 
 torchvision and Pillow work in a DataLoader with as many worker processes as there are cores. All decode a file once
-per image, with the numbers of the same recipe. torchvision's operations are those that cost it least: Pillow images
+per image, with the numbers of the same preset. torchvision's operations are those that cost it least: Pillow images
 are blurred by Pillow, tensors with the narrowest window that holds three deviations.
 
 Each variant lives in a process of its own, and they take turns: one block of batches each, round after round. A
@@ -44,12 +44,12 @@ from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread
 from unigrad_fast.benchmarks.measures.loader_blocks import Block, measure, measure_memory
 from unigrad_fast.benchmarks.peers.loader import DALI, OURS, PILLOW, QUEUE, TORCHVISION, Setting
-from unigrad_fast.pipelines import recipe as views_of
+from unigrad_fast.pipelines import preset_views
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.tables import table_of_figures
 
-RECIPES = ("simsiam", "multicrop")  # measured unless one is named
+PRESETS = ("simsiam", "multicrop")  # measured unless one is named
 SMALL_ENTRIES, SMALL_BATCH = 256, 8  # images of an epoch and of a batch that memory is measured with
 
 
@@ -110,7 +110,7 @@ def require_shared_memory(setting: Setting) -> None:
 
 def main(
     photographs: Path | None,
-    recipe: str | None,
+    preset: str | None,
     device: str,
     batch_size: int,
     image_size: int | None,
@@ -124,11 +124,11 @@ def main(
 
     Raises:
         UserError: there is no GPU, or too little shared memory; `output` is a file.
-        DataError: the images or the recipe cannot be used.
+        DataError: the images or the preset cannot be used.
     """
     if device == "gpu" and not torch.cuda.is_available():
         raise UserError("device = gpu: torch finds no GPU; use --device cpu")
-    presets = {name: views_of(name, image_size) for name in ([recipe] if recipe else RECIPES)}
+    presets = {name: preset_views(name, image_size) for name in ([preset] if preset else PRESETS)}
     threads = threads or len(os.sched_getaffinity(0))
     steps = -(-steps // threads) * threads
     make_folder(output)

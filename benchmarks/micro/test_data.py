@@ -29,6 +29,6 @@ def images(tmp_path, monkeypatch):
 def test_batch_of_the_loader(benchmark, public, images):
     """32 images, two views of 224 pixels each; the loader works ahead, so that many batches are taken."""
     Loader, Manifest = public("unigrad_fast.pipelines:Loader"), public("unigrad_fast.pipelines:Manifest")
-    loader = Loader(Manifest.from_folder(images), recipe="simsiam", batch_size=BATCH_SIZE, seed=0, device="cpu")
+    loader = Loader(Manifest.from_folder(images), "simsiam", batch_size=BATCH_SIZE, seed=0, device="cpu")
     with closing(loader.iterate()) as batches:
         benchmark.pedantic(lambda: next(batches), rounds=20, warmup_rounds=4)

@@ -20,7 +20,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from unigrad_fast.benchmarks.harness.images import read_image
 from unigrad_fast.pipelines import Loader, Manifest
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, View
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN, View
 
 QUEUE = 2  # batches per worker process that a DataLoader makes ahead
 LEAST_WARMUP = 4  # batches; no fewer than DALI makes ahead
@@ -34,7 +34,7 @@ class Setting:
     """What every variant has to do.
 
     Attributes:
-        views: the recipe.
+        views: of the preset.
         images, cache: folder of the files, and of the manifest's remembered sizes.
         batch_size: images per batch.
         threads: of ours; worker processes of the others.
@@ -125,7 +125,7 @@ VARIANTS = {OURS: ours, **TORCHVISION, DALI: dali_decoding, PILLOW: pillow_decod
 def augmentation(
     view: View, kit: ModuleType, blur: Callable[[Any], Any], tail: list[Callable[[Any], Any]]
 ) -> Callable[[Any], Tensor]:
-    """A recipe's view by torchvision: a decoded image to a normalised tensor [3, size, size].
+    """A preset's view by torchvision: a decoded image to a normalised tensor [3, size, size].
 
     Args:
         view: the numbers.

@@ -18,7 +18,7 @@ from unigrad_fast.benchmarks.peers.authors import authors_loss
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder, build_encoder
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.target import make_target

@@ -1,1 +1,1 @@
-"""Files as they lie on the disk: headers of images, archives, descriptors that stay open, slow storage."""
+"""Files on the disk: image headers, archives, file descriptors that stay open, slow storage."""

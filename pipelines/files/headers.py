@@ -1,4 +1,4 @@
-"""Image files as their names and headers tell: what counts as one, and its width and height."""
+"""Image files by name and header: what counts as an image, and its width and height."""
 
 import errno
 import io
@@ -7,7 +7,7 @@ import stat
 
 from PIL import Image, UnidentifiedImageError
 
-# What torchvision's ImageFolder takes; DALI decodes all of it.
+# The formats of torchvision's ImageFolder; DALI decodes all of them.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ENDINGS = tuple(extension.encode() for extension in EXTENSIONS)
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
@@ -15,16 +15,16 @@ _ORIENTATION, _WIDTH, _HEIGHT = 0x112, 0x100, 0x101  # tags of TIFF files
 
 
 def read_size(path: bytes) -> tuple[int, int]:
-    """Width and height of an image file from its header. Raises OSError where there is none."""
+    """Width and height of an image file from its header. Raises OSError if it has none."""
     # Opened here because Pillow itself takes no path in bytes, and a name need not be UTF-8.
-    # Without waiting: a pipe that somebody left there would never answer.
+    # Non-blocking, because opening a named pipe would wait forever.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        require_file(path, os.fstat(file.fileno()))
+        require_regular(path, os.fstat(file.fileno()))
         return size_in(file)
 
 
 def size_in(file: io.BufferedIOBase) -> tuple[int, int]:
-    """Width and height of an image from its header. Raises OSError where there is none."""
+    """Width and height of an image from its header. Raises OSError if it has none."""
     try:
         with Image.open(file, formats=FORMATS) as image:
             return stored_size(image)
@@ -33,14 +33,14 @@ def size_in(file: io.BufferedIOBase) -> tuple[int, int]:
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height as they are stored, for orientation tags are ignored; Pillow turns TIFF files by theirs."""
+    """Width and height as stored, ignoring orientation tags, which Pillow applies to TIFF files."""
     if image.format == "TIFF" and image.tag_v2.get(_ORIENTATION, 1) != 1:
         return image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
     return image.size
 
 
-def require_file(path: bytes | str, state: os.stat_result) -> None:
-    """Raises OSError where the state of what lies at a path is that of a pipe or a device, which may never end."""
+def require_regular(path: bytes | str, state: os.stat_result) -> None:
+    """Raises OSError if a path is a named pipe or a device, which may never end."""
     mode = state.st_mode
     if stat.S_ISREG(mode) or stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # the latter two fail when they are opened
         return

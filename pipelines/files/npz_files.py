@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-# What numpy and zipfile raise for an .npz file that is absent, cut off, overwritten or something else.
+# Errors of numpy and zipfile for an .npz file that is absent, truncated, overwritten or something else.
 DAMAGED = (
     *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError),
     *(NotImplementedError, RuntimeError, MemoryError, SystemError),
@@ -18,11 +18,11 @@ DAMAGED = (
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file. Raises one of `DAMAGED` where it is absent or damaged."""
+    """All arrays of an .npz file. Raises one of `DAMAGED` if it is absent or damaged."""
     with np.load(path) as content:
-        return {key: np.asarray(content[key]) for key in content.files}  # numpy hands out foreign members as bytes
+        return {key: np.asarray(content[key]) for key in content.files}  # numpy returns other members as bytes
 
 
 def within(positions: np.ndarray, count: int) -> bool:
-    """Whether all integers are positions among so many."""
+    """Whether all integers are positions in a sequence of `count` items."""
     return not positions.size or bool(positions.min() >= 0 and positions.max() < count)

@@ -12,21 +12,23 @@ _OPEN = 256 if _LIMIT == resource.RLIM_INFINITY else max(8, min(256, _LIMIT // 4
 
 
 class File:
-    """An open file that is closed when nobody needs it any more, in whatever thread that is."""
+    """An open file that is closed when it is no longer referenced, in any thread."""
 
     def __init__(self, path: str) -> None:
         self.path, self.number = path, -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # as `os` is gone when the interpreter ends
+    def __del__(
+        self, close: Callable[[int], None] = os.close
+    ) -> None:  # a default, because `os` is gone when the interpreter ends
         if self.number >= 0:
             close(self.number)
 
 
-# pread has no position that threads or forked processes could move for one another.
+# pread has no file position that threads or forked processes would share.
 @lru_cache(_OPEN)
 def opened(path: str, size: int, changed: int) -> File:
-    """A file of so many bytes and that modification time in ns. Raises OSError where it has others, or is gone."""
+    """An open file with this size and modification time in ns. Raises OSError if these differ or it is gone."""
     file = File(path)
     found = os.fstat(file.number)
     if (found.st_size, found.st_mtime_ns) != (size, changed):
@@ -35,7 +37,7 @@ def opened(path: str, size: int, changed: int) -> File:
 
 
 def read_at(file: File, at: int, length: int) -> bytes:
-    """Bytes of a file. Raises OSError where it ends early."""
+    """Bytes of a file. Raises OSError if it ends early."""
     parts, missing = [], length
     while missing:
         part = os.pread(file.number, missing, at + length - missing)

@@ -1,4 +1,4 @@
-"""Looking at many files, in threads as soon as the storage keeps it waiting."""
+"""Inspects many files, in threads as soon as the storage turns out to be slow."""
 
 import os
 import stat
@@ -14,9 +14,9 @@ CHUNK = 2048  # files per task of a thread
 
 
 def spread(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-    """Results of a function in order; in threads as soon as it mostly waits.
+    """Results of a function, in order; uses threads as soon as the function mostly waits.
 
-    Local storage answers in microseconds, and threads would only contend for the interpreter; network storage does not.
+    Local storage answers in microseconds, so threads would only contend for the interpreter; network storage is slower.
     """
     results = []
     start, busy = time.perf_counter(), time.thread_time()
@@ -30,7 +30,7 @@ def spread(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
 
 
 def file_states(root: str, names: list[bytes]) -> np.ndarray:
-    """Bytes and modification times in ns, int64 [n, 2], of files; -1, -1 where there is none."""
+    """Sizes in bytes and modification times in ns of files, int64 [n, 2]; -1, -1 where there is no file."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # shorter walks through the file system
 
     def look(start: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tar format: the files in an archive and where they start, and what a written file has around it."""
+"""The tar format: reads which files an archive holds and where they start; makes headers and padding."""
 
 import os
 import tarfile
@@ -11,13 +11,13 @@ from .open_files import File, read_at
 BLOCK = 512
 _FILES, _LINKS = b"\x0007", b"12"  # types of tar members
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_PIECE = 1 << 20  # bytes that are read at once between archives
+_PIECE = 1 << 20  # bytes to read at once between archives
 
 
 def members(path: str) -> Iterator[tuple]:
-    """Name, start, length, whether it is a link, and a function that reads it, of every file in a tar.
+    """Yields, for every file in a tar: its name, start, length, whether it is a link, and a function that reads it.
 
-    Archives that were joined with `cat` are read one after the other; what else follows an end mark is ignored.
+    Archives that were joined with `cat` are read one after the other; anything else behind an end mark is ignored.
     """
     try:
         file = File(path)
@@ -25,10 +25,10 @@ def members(path: str) -> Iterator[tuple]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason(error)}; check its permissions") from error
     position, long_name, long_length = 0, None, None
-    ended = False  # whether an end mark lies before this position
+    ended = False  # whether an end mark precedes this position
     while True:
         try:
-            header = os.pread(file.number, 2 * BLOCK, position)  # with the label that may follow it
+            header = os.pread(file.number, 2 * BLOCK, position)  # including the label that may follow
             if len(header) >= BLOCK and not any(header[:BLOCK]):  # the end mark
                 position, long_name, long_length, ended = _behind_zeros(file, position), None, None, True
                 header = os.pread(file.number, 2 * BLOCK, position)
@@ -36,7 +36,7 @@ def members(path: str) -> Iterator[tuple]:
             raise DataError(f"{path} cannot be read: {reason(error)}") from error
         header, behind = header[:BLOCK], header[BLOCK:]
         if position == 0 and header.startswith(_COMPRESSED):
-            raise DataError(f"{path}: compressed; unpack it (gunzip, unxz, unzstd): images are read by offset")
+            raise DataError(f"{path}: compressed, but images are read by offset; unpack it (gunzip, unxz, unzstd)")
         if len(header) < BLOCK:
             if ended:
                 return
@@ -70,7 +70,7 @@ def members(path: str) -> Iterator[tuple]:
                 records = _pax(content())
                 long_length = _decimal(records[b"size"]) if b"size" in records else None
             except ValueError as error:
-                what = f"{member(path, _short_name(header))}: an extended header at byte {at} that is damaged"
+                what = f"{member(path, _short_name(header))}: its extended header at byte {at} is damaged"
                 raise DataError(f"{what}; copy or pack the shard again") from error
             long_name = records.get(b"path", long_name)
             if any(key.startswith(b"GNU.sparse") for key in records):
@@ -101,7 +101,7 @@ def _decimal(text: bytes) -> int:
 
 
 def _behind_zeros(file: File, position: int) -> int:
-    """Where the first block from there begins that is not all zeros, or the end of the file."""
+    """Start of the first block that is not all zeros, or the end of the file."""
     while piece := os.pread(file.number, _PIECE, position):
         if rest := piece.lstrip(b"\0"):
             return (position + len(piece) - len(rest)) // BLOCK * BLOCK
@@ -115,7 +115,7 @@ def _short_name(header: bytes) -> bytes:
 
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
-    """Records `LENGTH KEY=VALUE\\n` of an extended header. Raises ValueError where it is damaged."""
+    """Records `LENGTH KEY=VALUE\\n` of an extended header. Raises ValueError if it is damaged."""
     records, start = {}, 0
     while start < len(content):
         space = content.index(b" ", start)

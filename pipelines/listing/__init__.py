@@ -1,1 +1,1 @@
-"""How images are listed: folders, text files and shards, their labels, and the cache of what was found."""
+"""Lists images in folders, text files and shards, with their labels, and caches the result."""

@@ -1,6 +1,6 @@
-"""What is remembered of a listing between starts: image sizes, the unusable ones, and of shards the index.
+"""Caches listings between starts: image sizes, unusable images, and the index of shards.
 
-A file per source, in `$UNIGRAD_CACHE` or `~/.cache/unigrad-fast`; it counts as long as the fingerprint is the same.
+There is a file per source in `$UNIGRAD_CACHE` or `~/.cache/unigrad-fast`, valid as long as the fingerprint matches.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ..files.npz_files import DAMAGED, read_arrays, within
 
 
 def digest(*parts: Any) -> str:
-    """The fingerprint of names, states and whatever else decides what a listing holds."""
+    """The fingerprint of names, file states and everything else that determines a listing."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(part)
@@ -24,7 +24,7 @@ def digest(*parts: Any) -> str:
 
 
 def cache_file(source: str, cache: str | os.PathLike | None) -> Path | None:
-    """The file that is for a source, in the given folder or the usual one; None where there is no place for it."""
+    """The cache file of a source, in the given folder or the default one; None if there is no home folder."""
     try:
         folder = Path(cache or os.environ.get("UNIGRAD_CACHE") or Path.home() / ".cache" / "unigrad-fast")
     except RuntimeError:  # a user without a home folder
@@ -33,7 +33,7 @@ def cache_file(source: str, cache: str | os.PathLike | None) -> Path | None:
 
 
 def recall(store: Path | None, fingerprint: str) -> dict[str, np.ndarray]:
-    """Arrays in the cache; none where it has none for this fingerprint, or is damaged."""
+    """Cached arrays; empty if the cache has none for this fingerprint, or is damaged."""
     with contextlib.suppress(*DAMAGED):
         if store is not None:
             content = read_arrays(store)
@@ -43,7 +43,7 @@ def recall(store: Path | None, fingerprint: str) -> dict[str, np.ndarray]:
 
 
 def fits(content: dict[str, np.ndarray], count: int) -> bool:
-    """Whether sizes and marks, where these were remembered, are possible for so many images."""
+    """Whether cached sizes and marks, if there are any, are valid for `count` images."""
     sizes, unusable = sizes_in(content, count), content.get("unusable", np.zeros(0, np.int64))
     return (
         sizes.dtype == np.int32
@@ -56,17 +56,17 @@ def fits(content: dict[str, np.ndarray], count: int) -> bool:
 
 
 def sizes_in(content: dict[str, np.ndarray], count: int) -> np.ndarray:
-    """Sizes that were remembered, else zeros."""
+    """Cached sizes, or zeros."""
     return content["sizes"] if "sizes" in content else np.zeros((count, 2), np.int32)
 
 
 def remember(store: Path | None, **arrays: Any) -> None:
-    """Writes the arrays for a source; that it cannot be done is no error."""
+    """Writes the arrays of a source; failing to write is not an error."""
     if store is None:
         return
     with contextlib.suppress(OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks may write at once: each its own draft, and the last one in place stays.
+        # Several ranks may write at once: each writes its own draft, and the last rename wins.
         with tempfile.NamedTemporaryFile(dir=store.parent, prefix=f".{store.name}.", delete=False) as draft:
             try:
                 np.savez(draft, **arrays)

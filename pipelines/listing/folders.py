@@ -1,4 +1,4 @@
-"""The images of a folder, by their names: a tree with a folder per class, or a flat one."""
+"""Lists the images of a folder: a tree with a folder per class, or a flat folder."""
 
 import errno
 import os
@@ -13,23 +13,23 @@ from .left_out import ending, tell
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
-    """Class names (none for a flat folder), images of each, and all names, class by class; warns of other files."""
+    """Class names (none for a flat folder), number of images of each, and all names by class; warns of other files."""
     base, runs = os.fsencode(root), []
     folders, flat, others = _entries(base, b"", runs)
     if runs:
-        raise DataError(f"{root} is the folder of a run, whose pictures are no images to train on; give another")
+        raise DataError(f"{root} is the folder of a run, not of training images; give another folder")
     folders.sort()
     trees = spread(lambda folder: _list_class(base, folder, runs), folders)
     if runs:
         warnings.warn(
-            f"folders of runs lie among the images in {root} ({len(runs)}, {os.fsdecode(min(runs))} for one); they are "
-            "not used",
+            f"{root} contains {len(runs)} folders of runs among the images ({os.fsdecode(min(runs))} for one); they "
+            "are ignored",
             stacklevel=3,
         )
     found = [(folder, names) for folder, (names, _) in zip(folders, trees, strict=True) if names]
     if found and flat:
         warnings.warn(
-            f"{len(flat)} images lie directly in {root} beside its class folders; they are not used", stacklevel=3
+            f"{len(flat)} images lie directly in {root}, next to its class folders; they are ignored", stacklevel=3
         )
     others = sum((counts for _, counts in trees), others)
     if not found and not flat:
@@ -42,9 +42,9 @@ def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
 
 
 def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], Counter[bytes]]:
-    """All images under one class folder, at any depth, sorted by folder and name; and its other files by kind.
+    """All images under one class folder, at any depth, sorted by folder and name; and counts of its other files.
 
-    Folders of runs are left out, and added to `runs`.
+    Folders of runs are skipped and added to `runs`.
     """
     waiting, done, seen, others = [folder], {}, set(), Counter()
     while waiting:
@@ -91,7 +91,7 @@ def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes]
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
-    """Whether an entry is a folder or a link to one. Raises OSError where that is unknown and it may be one."""
+    """Whether an entry is a folder or a link to one. Raises OSError if that is unknown and it may be a folder."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -101,7 +101,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 
 def holds_images(root: str) -> bool:
-    """Whether there is an image in a folder, at any depth."""
+    """Whether a folder holds an image, at any depth."""
     for _, folders, files in os.walk(os.fsencode(root), followlinks=False):
         if marks.OF_A_RUN and marks.OF_A_RUN.issubset(files):
             folders.clear()

@@ -1,4 +1,4 @@
-"""Labels as they are written, integers or names, to positions in the classes."""
+"""Converts written labels, integers or names, into class indices."""
 
 import os
 import re
@@ -13,11 +13,11 @@ _SHOWN = 20  # characters of a label in a message
 
 
 def number_labels(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.ndarray | None, list[str]]:
-    """Labels as positions in the classes, int64 [n], and the classes; None and nothing without labels.
+    """Labels as class indices, int64 [n], and the class names; None and an empty list without labels.
 
     Args:
-        texts: of the labels: all integers, which are the positions, or names, which are sorted.
-        place: says where the label of an image stands.
+        texts: the labels: all integers, which are class indices, or names, which are sorted.
+        place: returns the position of an image's label, for messages.
     """
     if not texts:
         return None, []
@@ -30,10 +30,10 @@ def number_labels(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.n
     numbers = []
     for text, kind in kinds.items():
         digits = text.lstrip(b"0") or b"0"
-        # By length first, for int() refuses thousands of digits.
+        # By length first, because int() refuses thousands of digits.
         if len(digits) > len(str(_LARGEST)) or not 0 <= int(digits) <= _LARGEST:
             where = place(int(np.argmax(ids == kind)))
             label = text.decode() if len(text) <= _SHOWN else f"{text[:_SHOWN].decode()}..."
-            raise DataError(f"{where}: label {label} is out of range; integers are to lie in 0 to {_LARGEST}")
+            raise DataError(f"{where}: label {label} is out of range; integers must be in 0 to {_LARGEST}")
         numbers.append(int(digits))
     return np.array(numbers, np.int64)[ids], [str(number) for number in range(max(numbers) + 1)]

@@ -1,4 +1,4 @@
-"""Files that lie among the images and are not used: counted by their endings, and said."""
+"""Counts and reports files among the images that are ignored, by extension."""
 
 import json
 import warnings
@@ -13,33 +13,33 @@ _SHOWN = 5  # endings in a message
 
 
 def ending(name: bytes) -> bytes:
-    """The ending of a file's name in lower case; nothing where it has none."""
+    """The extension of a file's name in lower case; empty if it has none."""
     stem, dot, last = name.rpartition(b".")
     return dot + last.lower() if stem else b""
 
 
 def tell(source: str, counts: Counter[bytes]) -> None:
-    """Warns of what is left out."""
+    """Warns of ignored files."""
     if not counts:
         return
     kinds = [f"{number:,} {_name(kind)}" for kind, number in counts.most_common(_SHOWN)]
     if len(counts) > _SHOWN:
         kinds.append(f"{sum(counts.values()) - sum(number for _, number in counts.most_common(_SHOWN)):,} others")
-    warnings.warn(f"{source}: left out: {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}", stacklevel=4)
+    warnings.warn(f"{source}: ignored {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}", stacklevel=4)
 
 
 def _name(kind: bytes) -> str:
-    return kind.decode("utf-8", "surrogateescape") or "without an ending"
+    return kind.decode("utf-8", "surrogateescape") or "without an extension"
 
 
 def to_array(counts: Counter[bytes]) -> np.ndarray:
-    """Counts for a cache."""
+    """Counts as an array for the cache."""
     texts = {kind.decode("latin-1"): number for kind, number in counts.items()}
     return np.array(json.dumps(texts))
 
 
 def from_array(array: np.ndarray | None) -> Counter[bytes] | None:
-    """Counts from a cache; None where there are none, or they are damaged."""
+    """Counts from the cache; None if there are none, or they are damaged."""
     with suppress(ValueError, AttributeError, TypeError):
         if array is not None and array.dtype.kind == "U":
             return Counter({kind.encode("latin-1"): int(n) for kind, n in json.loads(array.item()).items()})

@@ -1,9 +1,9 @@
-"""The images of tar shards: as remembered, as the index beside the shards says, or from the tar headers.
+"""Lists the images of tar shards: from the cache, from the index next to the shards, or from the tar headers.
 
-The headers are walked once. Every member with the ending of an image is one. Its label is in the file with the longest
-key that its own name begins with: `a/7.jpg` and `a/7.v2.jpg` both find `a/7.cls` (an integer) or `a/7.json` (with the
-key `label` or `cls`), and the latter would rather take `a/7.v2.cls`. In a sample as WebDataset writes it, an image
-`a/7.jpg` beside files of other kinds, `a/7.seg.png` is no further image but one more of these.
+The headers are scanned once. Every member with the extension of an image is an image. Its label is in the file with
+the longest key that is a prefix of its name: `a/7.jpg` and `a/7.v2.jpg` both find `a/7.cls` (an integer) or `a/7.json`
+(with the key `label` or `cls`), but the latter would prefer `a/7.v2.cls`. In a WebDataset sample, an image `a/7.jpg`
+next to files of other kinds, `a/7.seg.png` is not another image but a part of the sample.
 """
 
 import json
@@ -29,22 +29,22 @@ from .left_out import ending as ending_of
 from .left_out import from_array, tell, to_array
 
 _THREADS = 8  # hides the latency of network storage
-LEFT_OUT = "left_out"  # array beside the index in the cache: what it leaves out; older ones, which lack it, had less
+LEFT_OUT = "left_out"  # array next to the index in the cache: counts of ignored files; caches without it are older
 
 
 def list_shards(
     source: str, shards: Shards, content: dict[str, np.ndarray]
 ) -> tuple[Index, dict[str, np.ndarray], bool]:
-    """The index of some shards, the arrays that came with it, and whether both were remembered.
+    """The index of some shards, the arrays that came with it, and whether both were cached.
 
-    Warns of members that are left out.
+    Warns of members that are ignored.
 
     Args:
         source: the folder, or the one shard.
-        content: what was remembered of these shards.
+        content: cached arrays of these shards.
 
     Raises:
-        DataError: as `_walk` and `Shards.classes`; or shards are missing that the index beside them lists.
+        DataError: as `_walk` and `Shards.classes`; or shards that the index lists are missing.
     """
     index, left_out = _index_in(content, shards), from_array(content.get(LEFT_OUT))
     if index is not None and left_out is not None:
@@ -53,32 +53,32 @@ def list_shards(
     beside = Path(shards.root, INDEX)
     if os.path.isdir(source) and (gone := missing(beside, shards)):
         raise DataError(
-            f"{os.path.join(shards.root, gone[0])}: missing, {len(gone)} of the shards that {beside} lists; "
-            "copy them again, or remove that file to do without them"
+            f"{os.path.join(shards.root, gone[0])}: missing; {len(gone)} of the shards that {beside} lists are gone; "
+            "copy them again, or remove that file to continue without them"
         )
     content = load(beside, shards) or {}
     index = _index_in(content, shards)
-    if index is not None:  # `data shard` wrote the shards, and nothing else lies in them
+    if index is not None:  # `data shard` wrote the shards, which hold nothing else
         return index, {**content, LEFT_OUT: to_array(Counter())}, False
     if os.path.isdir(source) and os.path.exists(beside):
-        warnings.warn(f"{beside} is damaged or belongs to other shards; it is not used", stacklevel=3)
+        warnings.warn(f"{beside} is damaged or belongs to other shards; it is ignored", stacklevel=3)
     index, left_out = _from_headers(shards)
     tell(source, left_out)
     return index, {LEFT_OUT: to_array(left_out)}, False
 
 
 def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
-    """The index that was remembered, if it was and is possible, as is what else was."""
+    """The cached index, if it and the other cached arrays are valid."""
     with suppress(KeyError, SystemError):
         index = Index(**{key: content[key] for key in Index.__dataclass_fields__})
         if index.fits(shards) and fits(content, len(index.shard)):
-            index.classes.tolist()  # raises SystemError for what is no character
+            index.classes.tolist()  # raises SystemError for invalid characters
             return index
     return None
 
 
 def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
-    """The index of some shards, from their headers, and what it leaves out, by endings."""
+    """The index of some shards, from their headers, and counts of ignored files by extension."""
     found = _walk(shards)
     names = [os.fsencode(tar) + b"/" + name for tar, one in zip(shards.tars, found, strict=True) for name in one.names]
     texts = [text for one in found for text in one.labels]
@@ -92,8 +92,8 @@ def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
         if labels.max() >= len(given):
             worst = int(labels.argmax())
             raise DataError(
-                f"{place(worst)}: label {labels[worst]}, but {CLASSES} beside the shards names {len(given)} "
-                "classes; add the others"
+                f"{place(worst)}: label {labels[worst]}, but {CLASSES} next to the shards names {len(given)} "
+                "classes; add the missing names"
             )
         classes = given
     counts = [len(one.names) for one in found]
@@ -111,7 +111,7 @@ def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
 
 @dataclass
 class _Found:
-    """Images of one shard: names, where they start, lengths in bytes and texts of labels; and what else there is."""
+    """Images of one shard: names, offsets, lengths in bytes and texts of labels; and counts of ignored files."""
 
     names: list[bytes] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
@@ -123,11 +123,11 @@ class _Found:
 def _walk(shards: Shards) -> list[_Found]:
     """Images of every shard, from the tar headers.
 
-    Where nothing is labelled and the images lie in several folders, these are the classes, as in a tar of a tree.
+    If nothing is labelled and the images lie in several folders, the folders are the classes, as in a tar of a tree.
 
     Raises:
-        DataError: a shard is compressed, cut off or damaged, has two images of one key or none at all, or only some
-            images have labels.
+        DataError: a shard is compressed, cut off or damaged, has two images with one key or none at all, or only
+            some images have labels.
     """
     paths = [shards.path(number) for number in range(len(shards.tars))]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -135,7 +135,7 @@ def _walk(shards: Shards) -> list[_Found]:
     for path, one in zip(paths, found, strict=True):
         if bool(one.labels) != bool(found[0].labels):
             which, other = (path, paths[0]) if not one.labels else (paths[0], path)
-            raise DataError(f"{which}: its images have no labels, those of {other} have; give all of them one, or none")
+            raise DataError(f"{which}: its images have no labels, but those of {other} do; label all images or none")
     if not found[0].labels:
         folders = [[name.rpartition(b"/")[0].rpartition(b"/")[2] for name in one.names] for one in found]
         if len(distinct := {folder for names in folders for folder in names}) > 1 and b"" not in distinct:
@@ -146,10 +146,10 @@ def _walk(shards: Shards) -> list[_Found]:
 
 def _walk_shard(path: str) -> _Found:
     found = _Found()
-    keys: list[bytes] = []  # of the images: names without endings
+    keys: list[bytes] = []  # of the images: names without extensions
     labels: dict[bytes, dict[bytes, bytes | None]] = {b"cls": {}, b"json": {}}
     unread: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}  # files with two dots that may hold a label
-    seen, others = set(), set()  # others: keys of files that are no images
+    seen, others = set(), set()  # others: keys of files that are not images
     for name, at, length, link, content in members(path):
         folder, slash, base = name.rpartition(b"/")
         stem, dot, ending = base.rpartition(b".")
@@ -167,7 +167,7 @@ def _walk_shard(path: str) -> _Found:
         mark = (key, b"" if is_image else ending)
         if mark in seen:
             what = "image" if is_image else f".{ending.decode()} file"
-            raise DataError(f"{member(path, name)}: the second {what} of the key {text_of(key)}; rename one of them")
+            raise DataError(f"{member(path, name)}: the second {what} with the key {text_of(key)}; rename one of them")
         seen.add(mark)
         if is_image:
             keys.append(key)
@@ -182,7 +182,7 @@ def _walk_shard(path: str) -> _Found:
     if dotted:
         keys = _without_parts(found, keys, seen, others)
     if not found.names:
-        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}); leave it out, or pack it anew")
+        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}); remove it, or pack it again")
 
     def text(key: bytes) -> bytes | None:
         for shorter in _shorter(key) if dotted else (key,):
@@ -199,13 +199,13 @@ def _walk_shard(path: str) -> _Found:
     found.labels = [label for label in texts if label is not None]
     if found.labels and len(found.labels) < len(keys):
         bare = found.names[texts.index(None)]
-        count = f"{len(found.labels)} of {len(keys)} images have a label"
-        raise DataError(f"{member(path, bare)}: no label (.cls or .json), but {count}; give all of them one, or none")
+        count = f"{len(found.labels)} of {len(keys)} images have one"
+        raise DataError(f"{member(path, bare)}: has no label (.cls or .json), but {count}; label all images or none")
     return found
 
 
 def _shorter(key: bytes) -> Iterator[bytes]:
-    """A key, and what remains of it without its last dots."""
+    """A key, then the key without its last part behind a dot, and so on."""
     folder, slash, stem = key.rpartition(b"/")
     while stem:
         yield folder + slash + stem
@@ -213,7 +213,7 @@ def _shorter(key: bytes) -> Iterator[bytes]:
 
 
 def _without_parts(found: _Found, keys: list[bytes], seen: set[tuple[bytes, bytes]], others: set[bytes]) -> list[bytes]:
-    """Takes out the images that are parts of a sample of WebDataset's; the keys of those that stay."""
+    """Removes images that are parts of a WebDataset sample; returns the keys of the others."""
     stays = []
     for key in keys:
         *_, first = _shorter(key)
@@ -234,7 +234,7 @@ def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | Non
         label = content.strip()
         if not label.isdigit():
             said = text_of(label[:20]) or "nothing"
-            raise DataError(f"{member(path, name)}: says {said}; a .cls file is to hold an integer from 0")
+            raise DataError(f"{member(path, name)}: says {said}; a .cls file must hold an integer of at least 0")
         return label
     try:
         tree = json.loads(content)
@@ -246,4 +246,4 @@ def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | Non
     if isinstance(value, (int, str)) and not isinstance(value, bool) and (text := str(value).strip()):
         with suppress(UnicodeEncodeError):  # JSON can write half a character
             return text.encode("utf-8", "surrogateescape")
-    raise DataError(f"{member(path, name)}: its label is {value!r}; it is to be an integer or a name")
+    raise DataError(f"{member(path, name)}: its label is {value!r}; it must be an integer or a name")

@@ -1,4 +1,4 @@
-"""The images that a text file lists, a path per line, and the texts of their labels."""
+"""Reads a text file that lists images, a path per line, and their labels."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from ..files.headers import ENDINGS, reason
 
 
 def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
-    """Of each image that a list names the number of its line, from 1, its name, and the text of its label.
+    """Line numbers (from 1), names and texts of the labels of the images in a list.
 
-    There are no texts where the list has no labels.
+    Without labels there are no texts.
 
     Raises:
         DataError: the list cannot be read, names no image, or only some of its lines have labels.
@@ -21,13 +21,13 @@ def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
 
 
 def not_there(source: str, numbers: list[int], names: list[bytes], missing: list[int]) -> str:
-    """What to say of a list some of whose images, by their place among all, are no files."""
+    """The message for a list with missing images, given by their positions."""
     first = missing[0]
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
     path = os.fsdecode(os.path.join(os.fsencode(os.path.dirname(source)), names[first]))
     return (
         f"{source}, line {numbers[first]}: {path} does not exist or is not a file{more}; correct the path, which "
-        "counts from the list's folder, or leave the line out; a label stands behind a TAB"
+        "is relative to the list's folder, or remove the line; put a TAB before a label"
     )
 
 
@@ -39,14 +39,14 @@ def _lines(source: str) -> list[tuple[int, bytes]]:
     except OSError as error:
         raise DataError(f"{source} cannot be read: {reason(error)}; check the path and its permissions") from error
     if b"\0" in content:
-        raise DataError(f"{source}: not a text file in UTF-8; a list has the path of an image per line")
+        raise DataError(f"{source}: not a text file in UTF-8; write the path of an image per line")
     lines = [
         (number, text)
         for number, line in enumerate(content.split(b"\n"), 1)
         if (text := line.strip(b" \r")) and not text.startswith(b"#") and not text.isspace()
     ]
     if not lines:
-        raise DataError(f"{source}: names no image; a list has the path of an image per line")
+        raise DataError(f"{source}: lists no image; write the path of an image per line")
     return lines
 
 
@@ -63,7 +63,7 @@ def _split_lines(source: str, lines: list[tuple[int, bytes]]) -> tuple[list[byte
         return [row[0] for row in rows], []
     for (number, _), row in zip(lines, rows, strict=True):
         if len(row) > 2 or not all(part.strip() for part in row):
-            raise DataError(f"{source}, line {number}: unreadable; a line is PATH, or PATH, one TAB and a label")
+            raise DataError(f"{source}, line {number}: unreadable; write PATH, or PATH, one TAB and a label")
     if not all(len(row) == 2 for row in rows):
         raise DataError(_mixed(source, lines, [len(row) == 2 for row in rows], "a TAB and a label"))
     return [row[0].strip() for row in rows], [row[1].strip() for row in rows]
@@ -72,5 +72,5 @@ def _split_lines(source: str, lines: list[tuple[int, bytes]]) -> tuple[list[byte
 def _mixed(source: str, lines: list[tuple[int, bytes]], labelled: list[bool], form: str) -> str:
     return (
         f"{source}, line {lines[labelled.index(False)][0]}: has no label ({form}), but {sum(labelled)} of {len(lines)} "
-        "lines have one; give all lines one, or none"
+        "lines have one; label all lines or none"
     )

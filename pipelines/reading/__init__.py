@@ -1,1 +1,1 @@
-"""Encoded images of each step, read ahead; what cannot be used is remembered and replaced by another image."""
+"""Reads the encoded images of each step ahead; unusable images are remembered and replaced."""

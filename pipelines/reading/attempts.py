@@ -1,4 +1,4 @@
-"""The images of one step while threads read them: a result per place, and the files that do not answer."""
+"""The images of one step while threads read them: a result per place, and files that do not answer."""
 
 import threading
 import time
@@ -13,23 +13,23 @@ from .threads import Threads
 
 
 class Turn:
-    """A thread's search for the image of one place of a step, beginning with the given attempt."""
+    """A thread's search for an image for one place of a step, starting at the given attempt."""
 
     def __init__(self, candidates: Candidates, reading: "Reading", place: int, attempt: int = 0, why: str = "") -> None:
         self.candidates, self.reading, self.place, self.attempt, self.why = candidates, reading, place, attempt, why
         self.image = -1
-        self.began: float | None = None  # when the file was asked for that it waits for
+        self.began: float | None = None  # when the request for the current file began
         reading.turns[place] = self
 
     def __call__(self) -> None:
         try:
             result = self._find()
-        except BaseException as error:  # it is raised where the step is taken
+        except BaseException as error:  # raised again when the step is taken
             result = error
         self.reading.set(self, result)
 
     def _find(self) -> tuple[int, np.ndarray]:
-        """The image asked for, or the first substitute that can be used, and its bytes."""
+        """The requested image, or the first usable substitute, and its bytes."""
         candidates, reading = self.candidates, self.reading
         asked = int(reading.asked[self.place])
         while self.attempt <= TRIES:
@@ -43,12 +43,12 @@ class Turn:
             if not self.fail(why):
                 break
         raise DataError(
-            f"{candidates.manifest.path(asked)}: neither it nor {TRIES} other images can be read in its place; the "
-            f"last one failed with: {self.why}; is the storage reachable?"
+            f"{candidates.manifest.path(asked)}: neither it nor any of {TRIES} substitutes can be read; the "
+            f"last one failed with: {self.why}; check the storage"
         )
 
     def fail(self, why: str) -> bool:
-        """Notes that the image cannot be used, and goes on to the next; False if this turn was given up meanwhile."""
+        """Records that the image is unusable and moves on to the next; False if this turn was abandoned meanwhile."""
         reading = self.reading
         with reading.changed:
             if reading.turns[self.place] is not self:
@@ -60,12 +60,12 @@ class Turn:
 
 
 class Reading:
-    """One step that is being read: a result per place, in whatever order they come."""
+    """One step that is being read: a result per place, in any order."""
 
     def __init__(self, step: int, epoch: int, asked: np.ndarray) -> None:
         self.step, self.epoch, self.asked = step, epoch, asked
         self.results: list = [None] * len(asked)
-        self.turns: list[Turn | None] = [None] * len(asked)  # whose result counts
+        self.turns: list[Turn | None] = [None] * len(asked)  # the turn whose result counts
         self.stalls = [0] * len(asked)
         self.failures: list[Failure] = []
         self._left = len(asked)
@@ -79,18 +79,18 @@ class Reading:
                 self.changed.notify()
 
     def give_up(self) -> None:
-        """Waits for nothing any more: what is not read now has no result."""
+        """Stops waiting; places that have not been read get no result."""
         with self.changed:
             self.turns = [None] * len(self.turns)
             self._left = 0
 
     def keep(self, place: int, result: object) -> None:
-        """A result that needs no turn; before the others begin."""
+        """Sets a result that needs no turn; call it before the turns start."""
         self.results[place] = result
         self._left -= 1
 
     def wait(self, timeout: float, threads: Threads, stopped: Callable[[], bool]) -> list[Turn]:
-        """Waits until all is read, or until some files have not answered in time; their turns, which are given up."""
+        """Waits until everything is read, or some files time out; returns and abandons the turns of those files."""
         with self.changed:
             while self._left:
                 if stopped():

@@ -1,4 +1,4 @@
-"""Images that cannot be used: how they are found, told apart and remembered."""
+"""Finds images that cannot be used, and remembers them."""
 
 import io
 import re
@@ -14,15 +14,15 @@ from .. import graph
 from ..manifest import Manifest
 from .supply import Supply
 
-TOGETHER = 16  # images that are decoded at once to find the bad ones
+TOGETHER = 16  # images to decode at once when looking for bad ones
 
 
 class Damaged:
-    """Images that are known to be bad, until their file changes, or to be beyond the GPU's decoder.
+    """Images known to be bad (until their file changes), and images that only the CPU can decode.
 
     Args:
-        manifest: whose images they are; those without a size are bad from the start.
-        threads: that decode while bad ones are looked for.
+        manifest: the images; those without a size are bad from the start.
+        threads: number of threads that decode when looking for bad images.
     """
 
     def __init__(self, manifest: Manifest, threads: int = 1) -> None:
@@ -36,12 +36,12 @@ class Damaged:
         self._found[image] = self._state(image), why
 
     def leave_out(self, image: int, step: int, why: str) -> None:
-        """From the step on an image is not tried again: waiting for it in each epoch would cost hours."""
+        """Skips an image from a step on: waiting for it in each epoch would cost hours."""
         first, _ = self._silent.get(image, (step, why))
         self._silent[image] = min(first, step), why
 
     def reason(self, image: int, step: int = 0) -> str | None:
-        """Why an image is known to be bad at a step; None where it is not, or its file has changed since."""
+        """Why an image counts as bad at a step; None if it does not, or its file has changed since."""
         width = self.manifest.sizes[image, 0]
         if width <= 0:
             return "its header cannot be read" if width == 0 else "a scan found it unusable"
@@ -53,14 +53,14 @@ class Damaged:
         return why if state == self._state(image) else None
 
     def prepared(self, image: int, data: np.ndarray) -> np.ndarray:
-        """Bytes that the pipeline's decoder takes: what the GPU refused is decoded here and handed on as PNG."""
+        """Bytes for the pipeline's decoder: what the GPU cannot decode is decoded here and passed on as PNG."""
         if image in self._for_cpu:
-            with suppress(RuntimeError):  # its file was damaged meanwhile, which shows when the pipeline decodes it
+            with suppress(RuntimeError):  # damaged meanwhile, which the pipeline will report
                 return as_png(data)
         return data
 
     def find(self, supplies: Iterable[Supply], device_id: int | None) -> bool:
-        """Looks for images that break a pipeline, and remembers them; whether it learnt of any."""
+        """Looks for images that break a pipeline and remembers them; True if it found new ones."""
         images = {}
         for supply in supplies:
             images |= zip(supply.index.tolist(), supply.data, strict=True)
@@ -69,7 +69,7 @@ class Damaged:
         learnt = set(bad)
         if device_id is not None:
             still_bad = self._defects({image: images[image] for image in bad}, None)
-            # What failed though the CPU had decoded it fails for another reason, which no replacement removes.
+            # An image that fails although the CPU decoded it has another problem, which a replacement cannot fix.
             learnt = (bad.keys() - self._for_cpu) | still_bad.keys()
             self._for_cpu |= bad.keys() - still_bad.keys()
             bad = still_bad
@@ -78,7 +78,7 @@ class Damaged:
         return bool(learnt)
 
     def find_resized(self, supply: Supply, shapes: np.ndarray) -> bool:
-        """Remembers images whose size (int64 [N, 3]: height, width, colours) is not the manifest's; whether any."""
+        """Remembers images whose shape (int64 [N, 3]: height, width, colours) is not the manifest's; True if any."""
         expected = self.manifest.sizes[supply.index]
         wrong = ((shapes[:, 1::-1] != expected).any(axis=1)) & (supply.index >= 0)
         for place in np.flatnonzero(wrong).tolist():
@@ -86,7 +86,7 @@ class Damaged:
         return bool(wrong.any())
 
     def _defects(self, images: dict[int, np.ndarray], device_id: int | None) -> dict[int, str]:
-        """Which of some encoded images cannot be used, and why."""
+        """Reasons of the encoded images that cannot be used."""
         sizes = self.manifest.sizes[list(images)]
         why = defects(list(images.values()), device_id, sizes, self.threads)
         return {image: said for image, said in zip(images, why, strict=True) if said is not None}
@@ -101,16 +101,16 @@ class Damaged:
 def defects(
     images: Sequence[np.ndarray], device_id: int | None = None, sizes: np.ndarray | None = None, threads: int = 1
 ) -> list[str | None]:
-    """Why each of some encoded images cannot be used; None if it can.
+    """For each encoded image, why it cannot be used; None if it can.
 
-    They are decoded some at a time, by all threads, and those of a group that fails in halves of it: beside the first
-    pass over all images, a bad one costs about twice the decoding of a group.
+    All threads decode a group of images at a time; a group that fails is split in halves. So beside the first pass, a
+    bad image costs about twice the decoding of its group.
 
     Args:
-        images: their bytes, uint8.
-        device_id: the GPU whose decoder is asked; None for the CPU's.
-        sizes: [n, 2], width and height that they should have.
-        threads: that decode.
+        images: encoded bytes, uint8.
+        device_id: index of the GPU that decodes; None for the CPU.
+        sizes: [n, 2], expected width and height.
+        threads: number of decoding threads.
     """
     found: list[str | None] = [None] * len(images)
     groups = deque(range(first, min(first + TOGETHER, len(images))) for first in range(0, len(images), TOGETHER))
@@ -126,7 +126,7 @@ def defects(
         try:
             decoded, _ = pipeline.run()
         except RuntimeError as error:
-            pipeline = None  # it takes no more
+            pipeline = None  # it cannot be used again
             if len(fed) > 1:
                 half = len(fed) // 2
                 groups.extendleft((fed[half:], fed[:half]))
@@ -142,7 +142,7 @@ def defects(
 
 
 def as_png(data: np.ndarray) -> np.ndarray:
-    """The pixels that the CPU's decoder finds, encoded without loss."""
+    """The image, decoded on the CPU and encoded again without loss."""
     file = io.BytesIO()
     decoded, _ = graph.build_decoder(lambda info: [[data]]).run()
     Image.fromarray(np.asarray(decoded[0])).save(file, "PNG", compress_level=1)
@@ -150,11 +150,11 @@ def as_png(data: np.ndarray) -> np.ndarray:
 
 
 def _resized(found: tuple, expected: tuple) -> str:
-    return "the image is {}x{} now and was {}x{} when it was listed".format(*found, *expected)
+    return "the image is {}x{} now, but was {}x{} when it was listed".format(*found, *expected)
 
 
 def _diagnosis(data: np.ndarray) -> str | None:
-    """What Pillow finds wrong with an image, which it says more clearly than the decoder; None if nothing."""
+    """Pillow's error for an image, which is clearer than the decoder's; None if Pillow can load it."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
@@ -166,6 +166,6 @@ def _diagnosis(data: np.ndarray) -> str | None:
 
 
 def _summary(message: str) -> str:
-    """What DALI's decoder says, without the trace around it."""
+    """The message of DALI's decoder, without its stack trace."""
     said = message.partition("encountered:")[2].strip() or message.strip()
     return re.sub(r"^\[[^]]*\]\s*|^Error\S*:\s*", "", said.splitlines()[0])

@@ -1,8 +1,8 @@
-"""What stands in for an image that cannot be used: another one, chosen without a state.
+"""Chooses, without state, another image in place of one that cannot be used.
 
-Every decision is a function of the seed, the epoch, the image and the state of its file, so all ranks and a run that
-is resumed decide alike. What depends on the moment, a disk that did not answer, is kept by the run and given back to
-a loader that repeats a step.
+Every choice is a function of the seed, the epoch, the image and the state of its file, so all ranks, and a run that is
+resumed, choose alike. Failures that depend on the moment, such as a disk that did not answer, are recorded by the run
+and passed to a loader that repeats a step.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ from ..manifest import Manifest
 from ..philox import SUBSTITUTE, philox
 from .damage import Damaged
 
-TRIES = 16  # substitutes for one image, before the data counts as lost
+TRIES = 16  # substitutes for one image before the data counts as lost
 
-# A black pixel, as a PNG file: stands where no image does.
+# A black pixel as a PNG file, in place of a missing image.
 BLANK = np.frombuffer(
     bytes.fromhex(
         "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de"
@@ -25,13 +25,13 @@ BLANK = np.frombuffer(
 
 
 class Candidates:
-    """The image that is asked for, and those that may take its place.
+    """The requested image and its substitutes.
 
     Args:
         manifest: the images.
-        seed: of the choice of substitutes; None takes none, and `BLANK` stands in for the image.
-        known: steps and images that failed when this run made them before, and why.
-        damaged: reasons of images that were found to be bad.
+        seed: seed of the choice of substitutes; None uses `BLANK` instead of a substitute.
+        known: steps and images that failed earlier in this run, with the reasons.
+        damaged: images that were found to be bad, with the reasons.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Candidates:
         self.manifest, self.seed, self.known, self.damaged = manifest, seed, known, damaged
 
     def image(self, epoch: int, asked: int, attempt: int) -> int | None:
-        """The image of an attempt: the one asked for, afterwards its substitutes; None where none is to be taken."""
+        """The image of an attempt: first the requested one, then its substitutes; None if substitutes are off."""
         if not attempt:
             return asked
         return None if self.seed is None else substitute(self.seed, epoch, asked, attempt, len(self.manifest))
 
     def before(self, epoch: int, asked: int, taken: int) -> list[int]:
-        """The images that were tried before the one that was taken for the one asked for."""
+        """The images that were tried for a requested image before the one that was taken."""
         tried: list[int] = []
         while (image := self.image(epoch, asked, len(tried))) != taken and len(tried) <= TRIES:
             assert image is not None
@@ -54,7 +54,7 @@ class Candidates:
         return tried
 
     def read(self, step: int, image: int) -> tuple[bytes, str | None]:
-        """An image's encoded bytes, and why it cannot be used; None if it can."""
+        """An image's encoded bytes, and the reason if it cannot be used, else None."""
         why = self.known.get((step, image)) or self.damaged.reason(image, step)
         if why is not None:
             return b"", why
@@ -66,6 +66,6 @@ class Candidates:
 
 
 def substitute(seed: int, epoch: int, image: int, attempt: int, count: int) -> int:
-    """Which of `count` images stands in for one that cannot be used: another one, if there is."""
+    """Which of `count` images replaces one that cannot be used: a different one if `count` is above 1."""
     bits = philox(seed, epoch, np.array(image), stream=SUBSTITUTE, block=attempt)
     return (image + 1 + (int(bits[0]) << 32 | int(bits[1])) % max(1, count - 1)) % count

@@ -1,4 +1,4 @@
-"""Encoded images of each step, read ahead by threads."""
+"""Reads the encoded images of each step ahead, in threads."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .supply import Supply
 from .threads import Threads
 
 THREADS = 8  # hides the latency of network storage
-STALLS = 3  # images for one place that do not answer, before the storage counts as lost
+STALLS = 3  # images that do not answer for one place before the storage counts as lost
 
 
 class Source:
@@ -23,14 +23,14 @@ class Source:
     Args:
         indices: the epoch and the images (int64 [N]) of a step.
         last: step after the last one; None for no end.
-        ahead: steps that are read before they are asked for.
+        ahead: number of steps to read ahead.
         timeout: seconds after which a file that does not answer counts as bad.
         seed, known: as in `Candidates`.
-        damaged: reasons of images that were found to be bad, by their number; is added to.
-        stopped: whether nobody waits any more; asked while files do not answer.
-        outlasts: where neither an image nor those in its place can be read, take one that was read, and say so in
+        damaged: images that were found to be bad, with the reasons; new ones are added.
+        stopped: returns True once the result is no longer needed; polled while files do not answer.
+        outlasts: if neither an image nor its substitutes can be read, use one that was read and say so in
             `Supply.lost`, instead of raising an error.
-        threads: that read.
+        threads: number of reading threads.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Source:
         threads: int = THREADS,
     ) -> None:
         self.outlasts, self.lost = outlasts, ""
-        self._spare: tuple[int, np.ndarray] | None = None  # an image that was read, and its bytes
+        self._spare: tuple[int, np.ndarray] | None = None  # an image that could be read, and its bytes
         self.manifest, self.indices, self.last, self.ahead = manifest, indices, last, ahead
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
         self.candidates = Candidates(manifest, seed, known, damaged)
         self._threads = Threads(threads)
         self._begun: dict[int, Reading] = {}
-        self._taken: dict[int, Supply] = {}  # that may be asked for again
+        self._taken: dict[int, Supply] = {}  # may be requested again
 
     def take(self, step: int) -> Supply | None:
-        """What the step is made of; None after the last one.
+        """The images of a step; None after the last one.
 
-        A step that was taken, and is not done yet, is read again only where its image has turned out bad.
+        If a step was taken but is not done, only the images that turned out bad are read again.
         """
         for number in range(step, step + 1 + self.ahead):
             if number not in self._begun and not (self.last is not None and number >= self.last):
@@ -70,23 +70,23 @@ class Source:
             return None
         try:
             supply = self._finish(reading)
-            # Bad now, not when it was read.
+            # An image may have turned out bad since it was read.
             while not supply.lost and any(self._is_bad(image, step) for image in supply.index.tolist()):
                 self._taken[step] = supply
                 supply = self._finish(self._begin(step))
         except InterruptedError:
             self._begun[step] = reading
             raise
-        if not supply.lost:  # else places hold images that are not theirs
+        if not supply.lost:  # otherwise places hold images of other places
             self._taken[step] = supply
         return supply
 
     def done(self, step: int) -> None:
-        """The step is not asked for again."""
+        """Forgets a step, which will not be requested again."""
         self._taken.pop(step, None)
 
     def close(self) -> None:
-        """Ends the threads, as soon as each is done with its file."""
+        """Ends each thread as soon as it has finished its file."""
         self._threads.close()
 
     def _begin(self, step: int) -> Reading:
@@ -103,7 +103,7 @@ class Source:
         return reading
 
     def _keep(self, taken: Supply, reading: Reading) -> list[int]:
-        """Gives a reading what was read before and is not known to be bad; the places that are to be read again."""
+        """Copies the usable results of a taken step into a reading; returns the places to read again."""
         again, failures = [], list(taken.failures)
         for place, image in enumerate(taken.index.tolist()):
             if not self._is_bad(image, reading.step):
@@ -127,12 +127,12 @@ class Source:
                 path = self.manifest.path(int(reading.asked[turn.place]))
                 if reading.stalls[turn.place] == STALLS:
                     self._lose(
-                        f"{path}: {STALLS} images in a row could not be read within {self.timeout:g} s, it or others "
-                        "in its place; is the storage reachable?"
+                        f"{path}: neither it nor {STALLS - 1} substitutes could be read within {self.timeout:g} s; "
+                        "check the storage"
                     )
                 elif self.outlasts and time.monotonic() > until:
                     waited = STALLS * self.timeout
-                    self._lose(f"{path} and others could not be read within {waited:g} s; is the storage reachable?")
+                    self._lose(f"{path} and others could not be read within {waited:g} s; check the storage")
             if self.lost:
                 reading.give_up()
                 break
@@ -149,7 +149,7 @@ class Source:
         self.lost = self.lost or why
 
     def _fill(self, reading: Reading) -> None:
-        """Raises what went wrong with an image, or puts one that was read in the place of each that is lost."""
+        """Raises the error of a place, or fills each lost place with an image that was read."""
         for place, result in enumerate(reading.results):
             if isinstance(result, DataError):
                 self._lose(str(result))

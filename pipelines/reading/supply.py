@@ -1,21 +1,21 @@
-"""What a micro-batch of a rank is made of, before it is decoded, and which images could not be used for it."""
+"""The encoded images of a rank's micro-batch, and the images that could not be used for it."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-SILENT = "it could not be read within"  # how the reason begins of a file that did not answer
+SILENT = "it could not be read within"  # start of the reason when a file did not answer
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that was asked for and could not be used.
+    """An image that was requested but could not be used.
 
     Attributes:
-        step: of the micro-batch, as in `Batch`.
+        step: step of the micro-batch, as in `Batch`.
         image: its position in the manifest.
-        path, reason: for people.
+        path, reason: texts for messages.
     """
 
     step: int
@@ -26,16 +26,16 @@ class Failure:
 
 @dataclass
 class Supply:
-    """What one micro-batch of one rank is made of.
+    """The encoded images of one micro-batch of one rank.
 
     Attributes:
-        step, epoch: which one it is.
-        asked: int64 [N], the images of the order; the randomness of each place belongs to them.
-        index: int64 [N], the images that are taken, -1 for none.
+        step, epoch: of the micro-batch.
+        asked: int64 [N], the images of the order; the random numbers of each place belong to them.
+        index: int64 [N], the images that were taken, -1 for none.
         data: their encoded bytes, uint8.
-        failures: what could not be used.
-        lost: why images stand more than once here, for nothing else could be read in time; empty where none do.
-        drawn: the randomness of its augmentation, of whoever makes views of it.
+        failures: images that could not be used.
+        lost: why images are repeated here (nothing else could be read in time); empty if none are.
+        drawn: the random parameters of the augmentation, set by whoever makes the views.
     """
 
     step: int
@@ -49,5 +49,5 @@ class Supply:
 
     @property
     def replaced(self) -> np.ndarray:
-        """Bool [N]."""
+        """Bool [N], True where another image was taken."""
         return self.index != self.asked

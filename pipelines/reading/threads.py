@@ -1,4 +1,4 @@
-"""Threads that outlive no one: one that waits for a dead disk does not keep the process from ending."""
+"""Daemon threads: one that waits for a dead disk does not keep the process from ending."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ from queue import Empty, SimpleQueue
 
 
 class Threads:
-    """Calls functions in the next free one of `count` threads, not counting those that hang."""
+    """Runs functions on `count` threads; threads that hang are replaced."""
 
     def __init__(self, count: int) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._busy: dict[int, float] = {}  # since when, by thread
+        self._busy: dict[int, float] = {}  # start of the current call, by thread
         self._count = 0
         for _ in range(count):
             self._add()
@@ -21,7 +21,7 @@ class Threads:
         self._calls.put(function)
 
     def relieve(self, timeout: float) -> None:
-        """A new thread for each that has been at the same call for longer than `timeout` seconds."""
+        """Starts a new thread for each that has spent more than `timeout` seconds on one call."""
         late = time.monotonic() - timeout
         for number, since in list(self._busy.items()):
             if since < late:

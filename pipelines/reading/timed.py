@@ -1,4 +1,4 @@
-"""Reading single images of a manifest with an end to the patience, for what looks at every image once."""
+"""Reads single images of a manifest with a timeout, for commands that visit every image once."""
 
 import errno
 import os
@@ -6,18 +6,18 @@ import threading
 from queue import Empty, SimpleQueue
 
 from ..errors import DataError
-from ..files.headers import require_file
+from ..files.headers import require_regular
 from ..manifest import Manifest
 
-LOST = 8  # images in a row that do not answer, before the storage counts as lost
+LOST = 8  # images in a row that do not answer before the storage counts as lost
 
 
 class TimedReader:
-    """Reads encoded images, for any number of threads; each has one of its own beside it that waits for the files.
+    """Reads encoded images for any number of threads; each has a helper thread that waits for the files.
 
     Args:
         manifest: the images.
-        timeout: seconds after which a file that does not answer is given up.
+        timeout: seconds to wait for a file.
     """
 
     def __init__(self, manifest: Manifest, timeout: float) -> None:
@@ -30,7 +30,7 @@ class TimedReader:
 
         Raises:
             OSError: it cannot be read, is a pipe or a device, or does not answer in time.
-            DataError: nor did the ones before it.
+            DataError: the images before it did not answer either.
         """
         helper = getattr(self._callers, "helper", None) or _Helper(self.manifest)
         self._callers.helper = helper
@@ -51,14 +51,14 @@ class TimedReader:
         path = self.manifest.path(image)
         if self._silent >= LOST:
             raise DataError(
-                f"{path}: neither it nor {LOST - 1} images before it could be read within {self.timeout:g} s; is the "
-                "storage reachable? The same command goes on where this one ends"
+                f"{path}: neither it nor the {LOST - 1} images before it could be read within {self.timeout:g} s; "
+                "check the storage, then repeat the command to continue"
             )
         raise TimeoutError(errno.ETIMEDOUT, f"no answer within {self.timeout:g} s", path)
 
 
 class _Helper:
-    """A thread that ends with its owner, or when it gets an answer that nobody waits for any more."""
+    """A thread that ends with its owner, or once it gets an answer that is no longer needed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.calls: SimpleQueue[int | None] = SimpleQueue()
@@ -76,9 +76,9 @@ class _Helper:
 def _work(manifest: Manifest, calls: "SimpleQueue[int | None]", results: "SimpleQueue[bytes | BaseException]") -> None:
     while (image := calls.get()) is not None:
         try:
-            if manifest.index is None:  # opening a pipe would wait
+            if manifest.index is None:  # opening a named pipe would block
                 path = manifest.path_bytes(image)
-                require_file(path, os.stat(path))
+                require_regular(path, os.stat(path))
             results.put(manifest.read(image))
-        except BaseException as error:  # it is raised where the image is asked for
+        except BaseException as error:  # raised again where the image was requested
             results.put(error)

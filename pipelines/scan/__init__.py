@@ -1,1 +1,1 @@
-"""Decoding every image once, in processes that may die of it, and what is said of each."""
+"""Decodes every image once, in worker processes that may crash, and records the result of each."""

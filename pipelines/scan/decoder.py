@@ -1,4 +1,4 @@
-"""The decoder of training, on one image at a time, and what its libraries say about it."""
+"""The decoder of training, for one image at a time, with the messages of its libraries."""
 
 import os
 import re
@@ -8,9 +8,9 @@ import numpy as np
 
 
 class Decoder:
-    """Takes over the standard output and error of its process.
+    """Decodes images; takes over the standard output and error of its process.
 
-    One image at a time costs a tenth more than batches do, and it is certain at which image it fails or crashes.
+    One image at a time costs a tenth more than batches, but shows at which image it fails or crashes.
     """
 
     def __init__(self) -> None:
@@ -33,16 +33,16 @@ class Decoder:
         return pipeline
 
     def decode(self, data: bytes) -> tuple[tuple[int, int], list[str]]:
-        """Width, height and what was said on stderr. Raises RuntimeError with what was said there, a line."""
+        """Width, height and the lines on stderr. Raises RuntimeError with the line on stderr that tells the error."""
         os.ftruncate(self._said, 0)
         os.lseek(self._said, 0, os.SEEK_SET)
         self._pipeline.feed_input("encoded", [np.frombuffer(data, np.uint8)])
         try:
             (decoded,) = self._pipeline.run()
         except RuntimeError as error:
-            self._pipeline = self._build()  # the old one is of no more use
+            self._pipeline = self._build()  # the old one cannot be used again
             lines = self._lines()
-            said = [line for line in lines if "[ERROR" in line] or lines or ["the decoder refuses it"]
+            said = [line for line in lines if "[ERROR" in line] or lines or ["the decoder rejects it"]
             raise RuntimeError(re.sub(r"^(\[[^]]*\]\s*)+", "", said[0])) from error
         height, width, _ = decoded[0].shape()
         return (width, height), self._lines()

@@ -1,4 +1,4 @@
-"""What is wrong with one image, or odd about it."""
+"""Finds out what is wrong with an image, or unusual about it."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ _EXTENSIONS = {
 
 
 def find_defect(data: bytes, facts: dict[str, Any], decoder: Decoder) -> str | None:
-    """Fills in what the header says, and notes; returns why the image cannot be used, None if it can."""
+    """Fills in facts from the header, and notes; returns why the image cannot be used, or None if it can."""
     if not data:
         return "empty"
     try:
@@ -45,15 +45,15 @@ def _header_defect(data: bytes, error: Exception) -> str:
     if "truncated" in str(error).lower() or _cut_short(data):
         return "truncated (in its header)"
     with contextlib.suppress(Exception), Image.open(io.BytesIO(data)) as image:
-        return f"of another format ({image.format})"
+        return f"unsupported format ({image.format})"
     return "not an image" if isinstance(error, UnidentifiedImageError) else f"damaged ({error})"
 
 
 def _body_defect(image: Image.Image, data: bytes, said: str) -> str:
-    """What is wrong with an image that the decoder refuses; Pillow says more clearly what it is."""
+    """Why the decoder rejects an image; Pillow's message is clearer if it has one."""
     try:
         image.load()
-    except Exception as error:  # of many kinds, for Pillow's readers trust the file
+    except Exception as error:  # of many kinds, because Pillow's readers trust the file
         if "truncated" in str(error):
             line = re.search(r"Stopped at line (\d+)/(\d+)", said)
             return "truncated" + (f" (at row {line[1]} of {line[2]})" if line else "")
@@ -62,7 +62,7 @@ def _body_defect(image: Image.Image, data: bytes, said: str) -> str:
 
 
 def _cut_short(data: bytes) -> bool:
-    """Whether the end that the format requires is missing."""
+    """Whether the end marker or the length that the format requires is missing."""
     if data.startswith(b"\x89PNG"):
         return b"IEND" not in data[-64:]
     return data.startswith(b"RIFF") and len(data) < 8 + int.from_bytes(data[4:8], "little")
@@ -74,9 +74,9 @@ def _colour(image: Image.Image) -> str:
 
 
 def _notes(image: Image.Image, data: bytes, path: str, said: list[str]) -> Iterator[str]:
-    """What is odd about an image that decodes."""
+    """What is unusual about an image that decodes."""
     extension = os.path.splitext(path)[1]
-    kind = "JPEG" if image.format == "MPO" else image.format  # JPEG files with several pictures
+    kind = "JPEG" if image.format == "MPO" else image.format  # JPEG files with several images
     if _EXTENSIONS.get(extension.lower(), kind) != kind:
         yield f"{image.format} named {extension}"
     for line in said:
@@ -92,7 +92,7 @@ def _notes(image: Image.Image, data: bytes, path: str, said: list[str]) -> Itera
     png = image.format == "PNG"
     if (png and data[24] == 16) or (
         not png and image.mode.startswith("I")
-    ):  # Pillow does not tell it of a PNG's colour
+    ):  # Pillow does not report it for colour PNGs
         yield "16 bits per channel"
     if image.mode == "F":
         yield "floating-point values"

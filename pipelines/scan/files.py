@@ -1,11 +1,11 @@
 """The files of a scan: rows are appended, everything else is replaced as a whole.
 
-    FOLDER/scan.json       which images are scanned; the rows of others are not continued
+    FOLDER/scan.json       which images are scanned; only a scan of the same images continues the rows
     FOLDER/manifest.csv    a row per image, in the manifest's order; COLUMNS
-    FOLDER/bad.csv         path and reason of those that cannot be decoded; written at the end
-    FOLDER/duplicates.csv  path of each image whose bytes equal those of an earlier one, and that one's
+    FOLDER/bad.csv         path and reason of the images that cannot be decoded; written at the end
+    FOLDER/duplicates.csv  path of each image with the same bytes as an earlier one, and the path of that one
 
-All that is said at the end is read from manifest.csv, so a scan that was interrupted ends as one that was not.
+The final report is made from manifest.csv alone, so an interrupted scan ends like one that was not.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from ..files.headers import reason
 from ..manifest import Manifest
 
 COLUMNS = ("path", "label", "width", "height", "format", "colour", "bytes", "digest", "note")
-BAD = "bad: "  # begins the note of an image that cannot be used; a kind and details in brackets follow
+BAD = "bad: "  # start of the note of an image that cannot be used; then a kind and details in brackets
 FILES = ("manifest.csv", "bad.csv", "duplicates.csv")
 TEXT = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}  # a file's name need not be UTF-8
 
 _DESCRIPTION = "scan.json"
-_VERSION = 1  # raise when rows change: those of an older version are not continued
+_VERSION = 1  # raise when rows change: a scan of an older version is not continued
 
 
 @contextlib.contextmanager
 def open_rows(folder: Path) -> Iterator[io.FileIO]:
-    """The file of rows, for this scan alone."""
+    """The file of rows, locked for this scan."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = [name for name in FILES if (folder / name).exists() and (folder / name).stat().st_size]
-        _before(folder)  # raises where another program wrote it
+        _before(folder)  # raises if another program wrote it
         if taken and not (folder / _DESCRIPTION).exists():
-            raise DataError(f"{folder} holds a {taken[0]} that no scan wrote; give another folder")
+            raise DataError(f"{folder} holds a {taken[0]} that is not from a scan; give another folder")
         file = open(folder / "manifest.csv", "ab", buffering=0)  # noqa: SIM115  closed below
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
@@ -73,7 +73,7 @@ def whole(path: Path) -> Iterator[IO[str]]:
 
 
 def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> None:
-    """Drops what a scan of other files has left, and notes which are scanned now."""
+    """Drops the results of a scan of other files, and records which files are scanned now."""
     now = {"version": _VERSION, "path": source, "fingerprint": manifest.fingerprint, "images": len(manifest)}
     before = _before(folder)
     state = ("version", "fingerprint", "images")
@@ -82,7 +82,7 @@ def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> Non
     if before and before.get("path") != now["path"]:
         raise DataError(f"{folder} holds the scan of {before.get('path')}; give another folder")
     if before:
-        warnings.warn(f"the images have changed since the scan in {folder}; it starts anew", stacklevel=4)
+        warnings.warn(f"the images have changed since the scan in {folder}, so it starts again", stacklevel=4)
     rows.truncate(0)
     for name in FILES[1:]:
         (folder / name).unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> Non
 
 
 def _before(folder: Path) -> dict[str, Any]:
-    """What an earlier scan has noted; nothing where there is none, or where a crash has left its file empty."""
+    """The description of an earlier scan; empty if there is none, or a crash left its file empty."""
     try:
         content = (folder / _DESCRIPTION).read_bytes()
     except FileNotFoundError:
@@ -100,13 +100,13 @@ def _before(folder: Path) -> dict[str, Any]:
         before = json.loads(content or b"{}")
         if before == {} or (isinstance(before, dict) and {"version", "fingerprint"} <= before.keys()):
             return before
-    raise DataError(f"{folder} holds a {_DESCRIPTION} that no scan wrote; give another folder")
+    raise DataError(f"{folder} holds a {_DESCRIPTION} that is not from a scan; give another folder")
 
 
 def go_on(manifest: Manifest, rows: io.FileIO) -> tuple[int, int]:
-    """Cuts off what follows the complete rows, for the scan may have been killed as it wrote.
+    """Truncates the file after the last complete row, in case the scan was killed while writing.
 
-    Returns how many images have a row, and how many of them are bad.
+    Returns how many images have a row, and how many of these are bad.
     """
     end = read = done = bad = 0
 
@@ -134,13 +134,13 @@ def go_on(manifest: Manifest, rows: io.FileIO) -> tuple[int, int]:
 
 
 def append(rows: io.FileIO, content: bytes) -> None:
-    """Writes all of it, or raises OSError with the name of the file."""
+    """Writes all bytes, or raises OSError with the name of the file."""
     rest = memoryview(content)
     try:
         while rest:
             rest = rest[rows.write(rest) :]
     except OSError as error:
-        raise OSError(error.errno, error.strerror, rows.name) from error  # which the system's lacks
+        raise OSError(error.errno, error.strerror, rows.name) from error  # the system's error has no name
 
 
 def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
@@ -155,5 +155,5 @@ def csv_line(row: Iterable[Any]) -> str:
 
 
 def name_of(manifest: Manifest, index: int) -> str:
-    """The path of an image from the manifest's root."""
+    """The path of an image relative to the manifest's root."""
     return manifest.path(index).removeprefix(os.path.join(manifest.root, ""))

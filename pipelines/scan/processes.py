@@ -1,6 +1,6 @@
-"""The worker processes of a scan: who decodes which images, and what follows when an image crashes its worker.
+"""The worker processes of a scan: assigns images to workers, and handles images that crash a worker.
 
-They are forked, because they then share the manifest's memory. A task is a run of images.
+Workers are forked, so that they share the manifest's memory. A task is a range of images.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from ..errors import DataError
 from ..manifest import Manifest
 from .worker import work
 
-_CHUNK = 64  # images of a task at most
-_REFRESH = 0.2  # seconds between two reports at most
+_CHUNK = 64  # largest number of images in a task
+_REFRESH = 0.2  # longest time between two reports, seconds
 
-Task = tuple[int, int]  # first position, and the one behind the last
+Task = tuple[int, int]  # first position, and the position after the last
 Result = tuple[bytes, int, int]  # the rows as CSV, how many, how many are bad
 
 
@@ -27,7 +27,9 @@ class _Worker:
     def __init__(self, manifest: Manifest, inherited: list[Connection], timeout: float) -> None:
         context = multiprocessing.get_context("fork")
         self.task: Task | None = None
-        self.image = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # shared, which one it is at; -1: none
+        self.image = ctypes.c_int64.from_buffer(
+            mmap.mmap(-1, 8)
+        )  # shared with the worker: its current image; -1 for none
         self.image.value = -1
         self.connection, theirs = context.Pipe()
         arguments = manifest, theirs, [*inherited, self.connection], self.image, timeout
@@ -37,7 +39,7 @@ class _Worker:
 
     def give(self, task: Task, crashing: dict[int, str]) -> None:
         self.task = task
-        with contextlib.suppress(BrokenPipeError):  # it has died, which shows when its result is read
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, which shows when its result is read
             self.connection.send((task, {image: why for image, why in crashing.items() if task[0] <= image < task[1]}))
 
     def end(self) -> None:
@@ -47,7 +49,7 @@ class _Worker:
 
 
 def results(manifest: Manifest, start: int, threads: int, timeout: float) -> Iterator[Result | None]:
-    """Rows of the images from `start` on, in order; None where there is nothing new for a while."""
+    """Rows of the images from `start` on, in order; yields None while there is nothing new."""
     count = len(manifest) - start
     if not count:
         return
@@ -57,7 +59,7 @@ def results(manifest: Manifest, start: int, threads: int, timeout: float) -> Ite
     threads = min(threads, count)
     size = max(1, min(_CHUNK, count // (8 * threads)))
     tasks = deque((first, min(first + size, len(manifest))) for first in range(start, len(manifest), size))
-    window = 4 * threads * size  # how far a slow task may fall behind the others, whose rows wait for it
+    window = 4 * threads * size  # how many images the others may be ahead of a slow task
     finished: dict[int, Result] = {}
     crashing: dict[int, str] = {}  # images that crash the decoder, and how
     crashed_once: set[int] = set()
@@ -99,12 +101,12 @@ def results(manifest: Manifest, start: int, threads: int, timeout: float) -> Ite
 
 
 def _bury(worker: _Worker, crashed_once: set[int], crashing: dict[int, str]) -> None:
-    """Notes the image at which a worker has died; only the second time is the image blamed for it."""
+    """Records the image at which a worker died; the image counts as bad when it happens twice."""
     worker.end()
     image, status = worker.image.value, worker.process.exitcode
     if image < 0 or status is None or status >= 0:
-        raise RuntimeError(f"a scan's worker ended with status {status}, at no image")
+        raise RuntimeError(f"a scan's worker ended with status {status} outside of any image")
     if image in crashed_once:
-        killed = ", perhaps for want of memory" if -status == signal.SIGKILL else ""
+        killed = ", perhaps out of memory" if -status == signal.SIGKILL else ""
         crashing[image] = f"crashes the decoder ({signal.Signals(-status).name}{killed})"
     crashed_once.add(image)

@@ -1,4 +1,4 @@
-"""Decodes every image of a manifest once and writes down what each is: what training cannot use, and what is odd.
+"""Decodes every image of a manifest once, and records which ones training cannot use and which are unusual.
 
 Worker processes decode, one per thread: a file that crashes the decoder ends its worker, not the scan.
 """
@@ -17,7 +17,7 @@ from .processes import results
 
 @dataclass
 class Progress:
-    """Images done, and how many of them are bad; of `total`."""
+    """Number of images done, out of `total`, and how many of them are bad."""
 
     total: int
     done: int = 0
@@ -33,21 +33,21 @@ def scan(
 ) -> Generator[Progress, None, None]:
     """Decodes the images that have no row in FOLDER/manifest.csv yet, and appends theirs.
 
-    Yields the progress as rows are written, first with what an earlier scan has left; the same object each time.
+    Yields the progress, always the same object, as rows are written; first with the rows of an earlier scan.
 
     Args:
         manifest: the images.
-        folder: where the rows are; it is created. Rows of a scan of the same source whose files have changed
-            since are dropped, with a warning.
-        threads: worker processes, which are forked; None for one per core. More of them hide the latency of
-            network storage.
-        source: where the images are from, absolute; None for the manifest's root.
+        folder: folder of the rows, created if it does not exist. If the files of the source have changed since an
+            earlier scan, its rows are dropped with a warning.
+        threads: number of worker processes, which are forked; None for one per core. More of them hide the latency
+            of network storage.
+        source: absolute path of the images; None for the manifest's root.
         timeout: seconds after which a file that does not answer counts as bad.
 
     Raises:
-        DataError: the folder cannot be written, holds something else, or another scan is at work there;
-            while iterating, the storage does not answer any more.
-        OSError: while iterating, if the disk is full; the rows so far stay and are continued.
+        DataError: the folder cannot be written, holds something else, or another scan is writing there;
+            while iterating, the storage stops answering.
+        OSError: while iterating, if the disk is full; a later scan continues the rows.
     """
     threads = usable_cores() if threads is None else threads
     if threads < 1:

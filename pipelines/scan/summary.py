@@ -1,4 +1,4 @@
-"""What the rows of a finished scan say: bad images, duplicates, formats and sizes."""
+"""Summarizes the rows of a finished scan: bad images, duplicates, formats and sizes."""
 
 import csv
 import os
@@ -14,18 +14,18 @@ from .files import BAD, TEXT, csv_line, name_of, whole
 
 @dataclass
 class Summary:
-    """What a finished scan found.
+    """Results of a finished scan.
 
     Attributes:
-        images, bytes: how many images, and the sum of their files.
+        images, bytes: number of images, and total size of their files.
         bad: int64, positions in the manifest of the images that cannot be used.
-        unread: int64, those of them whose bytes could not be read, which may be the storage's fault.
-        reasons: bad images per kind of reason.
+        unread: int64, the bad images whose bytes could not be read, perhaps because of the storage.
+        reasons: number of bad images per kind of reason.
         first: path and reason of the first few bad ones.
-        notes: usable images per kind of note.
-        formats, colours: usable images per format and per colour mode.
+        notes: number of usable images per kind of note.
+        formats, colours: number of usable images per format and per colour mode.
         sizes: width and height of the smallest, the median and the largest usable image, by number of pixels.
-        duplicates: images whose bytes equal those of an earlier one.
+        duplicates: number of images with the same bytes as an earlier one.
     """
 
     images: int
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> Summary:
-    """Reads the rows of a finished scan and writes bad.csv and duplicates.csv beside them; `first` as in `Summary`."""
+    """Reads the rows of a finished scan and writes bad.csv and duplicates.csv next to them; `first` as in `Summary`."""
     folder = Path(folder)
     bad: list[int] = []
     unread: list[int] = []
@@ -85,7 +85,7 @@ def _spread(sides: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _write_duplicates(manifest: Manifest, digests: np.ndarray, path: Path) -> int:
-    """Writes who equals whom; 0 is the digest of files without content. Returns how many equal an earlier one."""
+    """Writes pairs of equal images (0 is the digest of empty files); returns how many equal an earlier one."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     original = first[inverse.reshape(-1)]
     later = np.flatnonzero((original != np.arange(len(digests))) & (digests != 0))

@@ -1,4 +1,4 @@
-"""A worker of a scan: it decodes each image of a task once, and answers with their rows."""
+"""A worker of a scan: decodes each image of a task once, and returns their rows."""
 
 import hashlib
 import signal
@@ -17,8 +17,8 @@ from .files import BAD, COLUMNS, as_csv, name_of
 
 
 def work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any, timeout: float) -> None:
-    """Of a worker: takes tasks and answers with rows, until its connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that gives the tasks
+    """Main function of a worker: takes tasks and returns rows until its connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     for other in inherited:
         other.close()  # so that each worker ends when the scan is killed
     try:

@@ -1,1 +1,1 @@
-"""Tar shards in the layout of WebDataset: reading, indexing, packing and verifying them."""
+"""Reads, indexes, packs and verifies tar shards in the layout of WebDataset."""

@@ -1,6 +1,6 @@
-"""Tar shards in the layout of WebDataset: which files there are, and reading an image from one by its offset.
+"""Tar shards in the layout of WebDataset: finds the files, and reads single images by offset.
 
-Any order of images costs the same and needs no unpacking.
+Images can be read in any order at the same cost, without unpacking.
 """
 
 import os
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import DataError
-from ..files.headers import reason, require_file
+from ..files.headers import reason, require_regular
 from ..files.open_files import opened, read_at
 
 ENDING = ".tar"
-CLASSES = "classes.txt"  # beside the shards: a class name per line, in the order of the integer labels
-UNFINISHED = ".unfinished"  # folder beside shards that are still being written
+CLASSES = "classes.txt"  # next to the shards: a class name per line, in the order of the integer labels
+UNFINISHED = ".unfinished"  # folder next to shards that are still being written
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Shards at one path, and whether they are still what they were.
+    """The shards at a path, with sizes and modification times that detect changes.
 
     Attributes:
         root: the folder that holds them.
-        files: their names, sorted, and behind them `classes.txt` where there is one.
+        files: their names, sorted, followed by `classes.txt` if there is one.
         states: int64 [files, 2], bytes and modification time in ns.
     """
 
@@ -33,11 +33,11 @@ class Shards:
 
     @classmethod
     def find(cls, path: str) -> "Shards":
-        """The shards of a folder, or the one shard at a path. Raises DataError where that is not possible."""
+        """The shards of a folder, or the single shard at a path. Raises DataError if there are none."""
         if os.path.isdir(path):
             root, files = path, tar_files(path)
             if os.path.exists(os.path.join(root, UNFINISHED)):
-                raise DataError(f"{root}: its shards are unfinished; type the `data shard` command that began it again")
+                raise DataError(f"{root}: its shards are unfinished; repeat the `data shard` command that began them")
         else:
             root, files = os.path.split(path)
             files = [files]
@@ -46,9 +46,9 @@ class Shards:
         return cls(root, files, _states(root, files))
 
     def found_again(self) -> "Shards":
-        """The same files as this process finds them, where another one has listed them.
+        """The same shards as seen by this process, after another process has listed them.
 
-        Raises DataError where one is gone or has other bytes.
+        Raises DataError if a file is gone or has another size.
         """
         states = _states(self.root, self.files)
         if len(other := np.flatnonzero(states[:, 0] != self.states[:, 0])):
@@ -65,12 +65,12 @@ class Shards:
         return os.path.join(self.root, self.files[shard])
 
     def read(self, shard: int, at: int, length: int) -> bytes:
-        """Bytes of a shard. Raises OSError where it is gone, has changed or ends early."""
+        """Bytes of a shard. Raises OSError if it is gone, has changed or ends early."""
         shard_file = opened(self.path(shard), *self.states[shard].tolist())
         return read_at(shard_file, at, length)
 
     def classes(self) -> list[str] | None:
-        """The class names beside the shards, or None."""
+        """The class names in `classes.txt`, or None."""
         if CLASSES not in self.files:
             return None
         path = os.path.join(self.root, CLASSES)
@@ -86,7 +86,7 @@ def _states(root: str, files: list[str]) -> np.ndarray:
     for name in files:
         try:
             found = os.stat(os.path.join(root, name))
-            require_file(os.path.join(root, name), found)
+            require_regular(os.path.join(root, name), found)
         except OSError as error:
             raise DataError(f"{os.path.join(root, name)}: {reason(error)}; correct the path") from error
         states.append((found.st_size, found.st_mtime_ns))
@@ -94,7 +94,7 @@ def _states(root: str, files: list[str]) -> np.ndarray:
 
 
 def tar_files(folder: str) -> list[str]:
-    """Names of the tar files directly in a folder, sorted. Raises DataError where it cannot be listed."""
+    """Names of the tar files directly in a folder, sorted. Raises DataError if it cannot be listed."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name.endswith(ENDING) and entry.is_file()]

@@ -1,4 +1,4 @@
-"""Where each image lies in tar shards, and the file beside shards that says so."""
+"""The positions of images in tar shards, and the index file that stores them."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from ..files.npz_files import DAMAGED, read_arrays, within
 from .archives import Shards
 
-INDEX = "index.npz"  # beside the shards: what `Index` holds, and more
+INDEX = "index.npz"  # next to the shards: the arrays of `Index`, and more
 _DTYPES = {
     "names": np.uint8,
     "offsets": np.int64,
@@ -22,14 +22,14 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the images of some shards lie, shard by shard and in the order within them.
+    """Positions of the images in some shards, in the order of the shards and within them.
 
     Attributes:
-        names: uint8, every `SHARD/MEMBER`, end to end.
+        names: uint8, every `SHARD/MEMBER`, concatenated.
         offsets: int64 [n + 1], where each name starts in `names`.
         shard: int32 [n], positions in the shards' files.
-        at, length: int64 [n], bytes: where an image starts in its shard, and how many it has.
-        labels: int64 [n], positions in `classes`; empty where there are no labels.
+        at, length: int64 [n], offset of an image in its shard and its size, bytes.
+        labels: int64 [n], positions in `classes`; empty without labels.
         classes: unicode [classes].
     """
 
@@ -42,7 +42,7 @@ class Index:
     classes: np.ndarray
 
     def fits(self, shards: Shards) -> bool:
-        """Whether all types and numbers are possible for these shards."""
+        """Whether all dtypes and values are valid for these shards."""
         if (
             any(array.ndim != 1 for array in vars(self).values())
             or any(getattr(self, key).dtype != dtype for key, dtype in _DTYPES.items())
@@ -68,9 +68,9 @@ class Index:
 
 
 def load(path: Path, shards: Shards) -> dict[str, np.ndarray] | None:
-    """Arrays of the index beside the shards; None where there is none, or it is damaged or belongs to others.
+    """Arrays of the index next to the shards; None if there is none, or it is damaged or belongs to others.
 
-    Modification times are not compared, for a copy on another machine may have others.
+    Modification times are not compared, because a copy on another machine may have different ones.
     """
     with suppress(*DAMAGED):
         arrays = read_arrays(path)
@@ -80,7 +80,7 @@ def load(path: Path, shards: Shards) -> dict[str, np.ndarray] | None:
 
 
 def missing(path: Path, shards: Shards) -> list[str]:
-    """Files that the index beside the shards lists and that are not there."""
+    """Files that the index lists but that do not exist."""
     with suppress(*DAMAGED), np.load(path) as content:
         if content["files"].dtype.kind == "U":
             return sorted(set(content["files"].tolist()) - set(shards.files))

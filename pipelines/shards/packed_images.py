@@ -1,4 +1,4 @@
-"""An image as it is to be written into a shard: its file's bytes, or a smaller copy of it."""
+"""Prepares an image for a shard: the bytes of its file, or a smaller copy."""
 
 import io
 import struct
@@ -16,12 +16,12 @@ _ENDINGS = {
     **{"JPEG": b".jpg", "MPO": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"},
     **{"PPM": b".ppm", "TIFF": b".tif"},
 }
-_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that RGB of 8 bits holds
+_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that fit into 8-bit RGB
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An image as it is to be written, or why it is left out."""
+    """An image ready for writing, or the reason why it is left out."""
 
     image: int
     content: bytes = b""
@@ -33,7 +33,7 @@ class Prepared:
 
 
 def prepare(reader: TimedReader, image: int, short: int | None, quality: int) -> Prepared:
-    """Reads and decodes an image, and makes it smaller where its short side has more pixels than `short`."""
+    """Reads and decodes an image, and shrinks it if its short side has more pixels than `short`."""
     try:
         content = reader.read(image)
     except OSError as error:
@@ -41,7 +41,7 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
             size = stored_size(decoded)
-            decoded.load()  # what cannot be decoded must not be found out by a training run
+            decoded.load()  # finds damaged images now, not in a training run
             ending, before = _ENDINGS[decoded.format], len(content)
             again = short is not None and min(size) > short and decoded.mode in _COLOURS
             if again:
@@ -55,7 +55,7 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
 
 
 def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
-    # Lanczos keeps the most detail, and Pillow widens it to what falls into a pixel, so nothing aliases.
+    # Lanczos keeps the most detail, and Pillow scales its support to the output pixel, so nothing aliases.
     image = image if image.mode in ("L", "RGB") else image.convert("RGB")
     encoded = io.BytesIO()
     image.resize(size, Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
@@ -65,7 +65,7 @@ def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
 def ahead(
     pool: ThreadPoolExecutor, function: Callable[[int], Prepared], images: list[int], depth: int
 ) -> Iterator[Prepared]:
-    """Results in order, made in the pool at most `depth` ahead."""
+    """Results in order, computed in the pool at most `depth` ahead."""
     waiting: deque = deque()
     for image in images:
         waiting.append(pool.submit(function, image))

@@ -2,13 +2,13 @@
 
     FOLDER/shard-000000.tar, ...    KEY.jpg and, with labels, KEY.cls; KEY is the image's path without its ending
     FOLDER/classes.txt              names of the classes, a line each, in the order of the labels
-    FOLDER/index.npz                where each image lies, its pixels, its digest: a start reads this alone
-    FOLDER/left-out.txt             images that cannot be read or decoded, and why, a line each; line breaks and
-                                    the like in a name are written as in Python
-    FOLDER/shards.json              what the shards were made of, written first; last, the digest of the index
+    FOLDER/index.npz                position, size in pixels and digest of each image; a start reads only this
+    FOLDER/left-out.txt             images that cannot be read or decoded, and why, a line each; control characters
+                                    in a name are escaped as in Python
+    FOLDER/shards.json              the source of the shards, written first; the digest of the index is added last
 
-A shard is written under another name, flushed to the disk and renamed, and what goes into it depends on its number
-alone. So an interrupted run goes on at the first missing shard and ends with the same bytes as one that was not.
+A shard is written under a temporary name, flushed to the disk and renamed, and its content depends only on its number.
+So an interrupted run continues at the first missing shard and produces the same bytes as one without interruption.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from ..reading.timed import TimedReader
 from .archives import CLASSES, UNFINISHED
 from .index import INDEX
 from .packed_images import ahead, prepare
-from .writing import ROW, read_part, shard_name, write_shard, write_whole
+from .writing import ROW, read_part, shard_name, write_shard, write_then_rename
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 
@@ -44,10 +44,10 @@ class Packing:
     """How images are packed.
 
     Attributes:
-        images_per_shard: before those that cannot be decoded are left out.
-        short_side: pixels; images with a longer short side are made smaller and encoded again. None copies all.
-        quality: of the JPEG files that are encoded again, 1 to 100.
-        shuffle_seed: of the order of the images; None keeps the manifest's.
+        images_per_shard: counted before images that cannot be decoded are left out.
+        short_side: pixels; images with a longer short side are shrunk and encoded again. None copies all images.
+        quality: JPEG quality of images that are encoded again, 1 to 100.
+        shuffle_seed: seed of the order of the images; None keeps the manifest's order.
     """
 
     images_per_shard: int = 10_000
@@ -58,7 +58,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packed:
-    """What shards hold: their number, images, bytes of these before and after, how many were encoded again."""
+    """Totals: shards, images, their bytes before and after, images that were encoded again or left out."""
 
     shards: int
     images: int
@@ -77,23 +77,23 @@ def pack(
     told: Callable[[int], None],
     timeout: float = 60.0,
 ) -> Packed:
-    """Writes shards, or those that are missing.
+    """Writes the shards that do not exist yet.
 
     Args:
-        source: where the manifest's images are from, for the description.
-        folder: for the shards: a new one, an empty one, or one in which the same was begun.
-        threads: that decode, resize and encode.
-        told: is called with a number of images after these are done.
+        source: path of the manifest's images, for the description.
+        folder: folder for the shards: new, empty, or one in which the same packing was begun.
+        threads: number of threads that decode, resize and encode.
+        told: called with the number of images that were just finished.
         timeout: seconds after which a file that does not answer is left out.
 
     Raises:
         DataError: the folder holds something else, the disk is too small, a class has a line break in its name, no
-            image can be decoded, or the storage does not answer any more.
+            image can be decoded, or the storage stops answering.
         OSError: the folder cannot be written.
     """
     for name in manifest.classes:
         if "\n" in name:
-            raise DataError(f"{source}: class {name!r} has a line break, and {CLASSES} a class per line; rename it")
+            raise DataError(f"{source}: class {name!r} has a line break, but {CLASSES} has a class per line; rename it")
     description = {
         "source": source,
         "fingerprint": manifest.fingerprint,
@@ -103,7 +103,7 @@ def pack(
     }
     done = _begin(folder, description)
     if "index" in done:
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # in case that very last step was interrupted
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # in case the very last step was interrupted
         told(len(manifest))
         return Packed(**done["packed"])
     order = np.arange(len(manifest))
@@ -133,12 +133,12 @@ def pack(
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What the shards in a folder were made of; nothing where none were begun."""
+    """The description of the shards in a folder; empty if none were begun."""
     with suppress(FileNotFoundError, NotADirectoryError):
         try:
             description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
             if not isinstance(description, dict):
-                raise ValueError("no description of shards")
+                raise ValueError("not a description of shards")
             return description
         except ValueError as error:
             raise DataError(f"{folder / DESCRIPTION} is damaged ({error}); give another folder") from error
@@ -146,26 +146,26 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
-    """The description that the folder has, which is written where it has none."""
+    """The description in the folder, which is written if there is none."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise DataError(f"folder = {folder}: is a file; give a new folder")
     before = read_description(folder)
     if before:
         differing = [
-            f"folder = {folder}: has shards of {key} = {json.dumps(before.get(key))}, and not {json.dumps(value)}"
+            f"folder = {folder}: has shards with {key} = {json.dumps(before.get(key))}, not {json.dumps(value)}"
             for key, value in description.items()
             if key not in ("source", "fingerprint") and before.get(key) != value
         ]
         if before.get("fingerprint") != description["fingerprint"]:
-            change = "a name, size or modification time is another one"
+            change = "a name, size or modification time differs"
             differing.append(f"folder = {folder}: has shards of other images from {before.get('source')}; {change}")
         if differing:
             raise DataError("\n".join([*differing, "continue with the same images and options, or give a new folder"]))
         return before
     folder.mkdir(parents=True, exist_ok=True)
     if any(not name.startswith(".") for name in os.listdir(folder)):
-        raise DataError(f"folder = {folder}: is not empty and holds no shards of `data shard`; give a new folder")
-    write_whole(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
+        raise DataError(f"folder = {folder}: is not empty and holds no shards from `data shard`; give a new folder")
+    write_then_rename(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
     return description
 
 
@@ -177,18 +177,18 @@ def _is_written(folder: Path, number: int) -> bool:
 
 
 def _require_space(manifest: Manifest, folder: Path, images: int) -> None:
-    """Raises DataError where copies of so many images do not fit on the disk."""
+    """Raises DataError if copies of this number of images do not fit on the disk."""
     each = manifest.total_bytes / len(manifest) + 2 * BLOCK * (1 + manifest.has_labels)
     needed, free = images * each, shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"folder = {folder}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; make room, give a "
-            "folder on a larger disk, or make the images smaller with --short_side"
+            f"folder = {folder}: the shards need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk "
+            "space, give a folder on a larger disk, or make the images smaller with --short_side"
         )
 
 
 def _keys(manifest: Manifest) -> list[bytes]:
-    """The name of each image in its shard without the ending: unique, without dots, from its path."""
+    """The name of each image in its shard, without extension: unique, without dots, from its path."""
     keys, seen = [], set()
     root = os.path.join(os.fsencode(manifest.root), b"")
     for image in range(len(manifest)):
@@ -207,19 +207,19 @@ def _keys(manifest: Manifest) -> list[bytes]:
 
 
 def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str, Any]) -> Packed:
-    """Writes what lies beside the shards, last the description."""
+    """Writes the files next to the shards, last the description."""
     parts = [read_part(folder, number) for number in range(count)]
     left_out = [line for part in parts for line in part["left_out"].tobytes().split(b"\n") if line]
     used = [number for number, part in enumerate(parts) if len(part["rows"])]
     if not used:
-        raise DataError(f"none of {len(manifest)} images can be decoded; {os.fsdecode(left_out[0])}")
+        raise DataError(f"none of the {len(manifest)} images can be decoded; {os.fsdecode(left_out[0])}")
     if left_out:
-        write_whole(folder / LEFT_OUT, [line + b"\n" for line in left_out])
+        write_then_rename(folder / LEFT_OUT, [line + b"\n" for line in left_out])
     files = [shard_name(number) for number in used]
     sizes, digests = [int(parts[number]["bytes"]) for number in used], [parts[number]["digest"] for number in used]
     if manifest.has_labels:
         classes = "".join(f"{name}\n" for name in manifest.classes).encode("utf-8", "surrogateescape")
-        write_whole(folder / CLASSES, [classes])
+        write_then_rename(folder / CLASSES, [classes])
         files.append(CLASSES)
         sizes.append(len(classes))
         digests.append(np.frombuffer(hashlib.blake2b(classes, digest_size=16).digest(), np.uint8))
@@ -246,7 +246,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         sizes=np.stack([column["width"], column["height"]], axis=1).astype(np.int32),
         digests=column["digest"],
     )
-    write_whole(folder / INDEX, [encoded.getbuffer()])
+    write_then_rename(folder / INDEX, [encoded.getbuffer()])
     packed = Packed(
         shards=len(used),
         images=len(rows),
@@ -257,6 +257,6 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     )
     index = hashlib.blake2b(encoded.getbuffer(), digest_size=16).hexdigest()
     finished = {**description, "packed": asdict(packed), "index": index}
-    write_whole(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
+    write_then_rename(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
     shutil.rmtree(folder / UNFINISHED)
     return packed

@@ -1,4 +1,4 @@
-"""Compares tar shards with what was written when they were packed."""
+"""Compares tar shards with the digests that were stored when they were packed."""
 
 import hashlib
 import io
@@ -17,21 +17,21 @@ from .index import INDEX
 from .packing import read_description
 from .writing import short_digest
 
-_PIECE = 1 << 24  # bytes that are read at once
+_PIECE = 1 << 24  # bytes to read at once
 
 
 def verify(folder: Path, threads: int, told: Callable[[int], None]) -> list[str]:
-    """Reads all shards and compares them with their digests; what differs, a line each.
+    """Reads all shards and compares them with their digests; returns a line per difference.
 
     Args:
-        told: is called with a number of bytes after these are compared.
+        told: called with the number of bytes that were just compared.
 
     Raises:
         DataError: the folder holds no finished shards.
     """
     description = read_description(folder)
     if "index" not in description:
-        raise DataError(f"{folder}: holds no finished shards of `data shard`; finish them first")
+        raise DataError(f"{folder}: holds no finished shards from `data shard`; finish them first")
     try:
         content = (folder / INDEX).read_bytes()
         if hashlib.blake2b(content, digest_size=16).hexdigest() != description["index"]:
@@ -53,7 +53,7 @@ def verify(folder: Path, threads: int, told: Callable[[int], None]) -> list[str]
 
 
 def _verify_file(folder: Path, number: int, index: dict[str, np.ndarray], told: Callable[[int], None]) -> list[str]:
-    """What is wrong with one file, images by name."""
+    """Differences in one file; images by name."""
     path, wanted = folder / str(index["files"][number]), int(index["bytes"][number])
     digest = hashlib.blake2b(digest_size=16)
     try:

@@ -1,4 +1,4 @@
-"""Writes one shard, and beside it what the index is to say of its images."""
+"""Writes one shard, and the part of the index for its images."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from ..manifest import Manifest
 from .archives import UNFINISHED
 from .packed_images import Prepared
 
-ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: bytes
+ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: original bytes
 
 
 def write_shard(
@@ -27,7 +27,7 @@ def write_shard(
     prepared: Iterator[Prepared],
     told: Callable[[int], None],
 ) -> None:
-    """Writes one shard, and before it takes its name what the index is to say of it."""
+    """Writes one shard, and the part of the index for it before the shard gets its final name."""
     names, rows, left_out = [], [], []
     digest, position = hashlib.blake2b(digest_size=16), 0
 
@@ -78,9 +78,9 @@ def write_shard(
             digest=np.frombuffer(digest.digest(), np.uint8),
         )
         (folder / UNFINISHED).mkdir(exist_ok=True)
-        write_whole(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
+        write_then_rename(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
 
-    write_whole(folder / shard_name(number), counted(), describe)
+    write_then_rename(folder / shard_name(number), counted(), describe)
     if not rows:
         os.unlink(folder / shard_name(number))
 
@@ -90,12 +90,12 @@ def shard_name(number: int) -> str:
 
 
 def read_part(folder: Path, number: int) -> dict[str, np.ndarray]:
-    """What the index is to say of a shard. Raises one of `DAMAGED` where the shard was not begun."""
+    """The part of the index for a shard. Raises one of `DAMAGED` if the shard was not begun."""
     return read_arrays(folder / UNFINISHED / f"{number:06}.npz")
 
 
 def _escaped(name: str) -> str:
-    """A name that fits into a line, with control characters and backslashes as in Python."""
+    """A name on one line, with control characters and backslashes escaped as in Python."""
     return re.sub(r"[\0-\x1f\x7f\\]", lambda match: repr(match[0])[1:-1], name)
 
 
@@ -103,8 +103,8 @@ def short_digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-def write_whole(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Writes a file that is there as a whole and on the disk, or not at all. Raises OSError with its name."""
+def write_then_rename(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
+    """Writes a file completely and durably, or not at all. Raises OSError with its name."""
     draft = path.with_name(f".{path.name}.unfinished")
     try:
         with open(draft, "wb") as file:

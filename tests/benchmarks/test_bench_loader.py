@@ -22,7 +22,7 @@ from unigrad_fast.benchmarks.peers import loader as loader_variants
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN, RECIPES, View
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN, PRESETS, View
 from unigrad_fast.runtime.errors import DataError, UserError
 
 
@@ -67,9 +67,9 @@ def test_without_chance_torchvisions_views_are_the_resized_image(what, tmp_path)
 
 
 @pytest.mark.parametrize("what", [loader_variants.OURS, *loader_variants.TORCHVISION])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_has_the_views_of_ours(what, recipe, drawn):
-    views = tuple(View(**{**vars(view), "size": 8 + view.size // 32}) for view in RECIPES[recipe].views)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_the_views_of_ours(what, preset, drawn):
+    views = tuple(View(**{**vars(view), "size": 8 + view.size // 32}) for view in PRESETS[preset].views)
     batches = loader_variants.VARIANTS[what](setting(drawn, views))
     made = next(batches)
     batches.close()
@@ -143,7 +143,7 @@ def test_slope_of_memory_is_per_epoch():
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_loader, "SMALL_ENTRIES", 16)
     monkeypatch.setattr(loader_measure, "new_process", forked.new_pool)
-    arguments = {"photographs": drawn, "recipe": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
+    arguments = {"photographs": drawn, "preset": "multicrop", "image_size": 32, "batch_size": 4, "threads": 2}
     arguments["output"] = tmp_path / "results"
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
     assert cli.main(["bench", "loader", *words, "--rounds", "1", "--steps", "1", "--epochs", "2"]) == 0

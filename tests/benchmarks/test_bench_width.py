@@ -113,11 +113,11 @@ def test_a_dry_run_counts_every_width(tmp_path, capsys):
         ("--dry_run true --train true", "train = true: not used with dry_run true; leave it out"),
         (
             "--widths 512,x",
-            "widths = x: allowed is a whole number from 1 to 131072, or several with commas between them",
+            "widths = x: must be an integer from 1 to 131072 (or several, comma-separated)",
         ),
         (
             "--train true --data.train {} --data.val null",
-            "train = true: data.val = null, without which there is no kNN",
+            "train = true: kNN needs validation images, but data.val = null",
         ),
     ],
 )

@@ -223,10 +223,10 @@ def test_an_ending_of_the_other_format_is_refused(run, capsys, tmp_path):
 
 def test_wrong_outputs_are_refused_before_any_work(run, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_branch", lambda *_: pytest.fail("worked"))
-    assert "no folder" in refused(capsys, run, "--output", tmp_path / "absent/encoder.pth")
+    assert "does not exist; create it" in refused(capsys, run, "--output", tmp_path / "absent/encoder.pth")
     assert "is a folder" in refused(capsys, run, "--output", tmp_path)
     (run / "export").write_text("a file in the way")
-    assert "cannot be made" in refused(capsys, run)
+    assert "cannot be created" in refused(capsys, run)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may write everywhere
     assert "not writable" in refused(capsys, run, "--output", tmp_path / "encoder.pth")
 
@@ -296,4 +296,4 @@ def test_weights_of_another_model_are_refused(run, capsys):
     tensors = {name: reader.tensor(name) for name in reader.names}
     write_weights(run, tensors, 40, 2.0, config.model_dump(mode="json"))
     error = refused(capsys, run)
-    assert "do not fit its configuration" in error and len(error.splitlines()) == 1
+    assert "do not fit the configuration" in error and len(error.splitlines()) == 1

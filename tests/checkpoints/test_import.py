@@ -296,8 +296,8 @@ def test_missing_unknown_and_misshaped_keys_are_listed(state, tmp_path, capsys):
         state | {"module.encoder.conv1.weight": state["encoder.0.weight"]}
     )
     misshaped = state | {"encoder.0.weight": torch.ones(64, 3, 3, 3)}
-    assert "nearest is resnet18" in error_of(misshaped)
-    assert "of another shape, conv1.weight [64, 3, 3, 3]" in error_of(misshaped)
+    assert "closest is resnet18" in error_of(misshaped)
+    assert "with another shape, conv1.weight [64, 3, 3, 3]" in error_of(misshaped)
 
 
 def test_another_architecture_is_refused(state, tmp_path, capsys):
@@ -306,7 +306,7 @@ def test_another_architecture_is_refused(state, tmp_path, capsys):
         f"module.{part}.{name}": t for part in ("encoder", "momentum_encoder") for name, t in transformer.items()
     }
     torch.save({"state_dict": content}, tmp_path / "weights.pth")
-    assert "fits none of resnet18, resnet34" in refused(capsys, tmp_path / "weights.pth", tmp_path / "run")
+    assert "matches none of resnet18, resnet34" in refused(capsys, tmp_path / "weights.pth", tmp_path / "run")
     torch.save(build_backbone("resnet18").state_dict(), tmp_path / "plain.pth")
     assert "126 unknown keys, conv1.weight" in refused(capsys, tmp_path / "plain.pth", tmp_path / "run")
 
@@ -315,7 +315,7 @@ def test_folders_are_checked_first(tmp_path, capsys):
     file = tmp_path / "absent.pth"
     (tmp_path / "file").write_text("")
     assert "exists already" in refused(capsys, file, tmp_path / "file")
-    assert "cannot be made" in refused(capsys, file, tmp_path / "file/below/it")
+    assert "cannot be created" in refused(capsys, file, tmp_path / "file/below/it")
     error = refused(capsys, file, tmp_path / "run", "--data.train", str(tmp_path / "images"))
     assert f"data.train = {tmp_path}/images: no such file or folder" in error
 

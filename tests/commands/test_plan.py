@@ -48,7 +48,7 @@ def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_told_what_would(planned, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Card, "room", property(lambda card: 12e6))
+    monkeypatch.setattr(Card, "usable_memory", property(lambda card: 12e6))
     assert planned("--images", "64") == 0
     shown = capsys.readouterr().out
     assert "does not fit: " in shown and "would fit: data.batch_size " in shown
@@ -74,7 +74,7 @@ def test_a_sweep_has_a_table_a_plot_and_the_figures(planned, tmp_path, capsys, m
         ("--gpus 24 --nodes 3", "data.batch_size = 256: does not divide over 24 ranks"),
         ("--sweep true --gpus 16", "gpus = 16: not used with sweep true; leave it out"),
         ("--engine.compile true", "engine.compile = true: the dry run walks the step as it is written; leave it out"),
-        ("--objective.method moco", "objective.method = moco: the plan knows what UniGrad sends alone"),
+        ("--objective.method moco", "objective.method = moco: the plan covers UniGrad only"),
     ],
 )
 def test_what_is_refused_leaves_no_folder(planned, tmp_path, capsys, options, said):

@@ -35,7 +35,7 @@ def test_output_that_holds_a_run_is_refused_by_fresh(tmp_path):
     require_folders(config)
     (run / "config.yaml").write_text(to_yaml(config))
     require_folders(config)
-    with pytest.raises(UserError, match="holds a run, which --fresh does not continue; give another folder"):
+    with pytest.raises(UserError, match="already contains a run; --fresh needs an empty folder"):
         require_folders(config, fresh=True)
 
 

@@ -18,7 +18,7 @@ from unigrad_fast.runtime.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 # A word in capitals stands for what the reader types.
-PLACEHOLDER = re.compile(r" = [A-Z_]+: allowed is ")
+PLACEHOLDER = re.compile(r" = [A-Z_]+: must be ")
 LIKE_A_PATH = re.compile(r"[A-Z_]+|.*[./].*")
 A_METHOD = "simclr"  # in place of METHOD
 

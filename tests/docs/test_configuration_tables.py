@@ -24,7 +24,7 @@ def test_every_key_has_a_row_with_meaning_range_default_and_where_it_comes_from(
     assert all(len(row) == 4 and row[0] and row[1] and row[2] for row in found.values())
     assert found["data.batch_size"] == [
         "Images per optimizer step, over all ranks and accumulation steps.",
-        "a whole number from 2 to 16777216",
+        "an integer from 2 to 16777216",
         "`1024`",
         "paper: 1024",
     ]

@@ -15,8 +15,8 @@ from command_process import command_on_two_ranks
 
 from unigrad_fast import cli
 from unigrad_fast.doctor import machine, packages
-from unigrad_fast.doctor.parts import PARTS, Part, check_finite
-from unigrad_fast.runtime import cards
+from unigrad_fast.doctor.parts import PARTS, TriedPart, check_finite
+from unigrad_fast.runtime import nvidia
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,7 +123,7 @@ def test_gpu_that_cannot_be_used_is_explained(driver, cuda, visible, status, wor
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(cards, "driver_version", lambda: driver)
+    monkeypatch.setattr(nvidia, "driver_version", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -139,7 +139,7 @@ def test_gpus_of_a_kind_share_a_row(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: card)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(cards, "driver_version", lambda: "580.82.07")
+    monkeypatch.setattr(nvidia, "driver_version", lambda: "580.82.07")
     assert [each.found for each in machine.gpus()] == [
         "8 x NVIDIA H100 80GB HBM3, 79.2 GiB, compute capability 9.0",
         "driver 580.82.07, NCCL 2.30.7",
@@ -160,7 +160,7 @@ def test_other_version_of_deepspeed_is_refused(quick_parts, capsys, monkeypatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.7" if name == "deepspeed" else version(name))
     status, _, errors = examine(capsys)
     assert status == 2
-    assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is needed; pip install deepspeed==0.19.8"]
+    assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is required; pip install deepspeed==0.19.8"]
 
 
 def test_an_unknown_choice_of_kernels_is_shown_with_the_remedy(quick_parts, capsys, monkeypatch):
@@ -174,7 +174,7 @@ def test_failing_part_is_shown_with_its_reason_and_the_others_are_tried(quick_pa
     def fail(scene):
         raise RuntimeError("no kernel image [sm_52]\nand more")
 
-    monkeypatch.setitem(PARTS, "objective", Part(fail, set(), "take another GPU"))
+    monkeypatch.setitem(PARTS, "objective", TriedPart(fail, set(), "take another GPU"))
     status, rows, errors = examine(capsys)
     assert status == 2
     assert errors == ["error: objective: RuntimeError: no kernel image [sm_52]; take another GPU"]
@@ -184,7 +184,7 @@ def test_failing_part_is_shown_with_its_reason_and_the_others_are_tried(quick_pa
 
 def test_result_that_is_not_finite_fails(quick_parts, capsys, monkeypatch):
     numbers = torch.tensor([1.0, torch.nan])
-    monkeypatch.setitem(PARTS, "model forward", Part(lambda scene: lambda: check_finite(numbers), set(), "why"))
+    monkeypatch.setitem(PARTS, "model forward", TriedPart(lambda scene: lambda: check_finite(numbers), set(), "why"))
     assert examine(capsys)[2] == ["error: model forward: RuntimeError: the result is not finite; why"]
 
 

@@ -47,7 +47,7 @@ def test_a_class_that_validation_lacks_is_said_and_the_others_keep_their_names(t
         assert names(queries.val) == [(path, Path(path).parent.name) for path, _ in names(val)]
         assert queries.val.labels.tolist() == [1, 1, 1, 3] and queries.obstacle is None
         assert queries.told == (
-            "validation lacks 2 of 4 classes of the training images (ant, cat); accuracy is that of the others",
+            "2 of 4 classes in training have no validation images (ant, cat); the accuracy is that of the others",
         )
 
 
@@ -57,7 +57,7 @@ def test_a_list_without_the_largest_label_is_judged(train, tmp_path):
     labelled = listed(tmp_path / "train.txt", images, **numbers)
     queries = match(labelled, listed(tmp_path / "val.txt", images, ant=0, cat=2))
     assert queries.val.labels.tolist() == [0, 0, 2, 2]
-    assert "lacks 2 of 4 classes of the training images (1, 3)" in queries.told[0]
+    assert "2 of 4 classes in training have no validation images (1, 3)" in queries.told[0]
     assert match(labelled, labelled).told == () and match(labelled, labelled).val is labelled
 
 
@@ -68,7 +68,7 @@ def test_images_of_a_class_that_training_has_not_are_left_out_and_counted(train,
     assert [queries.val.read(image) for image in range(5)] == [val.read(image) for image in (0, 3, 4, 5, 6)]
     assert np.array_equal(queries.val.sizes, val.sizes[[0, 3, 4, 5, 6]])
     assert queries.told == (
-        "3 of 8 validation images are left out, for training does not know their classes (asp, eel)",
+        "3 of 8 validation images are left out because no training image has their classes (asp, eel)",
     )
 
 
@@ -100,4 +100,7 @@ def test_what_cannot_be_judged_is_named(train, tmp_path):
     assert "the training images have no labels" in match(flat, train).obstacle
     assert "the validation images have no labels" in match(train, flat).obstacle
     one = Manifest.open(draw(tmp_path / "one", inner=2))
-    assert match(one, one).obstacle == "all images are of one class, inner; the class folders may lie one level lower"
+    assert (
+        match(one, one).obstacle
+        == "all images belong to one class, inner; check whether the class folders are one level lower"
+    )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import linear, linear_paper, linear_quick
 from unigrad_fast.evaluation.linear import LinearProbe
-from unigrad_fast.evaluation.linear_paper import Schedule, paper
+from unigrad_fast.evaluation.linear_paper import ProbeSchedule, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
@@ -105,7 +105,7 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
     if protocol == "quick":
         classifier = quick(made)
     else:
-        classifier = paper(made, Schedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
+        classifier = paper(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
     result = made.judge(classifier)
     return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
 
@@ -162,7 +162,7 @@ def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0
         if protocol == "quick":
             quick(made)
         elif protocol == "paper":
-            paper(made, Schedule(epochs=2, batch_size=48, base_lr=base_lr))
+            paper(made, ProbeSchedule(epochs=2, batch_size=48, base_lr=base_lr))
         else:
             made.judge(nn.Linear(16 * 9, 6))
     except (RunStopped, DataError) as error:
@@ -214,7 +214,7 @@ def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, work
 
 def trained(data: Path) -> list[str]:
     lines: list[str] = []
-    paper(probe(data, say=lines.append), Schedule(epochs=2, batch_size=96))
+    paper(probe(data, say=lines.append), ProbeSchedule(epochs=2, batch_size=96))
     return lines
 
 
@@ -235,7 +235,7 @@ def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, pr
 
 def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
     lines: list[str] = []
-    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), Schedule(2, 48, 10.0))
+    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), ProbeSchedule(2, 48, 10.0))
     return lines, classifier.weight.detach(), classifier.bias.detach()
 
 
@@ -265,9 +265,9 @@ def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str
     unfinished = Unfinished(folder, "probe", {}, made.world, lines.append)
     if calls != 2:
         with pytest.raises(Preempted):
-            paper(made, Schedule(3, 48, 10.0), unfinished, AskedToLeave())
+            paper(made, ProbeSchedule(3, 48, 10.0), unfinished, AskedToLeave())
     if calls > 1:
-        classifier = paper(made, Schedule(3, 48, 10.0), unfinished)
+        classifier = paper(made, ProbeSchedule(3, 48, 10.0), unfinished)
     return lines, classifier.weight.detach() if calls > 1 else None
 
 
@@ -276,7 +276,7 @@ def test_the_papers_protocol_goes_on_in_an_epoch_on_any_number_of_ranks(data, wo
     both = workers(2).run(trained_in_two_calls, data, tmp_path / "two", 3)
     for again, found in both:
         assert torch.equal(found, weight) and [*again[:1], *again[2:]] == lines
-        assert again[1].startswith("goes on after epoch 1.5 of 3")
+        assert again[1].startswith("continuing an interrupted call after epoch 1.5 of 3")
     workers(2).run(trained_in_two_calls, data, tmp_path / "moved", 1)
     ((_, found),) = workers(1).run(trained_in_two_calls, data, tmp_path / "moved", 2)
     torch.testing.assert_close(found, weight)
@@ -293,14 +293,14 @@ def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most
 def test_its_training_views_are_crops_and_flips_alone(data):
     manifest = Manifest.from_folder(data / "train")
     first, again = (
-        next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(1)))
+        next(iter(Loader(manifest, preset="linear", batch_size=96, image_size=24, threads=1).iterate(1)))
         for _ in range(2)
     )
     (view,) = first.views
     assert view.shape == (96, 3, 24, 24) and torch.equal(view, again.views[0])
     assert torch.equal(first.label, torch.as_tensor(manifest.labels)[first.index])
     assert not torch.equal(
-        view, next(iter(Loader(manifest, recipe="linear", batch_size=96, image_size=24, threads=1).iterate(2))).views[0]
+        view, next(iter(Loader(manifest, preset="linear", batch_size=96, image_size=24, threads=1).iterate(2))).views[0]
     )
 
 
@@ -369,8 +369,8 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--epochs", "3"), "epochs = 3: belongs to --protocol paper"),
-        (("--protocol", "slow"), "allowed is one of quick, paper"),
+        (("--epochs", "3"), "epochs = 3: applies only to --protocol paper"),
+        (("--protocol", "slow"), "must be one of quick, paper"),
         (("--protocol", "paper"), "give --batch_size "),
     ],
 )

@@ -87,11 +87,11 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
     assert list(first["accuracy"]) == ["raw pixels", "colour histogram", "untrained encoder", "trained encoder"]
 
     again = said(capsys, "evaluate", "knn", run)
-    assert "which keeps raw pixels, colour histogram, untrained encoder of an earlier call" in again
+    assert "which keeps raw pixels, colour histogram, untrained encoder from an earlier call" in again
     assert result(run, "knn-epoch2") == first
 
     other = said(capsys, "evaluate", "knn", run, "--k", 5, "--temperature", 0.2)
-    assert f"written to {run}/evaluation/knn-epoch2-2.json; knn-epoch2.json has k = 3 and stays as it is" in other
+    assert f"written to {run}/evaluation/knn-epoch2-2.json; knn-epoch2.json has k = 3 and was kept" in other
     assert (result(run, "knn-epoch2-2")["k"], result(run, "knn-epoch2-2")["temperature"]) == (5, 0.2)
     said(capsys, "evaluate", "knn", run, "--data.val", images / "train", "--data.train", images / "val")
     assert result(run, "knn-epoch2-3")["queries"] == 24
@@ -120,25 +120,25 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
 def test_a_file_of_results_that_cannot_be_read_is_left_alone(run, capsys):
     (run / "evaluation").mkdir()
     (run / "evaluation/knn-epoch2.json").write_text("my notes")
-    assert "knn-epoch2.json stays as it is" in said(capsys, "evaluate", "knn", run)
+    assert "knn-epoch2.json was kept" in said(capsys, "evaluate", "knn", run)
     assert (run / "evaluation/knn-epoch2.json").read_text() == "my notes"
     assert result(run, "knn-epoch2-2")["queries"] == 9
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").write_text("my notes")
-    assert "is no folder, and results are written to it" in said(capsys, "evaluate", "knn", run, status=2)
+    assert "is not a folder, but results are written there" in said(capsys, "evaluate", "knn", run, status=2)
 
 
 def test_any_checkpoint_is_evaluated_and_exported_with_its_own_probe(run, capsys):
-    assert f"checkpoint = 7: no checkpoint of that step in {run}; there are those of 10, 20" in said(
+    assert f"checkpoint = 7: no checkpoint of that step in {run}; available: 10, 20" in said(
         capsys, "evaluate", "knn", run, "--checkpoint", 7, status=2
     )
-    assert "there are those of 10, 20" in said(capsys, "export", run, "--checkpoint", 15, status=2)
+    assert "available: 10, 20" in said(capsys, "export", run, "--checkpoint", 15, status=2)
     early = said(capsys, "evaluate", "knn", run, "--checkpoint", 10)
     assert "trained encoder, epoch 1" in early and result(run, "knn-epoch1")["step"] == 10
 
     said(capsys, "evaluate", "linear", run)
     wrong = said(capsys, "export", run, "--checkpoint", 10, "--with_linear", "true", status=2)
-    assert "weights of step 20, and those of step 10 are exported" in wrong
+    assert "weights of step 20, but the export is of step 10" in wrong
     assert f"unigrad-fast evaluate linear {run} --checkpoint 10" in wrong
     said(capsys, "evaluate", "linear", run, "--checkpoint", 10)
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1)
@@ -151,7 +151,7 @@ def test_any_checkpoint_is_evaluated_and_exported_with_its_own_probe(run, capsys
     quick = run / "evaluation/linear-quick-epoch2.safetensors"
     chosen = said(capsys, "export", run, "--with_linear", "true", "--probe", quick, "--output", run.parent / "a.pth")
     assert f"linear probe of 3 classes from {quick}" in chosen
-    assert "belongs to --with_linear true" in said(capsys, "export", run, "--probe", quick, status=2)
+    assert "applies only with --with_linear true" in said(capsys, "export", run, "--probe", quick, status=2)
 
 
 def test_a_probe_of_a_run_that_began_again_is_not_exported(run, capsys):
@@ -162,7 +162,7 @@ def test_a_probe_of_a_run_that_began_again_is_not_exported(run, capsys):
     tensors = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
     write_weights(run, tensors, 20, 2.0, config)
     assert "before the run began again" in said(capsys, "export", run, "--with_linear", "true", status=2)
-    assert "stays as it is" in said(capsys, "evaluate", "linear", run)
+    assert "was kept" in said(capsys, "evaluate", "linear", run)
     assert "linear-quick-epoch2-2.safetensors" in said(capsys, "export", run, "--with_linear", "true")
 
 
@@ -173,8 +173,8 @@ def test_a_probe_of_a_run_that_began_again_is_not_exported(run, capsys):
         ("export", lambda text: "", "is empty"),
         ("export", lambda text: "model: [", "is damaged"),
         ("export", lambda text: "a: &a {b: *a}", "is damaged"),
-        ("export", lambda text: "hi", "holds no tree of keys and values"),
-        ("export", lambda text: text.replace("threads: 1", "threads: many"), "has data.threads = many: allowed is"),
+        ("export", lambda text: "hi", "is not a tree of keys and values"),
+        ("export", lambda text: text.replace("threads: 1", "threads: many"), "has data.threads = many: must be"),
         ("export", lambda text: text.replace("resnet18", "resnet50"), "has model.backbone = resnet50 instead of"),
         ("evaluate linear", lambda text: text.replace("resnet18", "resnet50"), "has model.backbone = resnet50 instead"),
         ("evaluate knn", lambda text: re.sub(" val: .*", " val: /elsewhere", text), "has data.val = /elsewhere inst"),
@@ -185,27 +185,27 @@ def test_an_edited_configuration_gives_way_to_the_checkpoints(run, command, edit
     path.write_text(edit(path.read_text()))
     printed = said(capsys, *command.split(), run)
     assert f"warning: {path}: {line}" in printed
-    assert f"; the configuration in {run}/checkpoints/step-00000020 is taken\n" in printed
+    assert f"; using the configuration in {run}/checkpoints/step-00000020\n" in printed
 
 
 def test_another_machine_may_need_other_threads_and_says_nothing(run, capsys):
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("threads: 1", "threads: 2").replace("batch_size: 12", "batch_size: 5"))
-    assert "is taken" not in said(capsys, "evaluate", "knn", run)
+    assert "using the configuration" not in said(capsys, "evaluate", "knn", run)
 
 
 def test_classes_that_one_side_lacks_and_equal_images_are_said(run, images, capsys):
     for protocol in ("knn", "linear"):
         printed = said(capsys, "evaluate", protocol, run, "--data.val", images / "lacking")
-        assert "warning: validation lacks 1 of 3 classes of the training images (class1);" in printed
+        assert "warning: 1 of 3 classes in training have no validation images (class1);" in printed
         assert (
-            "warning: 3 of 9 validation images are left out, for training does not know their classes (novel)"
+            "warning: 3 of 9 validation images are left out because no training image has their classes (novel)"
             in printed
         )
     assert result(run, "knn-epoch2")["queries"] == result(run, "linear-quick-epoch2")["images"] == 6
     (images / "link").symlink_to(images / "train")
     printed = said(capsys, "evaluate", "knn", run, "--data.val", images / "link", "--k", 1)
-    assert f"warning: data.val = {images}/link: is data.train as well, so every image finds itself" in printed
+    assert f"warning: data.val = {images}/link: is the same as data.train, so every image finds itself" in printed
     (images / "link").unlink()
     assert list(result(run, "knn-epoch2-2")["accuracy"].values()) == [100.0]
 
@@ -243,9 +243,13 @@ def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, cap
     with monkeypatch.context() as patch:  # in the third, of two steps each
         patch.setattr(Preemption, "agreed", ask)
         preempted = said(capsys, *arguments, status=75)
-    assert preempted == "preempted: saved after step 5 of 6 of the classifier; the same command goes on from there\n"
+    assert preempted == "preempted: saved after step 5 of 6 of the classifier; repeat the command to continue\n"
     last = said(capsys, *arguments)
-    assert "goes on after epoch 2.5 of 3" in last and last.count("epoch 3/3") == 1 and "epoch 2/3" not in last
+    assert (
+        "continuing an interrupted call after epoch 2.5 of 3" in last
+        and last.count("epoch 3/3") == 1
+        and "epoch 2/3" not in last
+    )
     assert next(line for line in undisturbed.splitlines() if "epoch 3/3" in line) in last
     assert not kept.exists()
     found = load_file(run / "evaluation/linear-paper-epoch2-2.safetensors")
@@ -263,4 +267,4 @@ def test_a_state_is_found_by_the_same_settings_alone_and_a_damaged_one_is_said(t
     one.path.rename(other.path)
     assert other.load() is None and same.load() is None
     other.path.write_bytes(b"damaged")
-    assert other.load() is None and said == [f"{other.path}: damaged, so the training begins anew"]
+    assert other.load() is None and said == [f"{other.path}: damaged; the training starts again"]

@@ -16,13 +16,14 @@ from unigrad_fast.images import preview
 from unigrad_fast.images.preview_layout import BADGE, HEAD, ORIGINAL, Layout, load_font, shortened
 from unigrad_fast.images.preview_rows import Mixed, Row, collect, operations
 from unigrad_fast.images.preview_sheet import GLOBAL_COLOURS, LOCAL_COLOURS, _free_spot, draw
-from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, recipe
+from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, preset_views
 from unigrad_fast.pipelines.order import epoch_order
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import note
 
 PLAIN = {"jitter_probability": 0.0, "gray_probability": 0.0, "blur_probability": 0.0}  # crop and flip are left
-SMALL = recipe("multicrop", 48, local_crops=3, local_views={"size": 24})
+SMALL = preset_views("multicrop", 48, local_crops=3, local_views={"size": 24})
 COUNT = 7
 
 
@@ -131,9 +132,9 @@ def test_shares_of_a_mix_count_images_from_1():
 def test_the_command_writes_a_png_of_the_images_there_are(images, tmp_path, capsys):
     output = tmp_path / "sheet.png"
     arguments = ["data", "preview", str(images), "--images", "50", "--output", str(output), "--cutmix", "true"]
-    arguments += ["--recipe", "multicrop"]
+    arguments += ["--preset", "multicrop"]
     assert cli.main([*arguments, "--image_size", "32", "--local_crops", "1", "--local_views.size", "16"]) == 0
-    assert f"{COUNT} images as multicrop makes them, in {output}" in capsys.readouterr().out
+    assert f"views of {COUNT} images under multicrop, in {output}" in capsys.readouterr().out
     with Image.open(output) as sheet:
         sheet.load()
         assert sheet.format == "PNG"
@@ -187,15 +188,18 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
 
 def test_mistakes_end_with_one_line(images, tmp_path, capsys):
     there, output = str(images), str(tmp_path / "sheet.png")
-    assert "'cutout' is unknown; use one of simsiam" in refused(capsys, there, "--recipe", "cutout")
+    assert "preset 'cutout' is unknown; use one of simsiam" in refused(capsys, there, "--preset", "cutout")
+    assert "recipe 'cutout' is unknown; use one of cifar_subset" in refused(capsys, there, "--recipe", "cutout")
+    both = ("--recipe", "quickstart", "--preset", "byol")
+    assert "preset = byol: replaces recipe = quickstart; leave one" in refused(capsys, there, *both)
     assert "does not exist" in refused(capsys, str(tmp_path / "absent"), "--output", output)
     (tmp_path / "empty").mkdir()
     assert "holds no files" in refused(capsys, str(tmp_path / "empty"), "--output", output)
-    assert "there is no folder" in refused(capsys, there, "--output", str(tmp_path / "absent" / "sheet.png"))
+    assert "does not exist; create it" in refused(capsys, there, "--output", str(tmp_path / "absent" / "sheet.png"))
     assert "ends in .png" in refused(capsys, there, "--output", str(tmp_path / "sheet.jpg"))
     (tmp_path / "folder.png").mkdir()
     assert "is a folder" in refused(capsys, there, "--output", str(tmp_path / "folder.png"))
-    assert "the recipe has 1" in refused(capsys, there, "--recipe", "linear", "--cutmix", "true", "--output", output)
+    assert "the preset has 1" in refused(capsys, there, "--preset", "linear", "--cutmix", "true", "--output", output)
     too_long = str(tmp_path / ("x" * 300 + ".png"))
     small = ("--image_size", "32", "--local_crops", "0", "--images", "1")
     assert "cannot be written: File name too long" in refused(capsys, there, "--output", too_long, *small)
@@ -224,7 +228,7 @@ def test_cutmix_of_one_image_is_refused(manifest):
 
 def test_views_can_be_changed_and_local_ones_are_no_larger_than_global_ones(images, tmp_path, capsys):
     arguments = ["data", "preview", str(images), "--images", "1", "--output", str(tmp_path / "sheet.png")]
-    smaller = ["--recipe", "multicrop", "--image_size", "32", "--local_crops", "1"]
+    smaller = ["--preset", "multicrop", "--image_size", "32", "--local_crops", "1"]
     assert cli.main([*arguments, *smaller]) == 2
     assert "local_views.size = 96: larger than the global views (32)" in capsys.readouterr().err
     assert cli.main([*arguments, *smaller, "--local_views.size", "16", "--global_views.scale", "0.9,1"]) == 0
@@ -250,7 +254,7 @@ def test_a_run_and_a_training_recipe_show_what_they_make_of_their_images(images,
     (tmp_path / "my.yaml").write_text(json.dumps(own))
     said, title = previewed(capsys, "my.yaml", "--images", 2)
     expected = ["2 × 32 px", "seed 7", "epoch 0", "(0.5, 0.75)", "(0.5, 0.75)", "0 mixed"]
-    assert title == ["my (simsiam)", *expected] and "2 images as my (simsiam) makes them" in said
+    assert title == ["my (simsiam)", *expected] and "views of 2 images under my (simsiam)" in said
 
     mixing = {"cutmix": {"probability": 1.0}, "progressive": {"start_size": 16, "epochs": 4}}
     objective = {"correlation_source": "target"}
@@ -259,7 +263,7 @@ def test_a_run_and_a_training_recipe_show_what_they_make_of_their_images(images,
     (tmp_path / "run/config.yaml").write_text(to_yaml(run))
     _, title = previewed(capsys, "run", "--images", 2, "--seed", 3)
     assert title == ["run (simsiam)", "2 × 16 px", "CutMix", "seed 3", *expected[2:5], "2 mixed"]
-    _, title = previewed(capsys, "run", "--images", 1, "--recipe", "byol", "--image_size", 24)
+    _, title = previewed(capsys, "run", "--images", 1, "--preset", "byol", "--image_size", 24)
     assert title[:4] == ["byol", "2 × 24 px", "seed 7", "epoch 0"]
 
     _, title = previewed(capsys, images, "--images", 1, "--recipe", "my.yaml", "--image_size", 16)
@@ -269,9 +273,20 @@ def test_a_run_and_a_training_recipe_show_what_they_make_of_their_images(images,
     assert title[:2] == ["quickstart (simsiam)", "2 × 48 px"] and title[4] == "(0.3, 1.0)"
 
 
+def test_a_preset_may_be_given_as_the_recipe_as_in_earlier_versions(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    note.cache_clear()
+    arguments = ["data", "preview", str(images), "--images", "1", "--recipe", "byol", "--image_size", "24"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "views of 1 image under byol" in printed.out
+    assert printed.err == "note: --recipe byol is now --preset byol\n"
+
+
 def test_images_alone_are_shown_as_pretrain_would_take_them(images, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, title = previewed(capsys, images, "--images", 1)
     assert title == ["imagenet_100ep (simsiam)", "2 × 224 px", "seed 0", "epoch 0", *["(0.2, 1.0)"] * 2, "0 mixed"]
     (tmp_path / "my.yaml").write_text("data: {image_size: 32}")
-    assert "my.yaml: names no images (data.train); give them, and this with --recipe" in refused(capsys, "my.yaml")
+    said = "my.yaml: names no images (data.train); give images as the path, and this as --recipe"
+    assert said in refused(capsys, "my.yaml")

@@ -109,7 +109,7 @@ def test_index_is_not_used_for_a_shard_of_another_size(tree, tmp_path):
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is ignored"):
         packed = Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
     assert len(packed) == 12 and by_name(packed)["x"][0] == (tree / "a/0.JPEG").read_bytes()
 
@@ -154,7 +154,7 @@ def test_index_that_cannot_be_true_is_not_used(tree, tmp_path, lie):
     with np.load(path) as content:
         arrays = dict(content)
     np.savez(path, **{**arrays, **changed(arrays, lie)})
-    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is ignored"):
         packed = Manifest.open(tmp_path / "out", cache=cache)
     assert by_name(packed) == by_name(Manifest.open(tree)) and not len(packed.unreadable())
 
@@ -176,7 +176,7 @@ def test_index_with_a_damaged_zip_header_is_not_used(tree, tmp_path, place, valu
         content[start + place] = value
         start += 4
     (tmp_path / "out/index.npz").write_bytes(content)
-    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is ignored"):
         assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 11
 
 
@@ -184,7 +184,7 @@ def test_index_with_a_damaged_zip_header_is_not_used(tree, tmp_path, place, valu
 def test_index_whose_files_are_no_names_is_not_used(tree, tmp_path, files):
     shard(tree, tmp_path / "out")
     np.savez(tmp_path / "out/index.npz", files=files)
-    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is not used"):
+    with pytest.warns(UserWarning, match=r"index\.npz is damaged or belongs to other shards; it is ignored"):
         assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 11
 
 
@@ -267,12 +267,10 @@ def refused(capsys: pytest.CaptureFixture, *arguments) -> str:
 
 def test_other_images_or_options_are_refused(tree, tmp_path, capsys):
     shard(tree, tmp_path / "out")
-    assert "has shards of images_per_shard = 10000, and not 5" in refused(
+    assert "has shards with images_per_shard = 10000, not 5" in refused(
         capsys, tree, tmp_path / "out", "--images_per_shard", "5"
     )
-    assert "has shards of short_side = null, and not 32" in refused(
-        capsys, tree, tmp_path / "out", "--short_side", "32"
-    )
+    assert "has shards with short_side = null, not 32" in refused(capsys, tree, tmp_path / "out", "--short_side", "32")
     os.utime(tree / "a/0.JPEG", ns=(1, 1))
     assert f"has shards of other images from {tree}" in refused(capsys, tree, tmp_path / "out")
 
@@ -301,7 +299,7 @@ def test_shards_among_the_images_are_refused(tree, tmp_path, capsys):
 def test_disk_that_is_too_small_is_refused_before_any_work(tree, tmp_path, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: usage(9000, 0, 9000))
-    assert "0.0 GB are free; make room" in refused(capsys, tree, tmp_path / "out")
+    assert "0.0 GB are free; free disk space" in refused(capsys, tree, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
@@ -374,8 +372,8 @@ def test_short_side_makes_larger_images_smaller_and_copies_the_others(tmp_path, 
         wanted = np.asarray(image.convert("RGB").resize((30, 20), Image.Resampling.LANCZOS), np.float32)
         assert smaller.format == "JPEG" and np.abs(wanted - np.asarray(smaller, np.float32)).mean() < 5
     out = " ".join(capsys.readouterr().out.split())
-    assert "2 images were made smaller, to a short side of 20 pixels, with Lanczos and JPEG quality 90" in out
-    assert "from which published numbers were made" in out
+    assert "2 images were shrunk to a short side of 20 pixels, with Lanczos and JPEG quality 90" in out
+    assert "Published numbers come from the original pixels" in out
 
 
 def test_quality_decides_the_bytes(tmp_path):
@@ -410,7 +408,7 @@ def test_intact_shards_are_verified_without_their_source(tree, tmp_path, capsys)
     assert shard(tree, tmp_path / "out", "--verify", "true") == 0
     tree.rename(tmp_path / "elsewhere")
     assert verify(tree, tmp_path / "out") == 0
-    assert "all shards are as they were written" in capsys.readouterr().out
+    assert "all shards match their digests" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("position", ["image", "label", "header", "padding", "end", "index", "classes"])

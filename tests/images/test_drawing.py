@@ -70,7 +70,7 @@ def test_what_is_missing_of_a_finished_set_is_drawn_again_and_said(drawn: Path, 
     shutil.rmtree(copy / "val/spoked-ring")
     (copy / "notes.txt").write_text("mine")
     drawing.draw(copy, seed=3, **SMALL)
-    assert f"3 images of the set in {copy} were missing, and are drawn again" in capsys.readouterr().out
+    assert f"3 images of the set in {copy} were missing and have been drawn again" in capsys.readouterr().out
     assert contents(copy) == contents(drawn)
     assert {path.name for path in copy.rglob("*") if path.is_file()} == {
         *(path.name for path in drawn.rglob("*") if path.is_file()),

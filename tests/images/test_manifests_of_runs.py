@@ -80,7 +80,7 @@ def test_validation_images_that_are_trained_on_are_warned_of(workers, tmp_path):
     (tmp_path / "link").symlink_to(images)
     for val in (images, str(tmp_path / "link")):
         (said,) = workers(1).run(read, [images], val)
-        assert f"data.val = {val}: is data.train as well, so every image finds itself" in said
+        assert f"data.val = {val}: is the same as data.train, so every image finds itself" in said
 
 
 def test_images_are_known_again_though_a_few_changed_but_not_as_smaller_copies(tmp_path):

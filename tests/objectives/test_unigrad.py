@@ -139,7 +139,7 @@ def test_a_mix_that_does_not_fit_is_refused():
         (whole.partner[:1], whole.ratio, r"mix.partner is .*two global views"),
         (whole.partner.float(), whole.ratio, r"mix.partner is .*float32"),
         (whole.partner, whole.ratio.long(), r"mix.ratio is .*int64.*give floating"),
-        (whole.partner + 1, whole.ratio, "mix.partner goes from 1 to 6; allowed is 0 to 5"),
+        (whole.partner + 1, whole.ratio, "mix.partner goes from 1 to 6; use 0 to 5"),
         (whole.partner, whole.ratio * torch.nan, "mix.ratio goes from nan"),
         (whole.partner, whole.ratio - 1, "mix.ratio goes from -"),
     ):

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from unigrad_fast.pipelines import CutMix, DataError, Loader, Mix
-from unigrad_fast.pipelines.cutmix import _beta, draw
+from unigrad_fast.pipelines.cutmix import _beta, draw_mix
 from unigrad_fast.pipelines.philox import philox
 
 SIZE = 20
@@ -17,7 +17,7 @@ def equal(one: Mix, other: Mix) -> bool:
 
 
 def test_a_mixed_view_holds_its_partners_pixels_in_the_box_and_its_own_elsewhere():
-    mix = draw(CutMix(group=4), seed=1, step=2, first=0, count=12, size=SIZE)
+    mix = draw_mix(CutMix(group=4), seed=1, step=2, first=0, count=12, size=SIZE)
     views = [torch.rand(12, 3, SIZE, SIZE).to(memory_format=torch.channels_last) for _ in range(2)]
     before = [view.clone() for view in views]
     for number, mixed in enumerate(mix.apply(views)):
@@ -33,7 +33,7 @@ def test_a_mixed_view_holds_its_partners_pixels_in_the_box_and_its_own_elsewhere
 
 
 def test_boxes_lie_in_the_view_and_reach_its_borders_and_corners():
-    mix = draw(CutMix(), seed=0, step=0, first=0, count=16 * 64, size=SIZE)
+    mix = draw_mix(CutMix(), seed=0, step=0, first=0, count=16 * 64, size=SIZE)
     low, high = mix.box[..., :2], mix.box[..., 2:]
     assert (low >= 0).all() and (low <= high).all() and (high <= SIZE).all()
     assert (low == 0).any() and (high == SIZE).any()
@@ -42,7 +42,7 @@ def test_boxes_lie_in_the_view_and_reach_its_borders_and_corners():
 
 @pytest.mark.parametrize("group", [2, 3, 16])
 def test_partners_are_others_of_the_group_and_each_image_is_one_partner(group):
-    mix = draw(CutMix(group=group), seed=3, step=5, first=0, count=48, size=SIZE)
+    mix = draw_mix(CutMix(group=group), seed=3, step=5, first=0, count=48, size=SIZE)
     own = torch.arange(48)
     for partner in mix.partner:
         assert (partner != own).all() and torch.equal(partner // group, own // group)
@@ -50,10 +50,10 @@ def test_partners_are_others_of_the_group_and_each_image_is_one_partner(group):
 
 
 def test_the_mix_of_a_global_batch_is_made_of_the_ranks_mixes():
-    whole = draw(CutMix(group=4), seed=1, step=7, first=0, count=24, size=SIZE)
+    whole = draw_mix(CutMix(group=4), seed=1, step=7, first=0, count=24, size=SIZE)
     for ranks in (2, 3, 6):
         share = 24 // ranks
-        parts = [draw(CutMix(group=4), 1, 7, rank * share, share, SIZE) for rank in range(ranks)]
+        parts = [draw_mix(CutMix(group=4), 1, 7, rank * share, share, SIZE) for rank in range(ranks)]
         assert torch.equal(torch.cat([p.ratio for p in parts], dim=1), whole.ratio)
         assert torch.equal(torch.cat([p.box for p in parts], dim=1), whole.box)
         partners = [part.partner + rank * share for rank, part in enumerate(parts)]
@@ -61,9 +61,9 @@ def test_the_mix_of_a_global_batch_is_made_of_the_ranks_mixes():
 
 
 def test_steps_seeds_and_views_mix_differently_and_the_same_step_alike():
-    first = draw(CutMix(), 1, 2, 0, 32, 224)
-    assert equal(first, draw(CutMix(), 1, 2, 0, 32, 224))
-    for other in (draw(CutMix(), 1, 3, 0, 32, 224), draw(CutMix(), 2, 2, 0, 32, 224)):
+    first = draw_mix(CutMix(), 1, 2, 0, 32, 224)
+    assert equal(first, draw_mix(CutMix(), 1, 2, 0, 32, 224))
+    for other in (draw_mix(CutMix(), 1, 3, 0, 32, 224), draw_mix(CutMix(), 2, 2, 0, 32, 224)):
         assert (first.box != other.box).any(dim=-1).float().mean() > 0.9
         assert not torch.equal(first.partner, other.partner)
     assert (first.box[0] != first.box[1]).any(dim=-1).float().mean() > 0.9
@@ -72,7 +72,7 @@ def test_steps_seeds_and_views_mix_differently_and_the_same_step_alike():
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_the_share_of_mixed_images_is_the_probability(probability):
-    mix = draw(CutMix(probability=probability), 0, 0, 0, 16 * 250, 224)
+    mix = draw_mix(CutMix(probability=probability), 0, 0, 0, 16 * 250, 224)
     share = (mix.box[..., 2:] > mix.box[..., :2]).all(dim=-1).float().mean().item()
     assert share == pytest.approx(probability, abs=0.02)
     untouched = (mix.box[..., 2:] == mix.box[..., :2]).all(dim=-1)
@@ -121,7 +121,7 @@ def test_a_loader_mixes_every_step_the_same_alone_and_on_any_number_of_ranks(tre
     [
         ({"cutmix": CutMix(group=16)}, "group of 16 does not divide the 24 images per rank; use 12"),
         ({"cutmix": CutMix(group=4), "world_size": 24}, "use more than 1 image per rank"),
-        ({"cutmix": CutMix(group=4), "recipe": "linear"}, "recipe has 1"),
+        ({"cutmix": CutMix(group=4), "preset": "linear"}, "preset has 1"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused_before_any_work(tree, options, message):

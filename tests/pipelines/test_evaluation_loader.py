@@ -5,7 +5,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from unigrad_fast.pipelines import DataError, EvaluationLoader, Manifest
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

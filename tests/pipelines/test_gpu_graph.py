@@ -7,7 +7,7 @@ import pytest
 import torch
 from nvidia.dali import backend
 
-from unigrad_fast.pipelines import RECIPES, graph, recipe
+from unigrad_fast.pipelines import PRESETS, graph, preset_views
 
 ON = {"cpu": backend.RegisteredCPUOps, "gpu": backend.RegisteredGPUOps, "mixed": backend.RegisteredMixedOps}
 
@@ -72,9 +72,9 @@ def check_devices(built):
 
 
 @pytest.mark.parametrize("colours", [True, False])
-@pytest.mark.parametrize("name", RECIPES)
-def test_graph_of_a_recipe_stays_on_the_gpu_but_for_the_mean_luma(name, colours):
-    views = recipe(name)
+@pytest.mark.parametrize("name", PRESETS)
+def test_graph_of_a_preset_stays_on_the_gpu_but_for_the_mean_luma(name, colours):
+    views = preset_views(name)
     built = build(views, colours=colours)
     check_devices(built)
     assert built.outputs == ["gpu"] * len(views) + ["cpu"]
@@ -83,14 +83,14 @@ def test_graph_of_a_recipe_stays_on_the_gpu_but_for_the_mean_luma(name, colours)
 
 
 def test_an_image_is_decoded_once_by_the_gpu_from_bytes_on_the_cpu():
-    (decoder,) = named(built := build(recipe("multicrop")), "decoders__Image")
+    (decoder,) = named(built := build(preset_views("multicrop")), "decoders__Image")
     assert decoder._op.device == "mixed"
     assert devices_into(decoder)[0] == ["cpu"]
-    assert len(named(built, "Slice")) == len(RECIPES["multicrop"].views)
+    assert len(named(built, "Slice")) == len(PRESETS["multicrop"].views)
 
 
 def test_shapes_are_read_on_the_cpu():
-    (peek,) = named(build(recipe("simsiam")), "PeekImageShape")
+    (peek,) = named(build(preset_views("simsiam")), "PeekImageShape")
     assert peek._op.device == "cpu"
     assert devices_into(peek)[0] == ["cpu"]
 
@@ -98,19 +98,19 @@ def test_shapes_are_read_on_the_cpu():
 @pytest.mark.parametrize("load", [0.0, 0.25, graph.HW_DECODER_LOAD])
 def test_share_of_the_jpeg_unit_reaches_the_decoder(load):
     name = b"hw_decoder_load\x12\x05float\x1d"  # a field of DALI's message: the name, the type, four bytes
-    _, found, after = build(recipe("simsiam"), hw_decoder_load=load).definition.partition(name)
+    _, found, after = build(preset_views("simsiam"), hw_decoder_load=load).definition.partition(name)
     assert found
     assert struct.unpack("<f", after[:4]) == pytest.approx((load,))
 
 
 def test_one_graph_makes_views_of_every_size():
-    assert build(recipe("simsiam", 128)).definition == build(recipe("simsiam", 224)).definition
-    for resize in named(build(recipe("simsiam")), "Resize"):
+    assert build(preset_views("simsiam", 128)).definition == build(preset_views("simsiam", 224)).definition
+    for resize in named(build(preset_views("simsiam")), "Resize"):
         assert devices_into(resize) == (["gpu"], ["cpu"])  # the size is an argument per image
 
 
 def test_operations_are_chosen_by_cpu_values_for_images_on_the_gpu():
-    built = build(recipe("byol"))
+    built = build(preset_views("byol"))
     chosen = [operator for operator in named(built, "_conditional__Split") if devices_into(operator)[0] == ["gpu"]]
     # Jitter, gray, blur in both views, solarize in the second one.
     assert len(chosen) == 7
@@ -156,4 +156,4 @@ def misspelt(fn, types, image, view, p):
 def test_mistakes_show_without_a_gpu(monkeypatch, part, mistake, error):
     monkeypatch.setattr(graph, part, mistake)
     with pytest.raises(error):
-        check_devices(build(recipe("simsiam")))
+        check_devices(build(preset_views("simsiam")))

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from unigrad_fast.pipelines import CutMix, DataError, Loader, View, recipe
-from unigrad_fast.pipelines.recipes import Growth
+from unigrad_fast.pipelines import CutMix, DataError, Loader, View, preset_views
+from unigrad_fast.pipelines.presets import Growth
 
 
 def sizes(growth, views, epochs):
@@ -14,7 +14,7 @@ def sizes(growth, views, epochs):
 
 
 def test_views_grow_evenly_by_multiples_and_are_then_themselves():
-    views = recipe("simsiam", 224)
+    views = preset_views("simsiam", 224)
     growth = Growth(96, 8)
     assert sizes(growth, views, range(9)) == [[side] * 2 for side in (96, 112, 128, 144, 160, 176, 192, 208, 224)]
     for epoch in (8, 9, 1000):
@@ -23,7 +23,7 @@ def test_views_grow_evenly_by_multiples_and_are_then_themselves():
 
 
 def test_local_views_keep_their_proportion():
-    views = recipe("multicrop", 224)
+    views = preset_views("multicrop", 224)
     for epoch, (first, second, *local) in enumerate(sizes(Growth(112, 7), views, range(7))):
         assert first == second == 112 + 16 * epoch
         assert len(local) == 6 and len(set(local)) == 1
@@ -46,7 +46,7 @@ def test_no_view_is_ever_larger_than_when_full_or_shrinks(full, local, multiple)
 
 
 def test_nothing_but_the_size_changes():
-    views = recipe("dino", 224)
+    views = preset_views("dino", 224)
     for grown, view in zip(Growth(96, 4).views(views, 1), views, strict=True):
         changed = {name for name in vars(view) if getattr(view, name) != getattr(grown, name)}
         assert changed == {"size"}
@@ -64,7 +64,7 @@ def test_nothing_but_the_size_changes():
     ],
 )
 def test_growth_that_is_impossible_is_refused(growth, message, manifest):
-    views = recipe("simsiam", 224)
+    views = preset_views("simsiam", 224)
     with pytest.raises(DataError, match=message):
         growth.check(views)
     with pytest.raises(DataError, match=message):

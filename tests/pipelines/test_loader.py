@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from unigrad_fast.pipelines import CutMix, DataError, Loader, Manifest, View
-from unigrad_fast.pipelines.recipes import Growth
+from unigrad_fast.pipelines.presets import Growth
 
 
 def loader(manifest, batch_size=12, image_size=32, threads=1, **options):
@@ -92,7 +92,7 @@ def everything(manifest, photometric="dali", **options):
     """All that changes a batch at once: 4 steps of 24 images per epoch, the views grow in two of them."""
     return loader(
         manifest,
-        recipe="dino",
+        preset="dino",
         batch_size=24,
         local_crops=2,
         local_views=dict(size=16),
@@ -281,8 +281,8 @@ def test_override_changes_every_view_of_a_preset(manifest):
             "2 ranks and 2 accumulation steps; use 8 or 12",
         ),
         (dict(batch_size=0), "batch size 0"),
-        (dict(batch_size=12.0), r"batch_size 12\.0 is no whole number"),
-        (dict(rank="0"), "rank '0' is no whole number"),
+        (dict(batch_size=12.0), r"batch_size 12\.0 is not an integer"),
+        (dict(rank="0"), "rank '0' is not an integer"),
         (dict(batch_size=104), "103 images cannot fill a batch of 104; use a batch size of 103 or less"),
         (dict(batch_size=104, world_size=4), "use a batch size of 100 or less"),
         (dict(rank=2, world_size=2), "rank 2 of 2"),
@@ -290,10 +290,10 @@ def test_override_changes_every_view_of_a_preset(manifest):
         (dict(prefetch=0), "prefetch 0"),
         (dict(timeout=0), "timeout of 0 s .* use 60"),
         (dict(photometric="numpy"), "photometric 'numpy' is unknown; use 'dali' or 'torch'"),
-        (dict(hw_decoder_load=1.5), r"load of 1\.5 is no share"),
+        (dict(hw_decoder_load=1.5), r"load 1\.5 is not a share"),
         (dict(growth=Growth(8, 4)), "cannot grow from 8 to 32 pixels; start at 16 to 32"),
         (dict(device="meta"), "device meta"),
-        (dict(recipe="none"), "recipe 'none' is unknown"),
+        (dict(preset="none"), "preset 'none' is unknown"),
         (dict(scale=(2.0, 3.0)), "more than the whole image"),
         (dict(sharpness=1), "no field sharpness"),
     ],
@@ -303,13 +303,25 @@ def test_wrong_option_is_refused_with_a_remedy(manifest, options, message):
         loader(manifest, **options)
 
 
+def test_recipe_is_the_older_name_of_preset(manifest):
+    with pytest.warns(FutureWarning, match=r"Loader\(recipe=...\) is now Loader\(preset=...\)"):
+        views = loader(manifest, recipe="byol").views
+    assert views == loader(manifest, preset="byol").views != loader(manifest).views
+    assert loader(manifest).views == loader(manifest, preset="simsiam").views
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(DataError, match="recipe 'byol' and preset 'swav' are both given; leave out recipe"),
+    ):
+        loader(manifest, recipe="byol", preset="swav")
+
+
 def test_what_is_no_manifest_is_refused_with_the_way_to_one(manifest):
     class ImageFolder:  # torchvision's, as far as it matters
         root = "/data/images"
 
-    with pytest.raises(DataError, match=r"a ImageFolder is no Manifest; give Manifest.from_folder\('/data/images'\)"):
+    with pytest.raises(DataError, match=r"a ImageFolder is not a Manifest; use Manifest.from_folder\('/data/images'\)"):
         loader(ImageFolder())
-    with pytest.raises(DataError, match=r"a str is no Manifest; give Manifest.from_folder\(FOLDER\)"):
+    with pytest.raises(DataError, match=r"a str is not a Manifest; use Manifest.from_folder\(FOLDER\)"):
         loader("/data/images")
 
 

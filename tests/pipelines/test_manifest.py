@@ -60,7 +60,7 @@ def test_every_file_of_an_image_folder_of_torchvision_is_used_and_others_are_cou
     for name in ("class0/x.gif", "class1/y.GIF", "only/z.avif", "notes.txt", "class0/README"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.warns(UserWarning, match=r"left out: 2 \.gif, 1 \.txt, 1 without an ending, 1 \.avif; images end in"):
+    with pytest.warns(UserWarning, match=r"ignored 2 \.gif, 1 \.txt, 1 without an extension, 1 \.avif; images end in"):
         manifest = Manifest.from_folder(tmp_path)
     reference = ImageFolder(tmp_path, allow_empty=True)
     assert [manifest.path(i) for i in range(len(manifest))] == [path for path, _ in reference.samples]
@@ -113,7 +113,7 @@ def test_pictures_of_runs_are_no_images(tmp_path):
             (tmp_path / run / name).touch()
     for name in ("config.yaml", "log.txt"):  # another program's
         (tmp_path / "cat" / name).touch()
-    with pytest.warns(UserWarning, match=r"folders of runs lie among the images in .* \(2, cat/inner for one\); they"):
+    with pytest.warns(UserWarning, match=r"contains 2 folders of runs among the images \(cat/inner for one\); they"):
         manifest = Manifest.open(tmp_path)
     assert manifest.classes == ["cat"] and len(manifest) == 1
     with pytest.raises(DataError, match="is the folder of a run"):
@@ -187,7 +187,7 @@ def test_class_folders_of_text_files(tmp_path):
 
 def test_text_files_with_an_image_extension(tmp_path):
     (tmp_path / "a.jpg").write_text("text")
-    with pytest.raises(DataError, match=r"none of 1 images .* can be read; .*a\.jpg: its header is not one of"):
+    with pytest.raises(DataError, match=r"none of the 1 images .* can be read; .*a\.jpg: its header is not one of"):
         Manifest.from_folder(tmp_path)
 
 

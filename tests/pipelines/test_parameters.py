@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import v2
 
-from unigrad_fast.pipelines import DataError, View, recipe
+from unigrad_fast.pipelines import DataError, View, preset_views
 from unigrad_fast.pipelines.parameters import sample
 
-VIEW = recipe("simsiam")[0]
+VIEW = preset_views("simsiam")[0]
 DRAWS = 5000
 
 
@@ -165,9 +165,9 @@ def test_colour_matrix_keeps_gray_gray_and_scales_luma(brightness, contrast, sat
 )
 def test_wrong_view_is_refused(wrong):
     with pytest.raises(DataError):
-        recipe("simsiam", **wrong)
+        preset_views("simsiam", **wrong)
 
 
-def test_unknown_recipe_names_the_known_ones():
+def test_unknown_preset_names_the_known_ones():
     with pytest.raises(DataError, match="use one of simsiam"):
-        recipe("simclr")
+        preset_views("simclr")

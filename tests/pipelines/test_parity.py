@@ -12,12 +12,13 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from unigrad_fast.pipelines import Manifest, View, crops, graph, recipe
+from unigrad_fast.pipelines import Manifest, View, crops, graph, preset_views
 from unigrad_fast.pipelines.parameters import sample
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 
 pytestmark = pytest.mark.long
-PLAIN = recipe("simsiam", jitter_probability=0.0, gray_probability=0.0, blur_probability=0.0, flip_probability=0.0)[0]
+OFF = ("jitter_probability", "gray_probability", "blur_probability", "flip_probability")
+PLAIN = preset_views("simsiam", **dict.fromkeys(OFF, 0.0))[0]
 
 
 class Images(NamedTuple):

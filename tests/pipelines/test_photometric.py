@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
-from unigrad_fast.pipelines import Manifest, graph, photometric, recipe
+from unigrad_fast.pipelines import Manifest, graph, photometric, preset_views
 from unigrad_fast.pipelines.parameters import sample
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 
 JITTER = ("brightness", "contrast", "saturation", "hue")
 OPERATIONS = ("jitter", "gray", "blur", "solarize", "flip")
-VIEW = recipe("simsiam")[0]
+VIEW = preset_views("simsiam")[0]
 EVERYTHING = replace(VIEW, solarize_probability=0.3)
 
 
@@ -253,7 +253,7 @@ def test_orders_are_uniform_and_go_with_no_other_draw():
 def test_dalis_path_is_close(request, tmp_path_factory, name, folder):
     manifest = Manifest.from_folder(request.getfixturevalue(folder), cache=tmp_path_factory.mktemp("cache"))
     index = np.arange(min(16, len(manifest)))
-    view = recipe(name)[-1]
+    view = preset_views(name)[-1]
     drawn = sample(view, 1, 0, 0, index, manifest.sizes[index])
     crops = dalis(manifest, index, view, drawn, colours=False)
     # Hue in DALI keeps the luma and not the largest channel; measured: up to 4.2 levels with it, 1.2 without.

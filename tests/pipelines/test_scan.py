@@ -88,7 +88,7 @@ REASONS = {
     "missing end marker": "truncated (at row",
     "garbage": "not an image",
     "header of 100 bytes": "truncated (in its header)",
-    "GIF": "of another format (GIF)",
+    "GIF": "unsupported format (GIF)",
     "truncated PNG": "truncated",
     "empty": "empty",
     "missing": "missing",
@@ -236,7 +236,7 @@ def test_changed_files_start_the_scan_anew(images, tmp_path):
     scan(images, tmp_path / "scan")
     for path in images.rglob("*.jpg"):
         path.write_bytes(encoded())
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts again"):
         found = scan(images, tmp_path / "scan")
     assert not len(found.bad) and not rows(tmp_path / "scan", "bad.csv")
 
@@ -250,7 +250,7 @@ def test_scans_of_other_images_and_other_files_are_left_alone(images, tmp_path):
         scan(tmp_path / "other", tmp_path / "scan")
     assert content(tmp_path / "scan") == before
     (tmp_path / "other" / "manifest.csv").write_text("mine")
-    with pytest.raises(DataError, match=r"holds a manifest\.csv that no scan wrote"):
+    with pytest.raises(DataError, match=r"holds a manifest\.csv that is not from a scan"):
         scan(images, tmp_path / "other")
     assert (tmp_path / "other" / "manifest.csv").read_text() == "mine"
 
@@ -261,7 +261,7 @@ def test_a_description_that_no_scan_wrote_is_left_alone_and_what_lies_beside_it(
     (tmp_path / "scan/scan.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "scan/manifest.csv").write_text("mine")
     before = content(tmp_path / "scan")
-    with pytest.raises(DataError, match=r"holds a scan\.json that no scan wrote"):
+    with pytest.raises(DataError, match=r"holds a scan\.json that is not from a scan"):
         scan(images, tmp_path / "scan")
     assert content(tmp_path / "scan") == before
 

@@ -284,7 +284,9 @@ def test_what_a_shard_leaves_out_is_counted_by_ending_from_the_cache_too(tmp_pat
     members += [("c.seg.png", b"x"), ("c.txt", b"x"), (".hidden", b"x")]
     path = pack(tmp_path / "x.tar", members)
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"x\.tar: left out: 2 \.gif, 1 without an ending, 1 \.txt, 1 \.seg\.png;"):
+        with pytest.warns(
+            UserWarning, match=r"x\.tar: ignored 2 \.gif, 1 without an extension, 1 \.txt, 1 \.seg\.png;"
+        ):
             manifest = Manifest.open(path, tmp_path / "cache")
         assert len(manifest) == 1
 
@@ -372,23 +374,23 @@ PAX = [
         ("cut in an image", r"x\.tar: cut off after 700 bytes; copy or pack it again"),
         ("cut between images", r"x\.tar: cut off after"),
         ("damaged header", r"x\.tar: its header at byte \d+ is damaged"),
-        ("compressed", r"x\.tar: compressed; unpack it"),
+        ("compressed", r"x\.tar: compressed, but images are read by offset; unpack it"),
         ("text", r"x\.tar: not a tar file"),
         ("link", r"x\.tar/b\.jpg: a link; pack it with"),
         ("no images", r"x\.tar: holds no images"),
-        ("same key", r"x\.tar/a\.png: the second image of the key a; rename"),
-        ("some labels", r"x\.tar/b\.jpg: no label .* 1 of 2 images have a label"),
-        ("no integer", r"x\.tar/a\.cls: says cat; a \.cls file is to hold an integer"),
+        ("same key", r"x\.tar/a\.png: the second image with the key a; rename"),
+        ("some labels", r"x\.tar/b\.jpg: has no label .* 1 of 2 images have one"),
+        ("no integer", r"x\.tar/a\.cls: says cat; a \.cls file must hold an integer"),
         ("large label", r"x\.tar/a\.jpg: label 1000000 is out of range"),
         ("bad json", r"x\.tar/a\.json: not valid JSON"),
         ("odd label", r"x\.tar/a\.json: its label is \[1\]"),
-        ("half a character", r"x\.tar/a\.json: its label is '\\ud800'; it is to be an integer or a name"),
+        ("half a character", r"x\.tar/a\.json: its label is '\\ud800'; it must be an integer or a name"),
         ("deep json", r"x\.tar/a\.json: not valid JSON .*; repair or remove it"),
-        ("long cls", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers are to lie in 0 to"),
+        ("long cls", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers must be in 0 to"),
         ("long json", r"x\.tar/a\.json: not valid JSON .*; repair or remove it"),
-        ("long text", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers are to lie in 0 to"),
+        ("long text", r"x\.tar/a\.jpg: label 7{20}\.\.\. is out of range; integers must be in 0 to"),
         ("negative length", r"x\.tar: not a tar file"),
-        *((what, r"x\.tar/pax\.jpg: an extended header at byte 512 that is damaged; copy or pack") for what, _ in PAX),
+        *((what, r"x\.tar/pax\.jpg: its extended header at byte 512 is damaged; copy or pack") for what, _ in PAX),
     ],
 )
 def test_mistake_in_a_shard_is_named(tmp_path, what, match):
@@ -424,12 +426,12 @@ def test_what_is_no_archive_behind_the_end_of_a_shard_is_ignored(tmp_path, garba
 def test_labels_in_some_shards_only(tmp_path):
     pack(tmp_path / "a.tar", [("a.jpg", encoded())])
     pack(tmp_path / "b.tar", [("a.jpg", encoded()), ("a.cls", b"0")])
-    refused(tmp_path, r"a\.tar: its images have no labels, those of .*b\.tar have")
+    refused(tmp_path, r"a\.tar: its images have no labels, but those of .*b\.tar do")
 
 
 def test_label_without_a_class_name(packed):
     (packed / "classes.txt").write_text("one\ntwo\n")
-    refused(packed, r"label 4, but classes\.txt beside the shards names 2 classes")
+    refused(packed, r"label 4, but classes\.txt next to the shards names 2 classes")
 
 
 def test_tar_files_beside_a_tree_do_not_hide_it(tmp_path):
@@ -471,11 +473,11 @@ def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
         ("a.jpg\nc.jpg\nd.jpg\n", r"x\.txt, line 2: .*c\.jpg does not exist or is not a file \(and 1 more\); correct"),
         ("a.jpg\t1\nb.jpg\n", r"x\.txt, line 2: has no label \(a TAB and a label\), but 1 of 2"),
         ("a.jpg 1\nb.jpg\n", r"x\.txt, line 2: has no label \(a blank and an integer\), but 1 of 2"),
-        ("a.jpg\t1\t2\n", r"x\.txt, line 1: unreadable; a line is PATH, or PATH, one TAB and a label"),
+        ("a.jpg\t1\t2\n", r"x\.txt, line 1: unreadable; write PATH, or PATH, one TAB and a label"),
         ("a.jpg\t\n", r"x\.txt, line 1: unreadable"),
-        ("a.jpg\t1\nb.jpg\t-1\n", r"x\.txt, line 2: label -1 is out of range; integers are to lie in 0 to"),
+        ("a.jpg\t1\nb.jpg\t-1\n", r"x\.txt, line 2: label -1 is out of range; integers must be in 0 to"),
         ("a.jpg\t" + "7" * 5000, r"x\.txt, line 1: label 7{20}\.\.\. is out of range"),
-        ("# nothing\n", r"x\.txt: names no image"),
+        ("# nothing\n", r"x\.txt: lists no image"),
         ("a\0b", r"x\.txt: not a text file"),
         ("sub\n", r"x\.txt, line 1: .*/sub does not exist or is not a file"),
     ],

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from command_process import free_port
 from forked import start
 
-from unigrad_fast.runtime import cards, devices, process_group
-from unigrad_fast.runtime.cards import Cards
+from unigrad_fast.runtime import devices, nvidia, process_group
 from unigrad_fast.runtime.devices import Choice
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.nvidia import GPUs
 
-TOO_OLD = Cards(0, "470.57", problem="driver 470.57, but: the NVIDIA driver is too old", remedy="install driver 580")
+TOO_OLD = GPUs(0, "470.57", problem="driver 470.57, but: the NVIDIA driver is too old", remedy="install driver 580")
 
 
 def told_to(choices: list[Choice]) -> list[str | list[Choice]]:
@@ -34,8 +34,8 @@ def told_to(choices: list[Choice]) -> list[str | list[Choice]]:
         return list(pool.map(ask, range(len(choices))))
 
 
-def choice(monkeypatch: pytest.MonkeyPatch, found: Cards, device: str = "auto", **launch) -> Choice:
-    monkeypatch.setattr(cards, "find", lambda: found)
+def choice(monkeypatch: pytest.MonkeyPatch, found: GPUs, device: str = "auto", **launch) -> Choice:
+    monkeypatch.setattr(nvidia, "find", lambda: found)
     monkeypatch.setattr(devices.socket, "gethostname", lambda: "gpu03")
     return devices.choose(device, **{"local_rank": 0, "local_size": 1, "own_card": False, **launch})
 
@@ -68,11 +68,11 @@ def test_a_card_that_torch_cannot_use_is_named_with_its_machine_on_all_ranks(mon
 @pytest.mark.parametrize(
     ("found", "device", "kind", "why"),
     [
-        (Cards(0, None), "auto", "cpu", "torch sees no GPU"),
-        (Cards(0, "580.82", hidden=True), "auto", "cpu", "CUDA_VISIBLE_DEVICES hides the GPUs"),
+        (GPUs(0, None), "auto", "cpu", "torch sees no GPU"),
+        (GPUs(0, "580.82", hidden=True), "auto", "cpu", "CUDA_VISIBLE_DEVICES hides the GPUs"),
         (TOO_OLD, "cpu", "cpu", "engine.device is cpu there"),
-        (Cards(8, "580.82"), "cpu", "cpu", "engine.device is cpu there"),
-        (Cards(8, "580.82"), "auto", "cuda", ""),
+        (GPUs(8, "580.82"), "cpu", "cpu", "engine.device is cpu there"),
+        (GPUs(8, "580.82"), "auto", "cuda", ""),
     ],
 )
 def test_a_machine_without_a_card_computes_on_the_cpu_and_so_does_one_that_is_told_to(
@@ -82,34 +82,34 @@ def test_a_machine_without_a_card_computes_on_the_cpu_and_so_does_one_that_is_to
     assert (mine.kind, mine.reason, mine.problem) == (kind, why, "")
 
 
-@pytest.mark.parametrize("found", [Cards(0, None), Cards(0, "580.82", hidden=True), TOO_OLD])
+@pytest.mark.parametrize("found", [GPUs(0, None), GPUs(0, "580.82", hidden=True), TOO_OLD])
 def test_cuda_is_refused_where_there_is_none(found, monkeypatch):
     assert choice(monkeypatch, found, "cuda").problem.startswith("engine.device = cuda: ")
 
 
 def test_ranks_take_a_card_each_and_more_ranks_than_cards_are_refused(monkeypatch):
-    four = Cards(4, "580.82")
+    four = GPUs(4, "580.82")
     assert choice(monkeypatch, four, local_rank=3, local_size=5).index == 3
     said = "5 processes on this machine, but torch sees 4 GPUs; start 4 processes per machine"
     assert choice(monkeypatch, four, local_rank=4, local_size=5).problem == said
-    assert choice(monkeypatch, Cards(1, "580.82"), local_rank=4, local_size=5, own_card=True).index == 0
+    assert choice(monkeypatch, GPUs(1, "580.82"), local_rank=4, local_size=5, own_card=True).index == 0
 
 
 def test_a_driver_without_a_card_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cards, "DRIVER", tmp_path)
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path)
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert cards.find().problem
+    assert nvidia.find().problem
     (tmp_path / "gpus").mkdir()
-    assert cards.find() == Cards(0, "580.82.07")
+    assert nvidia.find() == GPUs(0, "580.82.07")
 
 
 def begin(values: dict[str, str], said: str) -> None:
     """A rank that has no usable card if its number is 1, and one that works, as far as it is asked, if it is 0."""
     os.environ.update(values)
     sys.stderr = open(said, "w")  # noqa: SIM115
-    cards.find = lambda: TOO_OLD if values["RANK"] == "1" else Cards(2, "580.82")
+    nvidia.find = lambda: TOO_OLD if values["RANK"] == "1" else GPUs(2, "580.82")
     try:
         process_group.start("auto")
     except UserError as error:
@@ -132,7 +132,7 @@ def test_ranks_with_and_without_a_usable_card_end_before_they_join(tmp_path):
 
 
 def test_the_device_of_the_configuration_is_taken(monkeypatch):
-    monkeypatch.setattr(cards, "find", lambda: TOO_OLD)
+    monkeypatch.setattr(nvidia, "find", lambda: TOO_OLD)
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     with process_group.session("cpu") as world:
         assert world.device == torch.device("cpu") and os.environ["DS_ACCELERATOR"] == "cpu"

@@ -38,7 +38,7 @@ def test_a_limit_on_open_files_that_is_too_low_is_a_users_error(tmp_path):
 
 def take_what_is_allowed() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, 2000))
-    limits.require_room()
+    limits.require_limits()
     os._exit(resource.getrlimit(resource.RLIMIT_NOFILE) == (2000, 2000))
 
 
@@ -50,7 +50,7 @@ def test_too_few_processes_are_a_users_error(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)  # whom nothing belongs to
     monkeypatch.setattr(resource, "getrlimit", lambda what: (30, 30) if what == resource.RLIMIT_NPROC else (-1, -1))
     with pytest.raises(UserError, match="at most 30 processes and threads may run, of which 30 are left") as raised:
-        limits.require_room()
+        limits.require_limits()
     assert "type `ulimit -u 4096`" in str(raised.value)
 
 

@@ -64,7 +64,8 @@ def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name
     (tmp_path / "train.py").write_text("")
     assert RunFolder(tmp_path).problem() is None
     (tmp_path / name).write_text("hi")
-    assert f"no run lies there, and a run would replace {name}; give another" in RunFolder(tmp_path).problem()
+    assert f"this is not a run, and a run would replace {name}; give another" in RunFolder(tmp_path).problem()
+    assert f"this is not a run, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
 
 
 def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
@@ -86,7 +87,8 @@ def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
         (run / name).write_text("{}")
     assert RunFolder(run).problem() is None
     shutil.rmtree(run / "checkpoints")
-    assert "the checkpoints that knn.json judged are gone; move that away" in RunFolder(run).problem()
+    assert "knn.json belongs to deleted checkpoints; move it away" in RunFolder(run).problem()
+    assert "knn.json belongs to deleted checkpoints; move it away" in outputs.problem_of_run_folder(run)
     (run / "knn.json").unlink()
     assert RunFolder(run).problem() is None
 

@@ -28,12 +28,12 @@ def use(threads: int, cores: int = 8, own: float = 0.0, busy: float | None = 0.0
         ([use(2, cores=2, busy=1.1)], "OMP_NUM_THREADS=1"),
         ([use(8, busy=3.0, own=1.0)], "OMP_NUM_THREADS=6"),
         ([use(8), use(8, place="another")], None),
-        ([use(8), use(8)], "16 threads of 2 ranks compute on the time of 8 cores"),
+        ([use(8), use(8)], "16 threads of 2 ranks share the time of 8 cores"),
         ([use(8), use(8)], "OMP_NUM_THREADS=4"),
         ([use(1, cores=2)] * 3, "start fewer ranks"),
         ([use(8, quota=2.5)], "OMP_NUM_THREADS=2"),
         ([use(1, quota=0.5)], None),
-        ([use(4, busy=4.0, own=1.0), use(4, busy=4.0, own=1.0)], "take 2.0 of the time of 8 cores"),
+        ([use(4, busy=4.0, own=1.0), use(4, busy=4.0, own=1.0)], "use about 2.0 of 8 cores"),
         ([use(4, busy=2.0, own=1.0), use(4, busy=2.0, own=1.0)], None),  # the other rank
     ],
 )

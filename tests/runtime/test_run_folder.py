@@ -75,10 +75,10 @@ def test_what_a_run_would_replace_is_refused_here_too(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_disk_with_room_for_less_than_two_checkpoints_is_warned_of(tmp_path, monkeypatch):
+def test_a_disk_with_space_for_less_than_two_checkpoints_is_warned_of(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9 << 30, 0, 3 << 30))
     assert RunFolder(tmp_path).little_space(checkpoint=3 << 29, keep=2) is None
     said = RunFolder(tmp_path).little_space(checkpoint=2 << 30, keep=2)
     assert f"3 GiB are free on the disk of {tmp_path}, a checkpoint takes 2 GiB" in said
-    assert "checkpoint.keep = 2 has up to 3 of them there; make room" in said and "\n" not in said
+    assert "checkpoint.keep = 2 has up to 3 of them there; free disk space" in said and "\n" not in said

@@ -35,7 +35,7 @@ def stopped_and_continued(settings) -> list[dict]:
     for step in range(2, 4):
         continued.step(step, batches(continued, step))
     plain = make_trainer(
-        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMix()})})
+        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMixSettings()})})
     )
     for step in range(4):
         plain.step(step, batches(plain, step))
@@ -73,5 +73,5 @@ def test_the_target_sees_the_global_views_as_they_are(images, workers, further):
 
 
 def test_a_correlation_of_mixed_images_is_refused(images):
-    with pytest.raises(UserError, match=r"data.cutmix.probability = 1: .*correlation_source is to be target"):
+    with pytest.raises(UserError, match=r"data.cutmix.probability = 1: .*set objective.correlation_source to target"):
         mixing(images, objective__correlation_source="online")

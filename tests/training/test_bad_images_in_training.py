@@ -158,7 +158,7 @@ def test_a_rank_that_can_read_no_more_has_all_stop_together_after_a_checkpoint(d
     (first, second) = workers(2).run(run_whose_storage_is_lost_to_rank_one, settings)
     assert first == second
     said, step, saved = first
-    assert "is the storage reachable? Saved after step" in said and said.endswith(
+    assert "check the storage. Saved after step" in said and said.endswith(
         f"{step}; the same command goes on from there"
     )
     assert saved == step and 2 <= step < 12

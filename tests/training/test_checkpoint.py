@@ -236,7 +236,7 @@ def test_a_run_falls_back_to_an_intact_checkpoint_only_when_told_so(workers, tmp
     for name, warnings in workers(2).run(find, tmp_path, True):
         assert name == older.name
         (warning,) = warnings
-        assert str(newest / DAMAGES[damage][0]) in warning and "left out" in warning
+        assert str(newest / DAMAGES[damage][0]) in warning and "ignored, resuming from step" in warning
     damage(older) if damage is not flipped_bit_in_the_description else missing_file(older)
     for refused in workers(2).run(find, tmp_path, True):
         assert "none of its checkpoints is intact" in refused
@@ -245,12 +245,12 @@ def test_a_run_falls_back_to_an_intact_checkpoint_only_when_told_so(workers, tmp
 def test_a_lost_pointer_is_not_taken_for_a_run_without_checkpoints(workers, tmp_path, values):
     plain_run(tmp_path, values)
     (tmp_path / "checkpoints/latest").unlink()
-    with pytest.raises(UserError, match=r"latest: no such file, but .*step-00000002 is there"):
+    with pytest.raises(UserError, match=r"latest: no such file, but .*step-00000002 exists"):
         latest(tmp_path)
     (tmp_path / "checkpoints/latest").write_text("step-00000009\n")
     for name, (warning,) in workers(2).run(find, tmp_path, True):
-        assert name == "step-00000002" and "names step-00000009, which is not there" in warning
-    with pytest.raises(UserError, match="names step-00000009, which is not there"):
+        assert name == "step-00000002" and "names step-00000009, which does not exist" in warning
+    with pytest.raises(UserError, match="names step-00000009, which does not exist"):
         latest(tmp_path)
 
 

@@ -161,5 +161,5 @@ def test_a_process_that_has_saved_and_leaves_is_not_ended_by_the_launcher_that_s
 
 
 def test_a_run_preempted_before_it_has_a_folder_is_noted_too(tmp_path):
-    RunFolder(tmp_path / "runs/a").note_preemption(75, "the ranks were about to meet; nothing was done")
+    RunFolder(tmp_path / "runs/a").note_preemption(75, "stopped before ranks connected")
     assert "preempted.txt" in os.listdir(tmp_path / "runs/a")

@@ -16,7 +16,7 @@ from thin import thin
 from unigrad_fast import cli
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
-from unigrad_fast.runtime.memory import is_out_of_memory, room_for
+from unigrad_fast.runtime.out_of_memory import is_out_of_memory, memory_for
 from unigrad_fast.runtime.processors import Watch
 from unigrad_fast.training.trainer import Trainer
 
@@ -127,7 +127,7 @@ def test_memory_that_ends_in_an_evaluation_names_its_keys(images, tmp_path, caps
 )
 def test_every_library_is_understood(error):
     assert is_out_of_memory(error)
-    with pytest.raises(RunStopped) as raised, room_for("it", lambda: 2048, "less", RunStopped, "kept"):
+    with pytest.raises(RunStopped) as raised, memory_for("it", lambda: 2048, "less", RunStopped, "kept"):
         raise error
     assert str(raised.value) == "out of memory while making it, which takes about 2 KiB; less; kept"
     assert cli.explained(error)[0] == 3
@@ -136,5 +136,5 @@ def test_every_library_is_understood(error):
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), UserError("out of memory"), DataError("bad_alloc")])
 def test_other_errors_stay_what_they_are(error):
     assert not is_out_of_memory(error)
-    with pytest.raises(type(error), match=str(error)), room_for("it", None, "less"):
+    with pytest.raises(type(error), match=str(error)), memory_for("it", None, "less"):
         raise error

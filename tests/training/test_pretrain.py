@@ -181,7 +181,7 @@ def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_p
     if said == "no validation images":
         assert f"evaluation is off: {said}" in result.stdout
     else:
-        (warning,) = (each for each in events(tmp_path / "run", "warning") if "left out: " not in each["message"])
+        (warning,) = (each for each in events(tmp_path / "run", "warning") if ": ignored " not in each["message"])
         assert warning["message"].startswith(f"evaluation is off although data.val is given: {said}")
     assert events(tmp_path / "run", "knn") == []
     assert "evaluate knn" not in result.stdout
@@ -199,7 +199,7 @@ def test_validation_that_lacks_a_class_is_judged_during_training(data, tmp_path)
     result = CommandProcess("pretrain", *given, is_thin=True).end()
     assert result.returncode == 0, result.stderr
     (warning,) = events(tmp_path / "run", "warning")
-    assert warning["message"].startswith("validation lacks 1 of 2 classes of the training images (1)")
+    assert warning["message"].startswith("1 of 2 classes in training have no validation images (1)")
     assert [event["step"] for event in events(tmp_path / "run", "knn")] == [0, 3]
 
 

@@ -53,7 +53,7 @@ def use_the_loader(folder: Path) -> None:
     manifest = Manifest.from_folder(folder)
     assert_type(manifest, Manifest)
     loader = Loader(
-        manifest, recipe="simsiam", batch_size=4, seed=0, rank=0, world_size=1, device="cpu", image_size=16, threads=1
+        manifest, preset="simsiam", batch_size=4, seed=0, rank=0, world_size=1, device="cpu", image_size=16, threads=1
     )
     for batch in loader.iterate(start_step=1, stop_step=2):
         assert_type(batch, Batch)

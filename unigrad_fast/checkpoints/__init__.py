@@ -1,4 +1,4 @@
-"""Weights on disk: the format of checkpoints, reading and exporting them, the authors' files.
+"""Weights on disk: the checkpoint format, reading and exporting checkpoints, importing the authors' files.
 
-What a checkpoint of a run holds is decided in `training/checkpoint.py`.
+`training/checkpoint.py` decides what a checkpoint of a run holds.
 """

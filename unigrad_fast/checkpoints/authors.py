@@ -1,4 +1,4 @@
-"""`unigrad-fast import`: a checkpoint of the authors' code becomes a run that can be evaluated and exported.
+"""`unigrad-fast import`: turns a checkpoint of the authors' code into a run that can be evaluated and exported.
 
 Their model has four parts: `encoder`, `projector`, and the momentum copies of both, under DDP's prefix `module.`.
 An encoder is a Sequential of the children of torchvision's ResNet, so that numbers stand for their names; a projector
@@ -33,16 +33,16 @@ from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
-RECIPE = "imagenet_100ep"  # the paper's run, which their published files are of
+RECIPE = "imagenet_100ep"  # the paper's run, from which their published files come
 BRANCHES = {"online": ("encoder", "projector"), "target": ("momentum_encoder", "momentum_projector")}
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
-LISTED = 5  # keys that a message lists
+LISTED = 5  # keys to list in a message
 
 State = dict[str, Tensor]
 
 
 class _NotRead:
-    """Stands for a NumPy number: the authors' learning rate, in the state of their optimizer, is one."""
+    """Replaces a NumPy number, such as the learning rate in the authors' optimizer state."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -55,17 +55,17 @@ NUMPY_NUMBER = [(_NotRead, f"numpy.{name}") for name in ("dtype", "core.multiarr
 
 
 def import_run(file: Path, run: Path, train: Path | None = None, val: Path | None = None) -> None:
-    """Write the weights of a file to a new run folder, and say what was taken and what was left out.
+    """Write the weights of a file to a new run folder, and print what was imported and what was left out.
 
-    The backbones of both branches are taken, and the projectors where they have our layout.
+    The backbones of both branches are imported, and the projectors if they have our layout.
 
     Args:
-        file: torch.save of a state dict, alone or under `model` or `state_dict`; or a safetensors file of one.
+        file: a state dict saved by torch.save, alone or under `model` or `state_dict`; or a safetensors file.
         run: new folder.
-        train, val: image folders that the run is evaluated with.
+        train, val: image folders for evaluating the run.
 
     Raises:
-        UserError: the folder exists, or the file cannot be read, or does not hold both backbones and nothing unknown.
+        UserError: the folder exists, the file cannot be read, lacks a backbone, or has unknown keys.
     """
     _require_places(run, {"data.train": train, "data.val": val})
     state, step, epoch, rest = _read(file)
@@ -85,7 +85,7 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     _write(run, config, tensors, step or 0, epoch or 0)
 
     width = "" if isinstance(projector, str) else f", projector {settings.depth} x {settings.width}"
-    when = f"epoch {epoch}, step {step or 0}" if epoch is not None else "epoch unknown (0 is noted)"
+    when = f"epoch {epoch}, step {step or 0}" if epoch is not None else "epoch unknown (recorded as 0)"
     print(f"{backbone}{width}, {when}, both branches, from {file} to {run}")
     if rest:
         print(f"Left out: {', '.join(rest)}")
@@ -97,7 +97,7 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
 
 
 def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:
-    """Make the run folder, whole or not at all."""
+    """Create the run folder, completely or not at all."""
     unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir()
@@ -123,7 +123,7 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
         try:
             run.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problems.append(f"run = {run}: cannot be made ({error.strerror}); give another folder")
+            problems.append(f"run = {run}: cannot be created ({error.strerror}); give another folder")
         else:
             if not os.access(run.parent, os.W_OK | os.X_OK):
                 problems.append(f"run = {run}: {run.parent} is not writable; give another folder")
@@ -132,14 +132,14 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
 
 
 def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
-    """The state dict of a file, the steps and epochs done (None where it does not say), and what else it holds."""
+    """The state dict of a file, steps and epochs done (None if unknown), and the other keys of the file."""
     content = _load(file)
     key = next((key for key in ("model", "state_dict") if isinstance(content.get(key), Mapping)), None)
     state = content if key is None else content[key]
     wrong = [str(name) for name, value in state.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if wrong or not state:
         raise UserError(
-            f"{file}: holds {_listed(wrong) or 'nothing'} where names and tensors are expected; a state dict stands "
+            f"{file}: holds {_listed(wrong) or 'nothing'} where names and tensors are expected; save a state dict "
             "alone, or under the key model or state_dict"
         )
     if key is None:
@@ -163,23 +163,23 @@ def _load(file: Path) -> Mapping[str, Any]:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise UserError(f"{file}: not a safetensors file, or damaged ({error})") from None
-    except Exception as error:  # whatever comes of reading arbitrary bytes as a pickle
+    except Exception as error:  # arbitrary bytes read as a pickle can raise anything
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(
-                f"{file}: holds an object of {found[1]}, and loading it could run code that is hidden in the file; "
-                "where the file comes from a source that you trust, save its weights alone, with the code that wrote "
-                "it and the key under which it keeps them in place of 'model': "
+                f"{file}: holds an object of {found[1]}, and loading it could run code that is hidden in the file. "
+                "If you trust the source of the file, save only its weights, where the code that wrote it is "
+                "installed, replacing 'model' by the key of the weights: "
                 f"import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
                 "torch.save(getattr(model, 'state_dict', lambda: model)(), 'weights.pth')"
             ) from None
-        raise UserError(f"{file}: not a file that torch.save wrote, or damaged") from None
+        raise UserError(f"{file}: not a file written by torch.save, or damaged") from None
     if not isinstance(content, Mapping):
-        raise UserError(f"{file}: holds a {type(content).__name__}; a dictionary of weights is expected")
+        raise UserError(f"{file}: holds a {type(content).__name__}; expected a dictionary of weights")
     return content
 
 
 def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
-    """The tensors of each part, those of the encoders under torchvision's names."""
+    """The tensors of each part; those of the encoders under torchvision's names."""
     parts: dict[str, State] = {part: {} for branch in BRANCHES.values() for part in branch}
     unknown = []
     for key, tensor in state.items():
@@ -193,14 +193,14 @@ def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
             parts[part][name] = tensor
     if unknown:
         raise UserError(
-            f"{file}: {len(unknown)} unknown keys, {_listed(unknown)}; known are encoder.*, projector.*, "
-            "momentum_encoder.* and momentum_projector.*, all with module. before them or not"
+            f"{file}: {len(unknown)} unknown keys, {_listed(unknown)}; expected encoder.*, projector.*, "
+            "momentum_encoder.* and momentum_projector.*, with or without the prefix module."
         )
     return parts
 
 
 def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
-    """Name of the backbone whose names and shapes both encoders have."""
+    """Name of the backbone that matches the names and shapes of both encoders."""
     online, target = (_shapes(parts[encoder]) for encoder, _ in BRANCHES.values())
     expected = _backbones()
     nearest = min(expected, key=lambda name: len(expected[name].items() ^ online.items()))
@@ -209,25 +209,25 @@ def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
         wanted = expected[nearest]
         missing, unknown = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
         misshaped = [f"{n} {list(found[n])}" for n in wanted if n in found and found[n] != wanted[n]]
-        for names, what in ((missing, "missing"), (unknown, "unknown"), (misshaped, "of another shape")):
+        for names, what in ((missing, "missing"), (unknown, "unknown"), (misshaped, "with another shape")):
             if names:
                 problems.append(f"{file}: {encoder}: {len(names)} keys {what}, {_listed(names)}")
     if problems:
-        said = f"{file}: fits none of {', '.join(expected)}; the nearest is {nearest}:"
+        said = f"{file}: matches none of {', '.join(expected)}; the closest is {nearest}:"
         raise UserError("\n".join([said, *problems]))
     return nearest
 
 
 @functools.cache
 def _backbones() -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes of the weights of every backbone; making them all takes seconds."""
+    """Names and shapes of the weights of every backbone; cached, because it takes seconds."""
     with torch.device("meta"):
         names = get_args(Model.model_fields["backbone"].annotation)
         return {name: _shapes(build_backbone(name).state_dict()) for name in names}
 
 
 def _projector_of(backbone: str, parts: Mapping[str, State]) -> tuple[Projector, State] | str:
-    """Settings of the projector and its tensors under our names; or why it cannot be represented."""
+    """Settings of the projector and its tensors under our names, or why it cannot be imported."""
     theirs = {branch: parts[projector] for branch, (_, projector) in BRANCHES.items()}
     weights = [tensor for tensor in _in_order(theirs["online"]).values() if tensor.dim() == 2]
     if not weights:
@@ -242,13 +242,13 @@ def _projector_of(backbone: str, parts: Mapping[str, State]) -> tuple[Projector,
     for branch, state in theirs.items():
         state = _in_order(state)
         if _layout(state) != _layout(ours):
-            return f"its layers are not {settings.depth} x {settings.width} with a bias in the last linear one alone"
+            return f"its layers are not {settings.depth} x {settings.width} with a bias only in the last linear layer"
         tensors |= {f"{branch}.projector.{name}": t for name, t in zip(ours, state.values(), strict=True)}
     return settings, tensors
 
 
 def _in_order(state: Mapping[str, Tensor]) -> State:
-    """The tensors layer by layer, however deep the layers are nested; a safetensors file has another order."""
+    """The tensors in the order of the layers, at any nesting depth; safetensors files have another order."""
     return {
         name: state[name] for name in sorted(state, key=lambda name: [part.rjust(9, "0") for part in name.split(".")])
     }

@@ -1,4 +1,4 @@
-"""The configuration that a saved run is evaluated and exported with: the one in its checkpoint."""
+"""The configuration for evaluating and exporting a saved run: the one in its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unigrad_fast.runtime.validation import leaves, shown, validate
 
 
 def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
-    """The checkpoint's configuration, and at most one line for the user on what RUN/config.yaml has instead.
+    """The checkpoint's configuration, and at most one line for the user about differences in RUN/config.yaml.
 
     Raises:
-        UserError: there is none in the checkpoint, and none that can be used in RUN/config.yaml.
+        UserError: neither the checkpoint nor RUN/config.yaml has a usable configuration.
     """
     path = RunFolder(run).configuration
     tree = reader.about.get("config")
@@ -32,7 +32,7 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     try:
         given = _read(path)
     except ValueError as error:
-        return config, [f"{path}: {error}; the configuration in {reader.folder} is taken"]
+        return config, [f"{path}: {error}; using the configuration in {reader.folder}"]
     before = dict(leaves(saved))
     now = [(key, value) for key, value in leaves(given) if key in before and value != before[key]]
     # Images may be named there for a run that was imported without any.
@@ -51,11 +51,11 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     if not told:
         return config, []
     others = f" and {len(told) - 1} more" if len(told) > 1 else ""
-    return config, [f"{path}: has {told[0]}{others}; the configuration in {reader.folder} is taken"]
+    return config, [f"{path}: has {told[0]}{others}; using the configuration in {reader.folder}"]
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Raises ValueError, in words for the user, where the file holds no tree."""
+    """Raises ValueError with a text for the user if the file holds no tree."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         list(leaves(tree))
@@ -66,12 +66,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not tree:
         raise ValueError("is empty")
     if not isinstance(tree, dict):
-        raise ValueError("holds no tree of keys and values")
+        raise ValueError("is not a tree of keys and values")
     return tree
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys."""
+    """A nested tree from dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *groups, leaf = key.split(".")

@@ -1,4 +1,4 @@
-"""`unigrad-fast export`: the backbone of a run in one file under torchvision's names, and what it is in another."""
+"""`unigrad-fast export`: writes a run's backbone with torchvision's names to a file, and a description of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unigrad_fast.checkpoints.probes import describe_probe, find_probe
 from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.links import dangling_link
@@ -45,39 +45,38 @@ def export(
     Args:
         run: the run folder.
         format: "torchvision" is torch.save of a state dict, "safetensors" the same names in a safetensors file; None
-            goes by the ending of `output`, else it is "safetensors".
-        branch: whose backbone.
+            is decided by the extension of `output`, else "safetensors".
+        branch: branch of the backbone.
         with_linear: add the linear probe of these weights as `fc`.
-        output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the ending when the
-            probe is in it.
-        overwrite: replace a file that has that name, and its description.
+        output: the file; None is RUN/export/BACKBONE-BRANCH-epochE.ENDING, with "-linear" before the extension if it
+            includes the probe.
+        overwrite: replace an existing file and its description.
         checkpoint: step of the checkpoint; None is the newest.
-        probe: file of the linear probe; None is the paper's protocol before the quick one, and the newest of several.
+        probe: file of the linear probe; None prefers the paper's protocol to the quick one, then the newest.
 
     Returns:
         The file.
 
     Raises:
-        UserError: a run without weights, or without a target branch of its own, a stem that torchvision has not, no
-            linear probe of these weights, or an output that cannot be written, exists or is a run's own; nothing was
-            written then.
+        UserError: the run has no weights or no target branch of its own, torchvision lacks its stem, there is no linear
+            probe of these weights, or the output cannot be written, exists or belongs to a run. Nothing is written.
     """
     if probe is not None and not with_linear:
-        raise UserError(f"probe = {probe}: belongs to --with_linear true; leave it out, or add that")
+        raise UserError(f"probe = {probe}: applies only with --with_linear true; leave it out, or add that")
     reader = open_checkpoint(run, checkpoint)
     config, told = configuration(run, reader)
     for line in told:
         print(f"warning: {line}")
     if branch == "target" and config.objective.target != "momentum":
         raise UserError(
-            f"branch = target: with objective.target {config.objective.target} the run keeps no copy of the encoder; "
+            f"branch = target: with objective.target {config.objective.target} the run has no second encoder; "
             "export the online branch"
         )
     format = _format(format, output)
     if format == "torchvision" and config.model.stem != "imagenet":
         raise UserError(
-            f"format = torchvision: this run has model.stem = {config.model.stem}, and no model of torchvision has a "
-            "3x3 first convolution without pooling; use --format safetensors, which load into "
+            f"format = torchvision: this run has model.stem = {config.model.stem}, but no model of torchvision has a "
+            "3x3 first convolution without pooling; use --format safetensors, and load it into "
             "unigrad_fast.networks.encoder.build_backbone"
         )
     folder = _writable_folder(run, output)
@@ -108,7 +107,7 @@ def export(
 
 
 def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:
-    """What a user of the weights has to know, JSON values."""
+    """The description of the exported weights, JSON values."""
     return {
         "recipe": config.recipe,
         "backbone": config.model.backbone,
@@ -126,7 +125,7 @@ def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[st
 
 
 def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, ...] | None) -> list[str]:
-    """Three lines of Python that make `model` with the weights; `head` is the linear probe's [classes, D]."""
+    """Three lines of Python that create `model` with the weights; `head` is the shape [classes, D] of the probe."""
     name, stem = config.model.backbone, config.model.stem
     if stem == "imagenet":
         package, classes = "torchvision", "" if head is None else f"num_classes={head[0]}"
@@ -145,11 +144,11 @@ def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, .
 def _format(format: Format | None, output: Path | None) -> Format:
     by_ending = ENDINGS.get(output.suffix.lower()) if output is not None else None
     if output is not None and by_ending is None and not os.path.isdir(output):
-        raise UserError(
-            f"output = {output}: give a name that ends in one of {', '.join(ENDINGS)}; others are not written"
-        )
+        raise UserError(f"output = {output}: give a name that ends in one of {', '.join(ENDINGS)}")
     if format and by_ending and format != by_ending:
-        raise UserError(f"output = {output}: ends like a file of --format {by_ending}, and --format is {format}")
+        raise UserError(
+            f"output = {output}: the extension means --format {by_ending}, but --format is {format}; change one of them"
+        )
     return format or by_ending or "safetensors"
 
 
@@ -166,11 +165,11 @@ def _writable_folder(run: Path, output: Path | None) -> Path:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise UserError(f"{folder}: cannot be made ({error.strerror}); name a file with --output FILE") from None
+            raise UserError(f"{folder}: cannot be created ({error.strerror}); give a file with --output FILE") from None
     if output is not None and os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give a file")
     if not os.path.isdir(folder):
-        raise UserError(f"output = {output}: no folder {folder}; make it first, or give another file")
+        raise UserError(f"output = {output}: the folder {folder} does not exist; create it, or give another file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
     return folder
@@ -184,7 +183,7 @@ def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tupl
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise UserError(f"{run}: its weights do not fit its configuration: {misfit(error)}") from None
+        raise UserError(f"{run}: the weights do not fit the configuration: {misfit(error)}") from None
 
 
 def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:
@@ -197,7 +196,7 @@ def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) 
 
 
 def _ordered(content: bytes) -> bytes:
-    """A safetensors file with its texts in order, which the library puts down in another one each time."""
+    """A safetensors file with sorted metadata, which the library writes in random order."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -207,7 +206,7 @@ def _ordered(content: bytes) -> bytes:
 
 
 def _commit() -> str:
-    """Of the checkout that this package runs from; "unknown" when it was installed."""
+    """The commit of the checkout that this package runs from; "unknown" if it was installed."""
     root = Path(unigrad_fast.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return "unknown"

@@ -1,16 +1,16 @@
-"""A checkpoint on disk: the pieces of named tensors in files of each rank, and one description of them all.
+"""A checkpoint on disk: pieces of named tensors in files per rank, and one description of all of them.
 
     RUN/checkpoints/
         latest                  name of the newest complete checkpoint, replaced as a whole
         step-00000744/
             checkpoint.json     step, configuration, the pieces of every tensor, the digest of every file
             rank-00000.pt ...   {tensor's name: elements of its piece}, which torch loads with `weights_only`;
-                                what is more than a quarter of a GiB goes on in rank-00000-1.pt, -2, ...
+                                after a quarter of a GiB, rank-00000-1.pt, -2, ... follow
 
-A piece is a range of a tensor's elements in row-major order, so that a reader takes what it needs whatever number of
-ranks wrote it, and a writer copies no more than one file's at a time to the host. A folder under its final name is
-complete: it is written under another name, flushed to the disk and then renamed. Nothing here knows what the tensors
-mean.
+A piece is a range of a tensor's elements in row-major order, so that a reader can read what it needs for any number of
+ranks that wrote it, and a writer copies only one file's elements to the host at a time. A folder is written under
+another name, flushed to the disk and then renamed, so a folder with its final name is complete. This module does not
+know what the tensors mean.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
-FILE_BYTES = 1 << 28  # of tensors in one file: beside what it saves, a rank holds them once or twice
-MAPPED_BYTES = 1 << 28  # of a file, before the mapping is given back: what was touched counts as memory in use
+FILE_BYTES = 1 << 28  # of tensors per file: a rank holds one or two copies of these in addition
+MAPPED_BYTES = 1 << 28  # to read from a mapped file before unmapping it: pages that were read count as memory in use
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class Piece:
 def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any], rank: int = 0) -> Path:
     """Write RUN/checkpoints/step-N and point `latest` to it; all ranks call this together.
 
-    Whatever happens, the checkpoints that were there stay as they are.
+    Existing checkpoints are never changed, whatever happens.
 
     Args:
         run: the run folder, which exists.
         step: optimizer steps done.
-        pieces: what this rank adds; those of all ranks together cover every tensor exactly once.
-        about: JSON values that describe the whole; rank 0's are taken.
+        pieces: this rank's pieces; all ranks together cover every tensor exactly once.
+        about: JSON values that describe the checkpoint; only rank 0's are used.
 
     Returns:
         The folder, the same on all ranks.
 
     Raises:
-        OSError: on all ranks, when a file cannot be written on one of them.
+        OSError: on all ranks, if one of them cannot write a file.
     """
     root = RunFolder(run).checkpoints
     unfinished = root / f"{UNFINISHED}{_folder_name(step)}-{on_first(lambda: uuid.uuid4().hex[:8])}"
@@ -87,13 +87,13 @@ def write(run: Path, step: int, pieces: Iterable[Piece], about: Mapping[str, Any
 
 
 def write_weights(run: Path, tensors: Mapping[str, Tensor], step: int, epoch: float, config: Mapping[str, Any]) -> Path:
-    """Write whole tensors as a checkpoint of one process; enough to evaluate and to export, not to go on training."""
+    """Write whole tensors as a checkpoint of one process; enough to evaluate and export, not to resume training."""
     pieces = [Piece(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
     return write(run, step, pieces, {"epoch": epoch, "config": dict(config)})
 
 
 def _write_pieces(stem: Path, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    """Write one rank's files; what the description says of each."""
+    """Write one rank's files; returns the entries of the description."""
     records: list[dict[str, Any]] = []
     for part in _by_file(pieces):
         suffix = f"-{len(records)}.pt" if records else ".pt"
@@ -102,30 +102,30 @@ def _write_pieces(stem: Path, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 
 
 def _by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """What goes into each file, at least one; a piece that does not fit in what is left goes on in the next."""
+    """Distributes pieces over files, at least one; a piece that does not fit continues in the next file."""
     part: list[Piece] = []
-    room = FILE_BYTES
+    free = FILE_BYTES
     for piece in pieces:
         rest, start = piece.values, piece.start
-        while rest.nbytes > room:
-            fits = room // rest.element_size()
+        while rest.nbytes > free:
+            fits = free // rest.element_size()
             if fits:
                 part.append(Piece(piece.name, piece.shape, start, rest[:fits]))
             yield part
-            rest, start, part, room = rest[fits:], start + fits, [], FILE_BYTES
+            rest, start, part, free = rest[fits:], start + fits, [], FILE_BYTES
         part.append(Piece(piece.name, piece.shape, start, rest))
-        room -= rest.nbytes
+        free -= rest.nbytes
     yield part
 
 
 def _write_file(path: Path, pieces: list[Piece]) -> dict[str, Any]:
     with open(path, "wb") as file:
         digesting = _DigestingFile(file)
-        # Copies: torch would write all of the storage that a view is a part of.
+        # Copies, because torch would write the whole storage of a view.
         content = {piece.name: piece.values.detach().to("cpu", copy=True) for piece in pieces}
         try:
             torch.save(content, digesting)
-        except RuntimeError:  # torch's own error about an error in `write`
+        except RuntimeError:  # torch's translation of an error in `write`
             raise digesting.error or RuntimeError(f"{path}: cannot be written") from None
         if digesting.error is not None:
             raise digesting.error
@@ -144,7 +144,7 @@ def _write_file(path: Path, pieces: list[Piece]) -> dict[str, Any]:
 
 
 class _DigestingFile:
-    """A file to write to that computes its digest on the way, and remembers the error that torch translates."""
+    """A writable file that computes its digest, and keeps an error that torch would translate."""
 
     def __init__(self, file: IO[bytes]):
         self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
@@ -189,7 +189,7 @@ def _complete(unfinished: Path, step: int, ranks: list[list[dict[str, Any]]], ab
     root, final = unfinished.parent, unfinished.parent / _folder_name(step)
     write_whole(unfinished / DESCRIPTION, json.dumps(description).encode())
     _sync_folder(unfinished)
-    if final.exists():  # of the same step: written before the run was taken back to an older one
+    if final.exists():  # of the same step, from before the run went back to an older checkpoint
         remove(final)
     os.rename(unfinished, final)
     _sync_folder(root)
@@ -198,21 +198,21 @@ def _complete(unfinished: Path, step: int, ranks: list[list[dict[str, Any]]], ab
 
 
 def point_latest_to(folder: Path) -> None:
-    """Make a complete checkpoint the one that a run goes on from."""
+    """Make a run resume from this complete checkpoint."""
     root = folder.parent
     write_whole(root / "latest", f"{folder.name}\n".encode())
     _sync_folder(root)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; one that is deleted by half has not its name any more."""
+    """Delete a checkpoint, after renaming it, so that a partly deleted one is not taken for complete."""
     doomed = folder.with_name(f"{REMOVED}{folder.name}-{uuid.uuid4().hex[:8]}")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(run: Path) -> None:
-    """Delete what a killed process left half written or half deleted."""
+    """Delete files that a killed process left partly written or partly deleted."""
     for prefix in (UNFINISHED, REMOVED):
         for folder in RunFolder(run).checkpoints.glob(f"{prefix}*"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -221,34 +221,34 @@ def remove_leftovers(run: Path) -> None:
 
 
 def latest(run: Path) -> Path | None:
-    """The checkpoint that the run would go on from; None when it has none.
+    """The checkpoint that the run would resume from; None if it has none.
 
     Raises:
-        UserError: `latest` is missing although there are checkpoints, or names one that is not there.
+        UserError: `latest` is missing although there are checkpoints, or names one that does not exist.
     """
     root, complete = RunFolder(run).checkpoints, RunFolder(run).complete_checkpoints()
     pointer = root / "latest"
     if not pointer.is_file():
         if not complete:
             return None
-        raise UserError(f"{pointer}: no such file, but {complete[-1]} is there; {_fall_back_hint()}")
+        raise UserError(f"{pointer}: no such file, but {complete[-1]} exists; {_fall_back_hint()}")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = root / name
-    if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # which may be a user's copy
-        raise UserError(f"{pointer}: names {name or 'nothing'}, which is not there; {_fall_back_hint()}")
+    if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # it may be a user's copy
+        raise UserError(f"{pointer}: names {name or 'nothing'}, which does not exist; {_fall_back_hint()}")
     return folder
 
 
 class Reader:
-    """Reads tensors of a checkpoint, or ranges of them, into memory that the caller has.
+    """Reads tensors of a checkpoint, or ranges of them, into memory of the caller.
 
-    At most a quarter of a GiB of a file is mapped into memory at a time, beside what the caller holds.
+    In addition, at most a quarter of a GiB of a file is mapped into memory at a time.
 
     Args:
-        folder: of one checkpoint.
+        folder: folder of one checkpoint.
 
     Attributes:
-        about: the description: `step`, `epoch`, `config` and what else the writer said.
+        about: the description: `step`, `epoch`, `config` and the other values of the writer.
 
     Raises:
         UserError: no checkpoint there, its description is damaged, or another version of this package wrote it.
@@ -266,7 +266,7 @@ class Reader:
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}); {_fall_back_hint()}") from None
         if about["format"] != FORMAT:
-            raise UserError(f"{path}: has format {about['format']}, and this version reads format {FORMAT}")
+            raise UserError(f"{path}: has format {about['format']}, but this version reads format {FORMAT}")
         self.about: dict[str, Any] = about
         self._open: dict[str, dict[str, Tensor]] = {}
         self._mapped = 0
@@ -282,10 +282,10 @@ class Reader:
         return getattr(torch, self.about["tensors"][name]["dtype"])
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare every `ranks`-th file, from the `rank`-th on, with the digest in the description.
+        """Compare every `ranks`-th file, starting at number `rank`, with its digest in the description.
 
         Raises:
-            UserError: a file is missing, too short or damaged; it names the file.
+            UserError: a file, which is named, is missing, too short or damaged.
         """
         for name, expected in list(self.about["files"].items())[rank::ranks]:
             path = self.folder / name
@@ -310,7 +310,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, name: str, start: int, values: Tensor) -> None:
-        """Copy the elements of a tensor from `start` on into the one-dimensional `values`, on any device."""
+        """Copy elements of a tensor, starting at `start`, into the one-dimensional `values` on any device."""
         stop = start + values.numel()
         for file, place, numel in self.about["tensors"][name]["pieces"]:
             first, last = max(start, place), min(stop, place + numel)
@@ -321,7 +321,7 @@ class Reader:
                 values[begin - start : end - start].copy_(part)
 
     def _content(self, file: str, size: int) -> dict[str, Tensor]:
-        """The mapped tensors of a file, of which `size` bytes will be touched; earlier mappings are given back."""
+        """The mapped tensors of a file, of which the caller reads `size` bytes; unmaps earlier files when needed."""
         if self._mapped + size > MAPPED_BYTES:
             self._open.clear()
             self._mapped = 0
@@ -338,11 +338,11 @@ class Reader:
 
 
 def _require_cover(where: Path, entry: Mapping[str, Any]) -> None:
-    """The pieces of a tensor follow each other from its first element to its last."""
+    """Asserts that the pieces of a tensor cover it from its first element to its last."""
     place = 0
     for _, start, numel in sorted(entry["pieces"], key=lambda piece: piece[1:]):
         if start != place:
-            raise AssertionError(f"{where}: elements {place} to {start} are written never or twice")
+            raise AssertionError(f"{where}: elements {place} to {start} are missing or written twice")
         place += numel
     if place != math.prod(entry["shape"]):
         raise AssertionError(f"{where}: {place} of {math.prod(entry['shape'])} elements are written")
@@ -353,7 +353,7 @@ def _folder_name(step: int) -> str:
 
 
 def _fall_back_hint() -> str:
-    return "`pretrain --fall_back` goes on from the newest checkpoint that is intact, if there is one"
+    return "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
 
 
 def _digest_of(description: Mapping[str, Any]) -> str:
@@ -370,7 +370,7 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

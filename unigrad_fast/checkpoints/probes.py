@@ -1,4 +1,4 @@
-"""Linear probes beside a run's checkpoints: which one belongs to weights that are exported."""
+"""Finds the linear probe of a run that belongs to the exported weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from unigrad_fast.runtime.utf8_path import utf8_path
 
 
 def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:
-    """The file and tensors of the probe of a checkpoint: the paper's protocol before the quick one, then the newest.
+    """File and tensors of a checkpoint's probe: prefers the paper's protocol to the quick one, then the newest.
 
     Args:
-        file: that probe and no other.
+        file: the only probe to consider.
 
     Raises:
-        UserError: there is none, or it is damaged or of other weights.
+        UserError: there is none, or it is damaged or belongs to other weights.
     """
     there = RunFolder(run)
     again = f"run `{own('evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
     files = [file] if file is not None else [*there.evaluation.glob("linear-*.safetensors"), there.first_probe]
     files = [path for path in files if file is not None or path.is_file()]
     if not files:
-        raise UserError(f"{there.evaluation}: no linear probe there; {again} first")
+        raise UserError(f"{there.evaluation}: no linear probe; {again} first")
     problems, fitting = [], []
     for path in files:
         try:
@@ -41,11 +41,13 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
             continue
         if about["step"] != reader.about["step"]:
             problems.append(
-                f"{path}: was trained on the weights of step {about['step']}, and those of step "
-                f"{reader.about['step']} are exported; {again}"
+                f"{path}: was trained on the weights of step {about['step']}, but the export is of step "
+                f"{reader.about['step']}; {again}"
             )
         elif about.get("weights", fingerprint(reader)) != fingerprint(reader):
-            problems.append(f"{path}: was trained on other weights of that step, before the run began again; {again}")
+            problems.append(
+                f"{path}: was trained on other weights of that step, from before the run began again; {again}"
+            )
         elif branch != (of := str(about.get("branch", "online")).split()[0]):
             problems.append(
                 f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out"
@@ -60,7 +62,7 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
 
 
 def describe_probe(path: Path) -> dict[str, Any]:
-    """What a probe's file says of itself: texts and JSON values. Raises ValueError, in words, where it is none."""
+    """The metadata of a probe's file, texts and JSON values. Raises ValueError with a text if it is not a probe."""
     try:
         with utf8_path(path) as name, safe_open(name, framework="pt") as content:
             names, texts = set(content.keys()), content.metadata() or {}

@@ -1,4 +1,4 @@
-"""`unigrad-fast checkpoint`: what a checkpoint holds, and whether it is intact."""
+"""`unigrad-fast checkpoint`: shows the content of a checkpoint, and verifies it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unigrad_fast.runtime.wording import byte_size, count
 
 
 def show(path: Path) -> None:
-    """Print what a checkpoint holds; of a run folder, its newest.
+    """Print the content of a checkpoint; for a run folder, of its newest.
 
     Raises:
         UserError: no checkpoint there, or its description is damaged.
@@ -45,7 +45,7 @@ def show(path: Path) -> None:
         rows["checkpoints of the run"] = ", ".join(each.name for each in RunFolder(path).complete_checkpoints())
     table = Table(title="Checkpoint", title_justify="left", show_header=False)
     table.add_column()
-    table.add_column(overflow="fold")  # a long path is broken, not cut
+    table.add_column(overflow="fold")  # break a long path instead of cutting it
     for name, value in rows.items():
         table.add_row(name, value)
     new_console().print(table)
@@ -55,7 +55,7 @@ def verify(path: Path) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run folder, with its digest.
 
     Raises:
-        UserError: no checkpoint there, or files that are damaged or missing, all of them by name.
+        UserError: no checkpoint there, or files are damaged or missing; names all of them.
     """
     folders = [path] if (path / DESCRIPTION).exists() else RunFolder(path).complete_checkpoints()
     if not folders:
@@ -74,11 +74,11 @@ def verify(path: Path) -> None:
 
 
 def _nothing(path: Path) -> str:
-    return f"path = {path}: no checkpoint there; give a run folder, or one of the folders in its checkpoints/"
+    return f"path = {path}: no checkpoint there; give a run folder, or a folder in its checkpoints/"
 
 
 def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
-    """Tensors, elements and bytes of everything that shares the first part of its name."""
+    """Numbers of tensors, elements and bytes, by the first part of the name."""
     groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name in reader.names:
         elements = math.prod(reader.shape(name))

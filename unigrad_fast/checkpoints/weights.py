@@ -1,4 +1,4 @@
-"""The weights of a run, from one of its checkpoints, whole and on the CPU: for evaluation and export."""
+"""Loads the weights of a run from one of its checkpoints, whole and on the CPU, for evaluation and export."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
 
-LONGEST = 300  # characters of a message from torch
+LONGEST = 300  # characters to show of a message from torch
 
 
 def open_checkpoint(run: Path, step: int | None = None) -> Reader:
     """The checkpoint of a step, or the newest one.
 
     Raises:
-        UserError: the run has no checkpoint, or none of that step, or its description is damaged.
+        UserError: the run has no checkpoint, or none of that step, or the description is damaged.
     """
     if step is None:
         folder = files.latest(run)
@@ -30,13 +30,13 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
     numbers = {folder.name.removeprefix("step-"): folder for folder in RunFolder(run).complete_checkpoints()}
     kept = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}
     if step not in kept:
-        there = f"those of {', '.join(map(str, sorted(kept)))}" if kept else "none"
-        raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; there are {there}")
+        there = ", ".join(map(str, sorted(kept))) or "none"
+        raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")
     return Reader(kept[step])
 
 
 def fingerprint(reader: Reader) -> str:
-    """Of a checkpoint's content: a run that began again in its folder has other weights after the same step."""
+    """Identifies a checkpoint's content: a run that began again in its folder has other weights at the same step."""
     return "sha256-" + hashlib.sha256(json.dumps(reader.about["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -56,10 +56,10 @@ def load_encoder(reader: Reader, backbone: nn.Module) -> None:
     try:
         backbone.load_state_dict(load_branch(reader, "online.backbone"), strict=True)
     except RuntimeError as error:
-        raise UserError(f"{reader.folder}: does not fit its configuration: {misfit(error)}") from None
+        raise UserError(f"{reader.folder}: the weights do not fit the configuration: {misfit(error)}") from None
 
 
 def misfit(error: RuntimeError) -> str:
-    """The first line of torch's about a state dict, which has one for each tensor that does not fit."""
+    """The first line of torch's error about a state dict, which has a line for each tensor that does not fit."""
     first, *others = [line.strip() for line in str(error).splitlines()[1:]]
     return first[:LONGEST] + (f" ... and {len(others)} more" if others else "")

@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "data synth": (data.DataSynth, data.data_synth),
     "data scan": (data.DataScan, data.data_scan),
     "data shard": (data.DataShard, data.data_shard),
-    "data recipes": (data.DataRecipes, data.data_recipes),
+    "data presets": (data.DataPresets, data.data_presets),
     "data preview": (data.DataPreview, data.data_preview),
     "checkpoint show": (checkpoint.CheckpointShow, checkpoint.checkpoint_show),
     "checkpoint verify": (checkpoint.CheckpointVerify, checkpoint.checkpoint_verify),
@@ -33,3 +33,4 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),
 }
+RENAMED = {"data recipes": "data presets"}  # older names, which still work

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unigrad_fast.benchmarks.harness.record import OUTPUT
 from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_folders, require_triton
 from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 if TYPE_CHECKING:
@@ -25,29 +26,29 @@ class BenchStep(Node):
     case: Literal["resnet50", "resnet18", "all"] = "all"
     """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
     photographs: AbsolutePath | None = None
-    """Folder of images, photographs for figures that mean something; null draws some."""
+    """Folder of images; use photographs for realistic figures; null draws some."""
     batch_size: int | None = Field(default=None, ge=2)
     """Images per step; null is the case's."""
     image_size: int | None = Field(default=None, ge=16, le=1024)
     """Height and width of the views in pixels; null is the case's."""
     repetitions: int = Field(default=3, ge=1)
-    """Rounds in which each variant has its turn."""
+    """Rounds; in each, every variant is measured once."""
     steps: int = Field(default=2, ge=1)
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
-    """Steps before them."""
+    """Warm-up steps before them."""
     dry_run: bool = False
-    """Count what a step does on so many cards, which need not be there, and measure nothing."""
+    """Count the work of a step on GPUs you need not have, and measure nothing."""
     ranks: int = Field(default=8, ge=1, le=4096)
-    """Cards of the dry run."""
+    """Number of GPUs in the dry run."""
     images: int = Field(default=128, ge=1, le=2**16)
-    """Images per card of the dry run."""
+    """Images per GPU in the dry run."""
     card: Literal["h100", "a100"] = "h100"
-    """Card of the dry run."""
+    """GPU type in the dry run."""
     recipe: str = DEFAULT_RECIPE
-    """What the dry run trains, with its own batch size aside."""
+    """Recipe of the dry run; its batch size is not used."""
     output: AbsolutePath = OUTPUT
-    """Folder of step.jsonl, or the dry run's dry_step.jsonl, which the rows are appended to."""
+    """Folder of step.jsonl (dry run: dry_step.jsonl), to which the rows are appended."""
 
 
 COUNTED = ("ranks", "images", "card", "recipe")  # options of the dry run
@@ -72,25 +73,30 @@ class BenchLoader(Node):
     """Measure images/s and processor time of decoding and augmentation, against torchvision and decoding alone."""
 
     photographs: AbsolutePath | None = None
-    """Folder of images or what else data.train takes, or a tar of one; null draws some."""
-    recipe: str | None = None
-    """Augmentation recipe; null is simsiam and multicrop, one after the other."""
+    """Images, as `--data.train` takes them, or a tar of a folder; null draws some."""
+    preset: str | None = None
+    """Augmentation preset; null is simsiam and multicrop, one after the other."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """Where ours decodes and augments."""
+    """Device that decodes and augments in our loader."""
     batch_size: int = Field(default=64, ge=1)
     """Images per batch."""
     image_size: int | None = Field(default=None, ge=1, le=1024)
-    """Side of the global views in pixels; null is the recipe's."""
+    """Side of the global views in pixels; null is the preset's."""
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
-    """Threads of ours, and worker processes of torchvision; null is the cores."""
+    """Threads of our loader, and worker processes for torchvision; null is the number of cores."""
     rounds: int = Field(default=3, ge=1)
-    """Rounds in which each variant has its turn."""
+    """Rounds; in each, every variant is measured once."""
     steps: int = Field(default=8, ge=1)
-    """Measured batches per turn, rounded up to equally many per thread."""
+    """Measured batches per turn, rounded up to a multiple of the threads."""
     epochs: int = Field(default=5, ge=2)
-    """Epochs of a small manifest after which memory is read."""
+    """Epochs over a small manifest in the measurement of memory."""
     output: AbsolutePath = OUTPUT
-    """Folder of loader.jsonl, which the rows are appended to."""
+    """Folder of loader.jsonl, to which the rows are appended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, given: Any) -> Any:
+        return renamed(given, "recipe", "preset")
 
 
 def bench_loader(options: BenchLoader) -> None:
@@ -101,32 +107,32 @@ def bench_loader(options: BenchLoader) -> None:
 
 
 class BenchKernels(Node):
-    """Measure the objective alone against plain torch, or report what the compiler makes of its kernels."""
+    """Measure the objective against plain torch, or report how its kernels compile."""
 
     width: int | None = Field(default=None, ge=1, le=2**17)
     """C, the embedding width; null is 1024, 2048, 4096, 8192 and 16384, one after the other."""
     images: int | None = Field(default=None, ge=1)
     """N, the images per view; null is 128 and 512."""
     repetitions: int = Field(default=11, ge=1)
-    """Rounds, at most, in which each variant has its turn."""
+    """Largest number of rounds; in each, every variant is measured once."""
     block_seconds: float = Field(default=0.2, ge=0)
-    """What a turn takes at least, in whole steps; seconds."""
+    """Least duration of a turn in seconds, rounded up to whole steps."""
     most_seconds: float = Field(default=20.0, ge=0)
-    """What the rounds of one width and number of images may take before they become fewer, down to 3; seconds."""
+    """Time limit in seconds for one width and number of images; it reduces the rounds, down to 3."""
     compiled: bool = True
-    """Measure what torch.compile makes of plain torch too."""
+    """Also measure plain torch under torch.compile."""
     compile_only: bool = False
-    """Compile every kernel at every tile shape for all architectures, which needs no GPU, and measure nothing."""
+    """Only compile every kernel at every tile shape for all architectures; needs no GPU."""
     tune: bool = False
-    """Search this GPU's fastest tiles on scratch data, write them into the kernels' table, the package's own file
-    kernels/tiles.json, and measure nothing else."""
+    """Only search the fastest tiles for this GPU, on scratch data, and write them into the package's table
+    kernels/tiles.json."""
     output: AbsolutePath = OUTPUT
-    """Folder of objective.jsonl, which the rows are appended to, or of --compile_only's compile_report.csv."""
+    """Folder of objective.jsonl, to which the rows are appended, or of compile_report.csv with --compile_only."""
 
 
 def bench_kernels(options: BenchKernels) -> None:
     if options.compile_only and options.tune:
-        raise UserError("compile_only needs no GPU and tune does; give one of them")
+        raise UserError("compile_only and tune exclude each other; give one of them")
     for mode, taken in (("compile_only", {"output"}), ("tune", set())):
         if getattr(options, mode):
             others = BenchKernels.model_fields.keys() - taken - {"compile_only", "tune"}
@@ -151,7 +157,7 @@ class BenchMethods(Node):
     """Measure the objective of every method, in both forms, against plain torch with autograd."""
 
     methods: tuple[Measured, ...] | None = None
-    """Methods, SimSiam with BYOL; null is all of them."""
+    """Methods to measure (SimSiam together with BYOL); null is all of them."""
     width: int | None = Field(default=None, ge=1, le=2**17)
     """C, the embedding width; null is 2048 and 8192."""
     images: int | None = Field(default=None, ge=2)
@@ -159,13 +165,13 @@ class BenchMethods(Node):
     bank: int = Field(default=65536, ge=1, le=2**24)
     """Keys of MoCo's bank."""
     repetitions: int = Field(default=11, ge=1)
-    """Rounds, at most, in which each variant has its turn."""
+    """Largest number of rounds; in each, every variant is measured once."""
     block_seconds: float = Field(default=0.2, ge=0)
-    """What a turn takes at least, in whole steps; seconds."""
+    """Least duration of a turn in seconds, rounded up to whole steps."""
     most_seconds: float = Field(default=20.0, ge=0)
-    """What the rounds of one method, width and N may take before they become fewer, down to 3; seconds."""
+    """Time limit in seconds for one method, width and N; it reduces the rounds, down to 3."""
     output: AbsolutePath = OUTPUT
-    """Folder of methods.jsonl, which the rows are appended to."""
+    """Folder of methods.jsonl, to which the rows are appended."""
 
 
 def bench_methods(options: BenchMethods) -> None:
@@ -178,27 +184,27 @@ class BenchWidth(Config):
     """Measure a training step by projector width, and train short runs; takes the keys of pretrain."""
 
     recipe: str = "quickstart"
-    """Recipe, as pretrain's; the quickstart's images are drawn if they are not there."""
+    """Recipe, as for pretrain; the quickstart's images are drawn if they do not exist."""
     widths: tuple[Annotated[int, Field(ge=1, le=2**17)], ...] | None = None
-    """In place of model.projector.width; null is 512 to 8192, as far as memory holds; in a dry run 2048 to 65536."""
+    """Projector widths; null is 512 to 8192 as memory permits, or 2048 to 65536 in a dry run."""
     repetitions: int = Field(default=3, ge=1)
-    """Rounds in which each width has its turn."""
+    """Rounds; in each, every width is measured once."""
     steps: int = Field(default=2, ge=1)
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
-    """Steps before them."""
+    """Warm-up steps before them."""
     train: bool = False
-    """Also train a run of each width, as long as schedule.epochs, and judge it by kNN."""
+    """Also train a run of each width for schedule.epochs, and evaluate it by kNN."""
     dry_run: bool = False
-    """Count what a step does on so many cards, which need not be there, and measure nothing."""
+    """Count the work of a step on GPUs you need not have, and measure nothing."""
     ranks: int = Field(default=8, ge=1, le=4096)
-    """Cards of the dry run."""
+    """Number of GPUs in the dry run."""
     images: int = Field(default=128, ge=1, le=2**16)
-    """Images per card of the dry run."""
+    """Images per GPU in the dry run."""
     card: Literal["h100", "a100"] = "h100"
-    """Card of the dry run."""
+    """GPU type in the dry run."""
     output: AbsolutePath = OUTPUT
-    """Folder of width.jsonl or dry_width.jsonl, which the rows are appended to, and of the runs, width-C."""
+    """Folder of width.jsonl or dry_width.jsonl, to which the rows are appended, and of the runs, width-C."""
 
 
 def bench_width(options: BenchWidth) -> None:
@@ -217,22 +223,22 @@ def bench_width(options: BenchWidth) -> None:
 
 
 class BenchScaling(Config):
-    """Measure 1 to 4 ranks of this machine, F on each or in shards; takes the keys of pretrain."""
+    """Measure 1 to 4 ranks on this machine, with F replicated and sharded; takes the keys of pretrain."""
 
     recipe: str = "quickstart"
-    """Recipe, as pretrain's; the quickstart's images are drawn if they are not there."""
+    """Recipe, as for pretrain; the quickstart's images are drawn if they do not exist."""
     ranks: tuple[Annotated[int, Field(ge=1, le=64)], ...] = (1, 2, 3, 4)
-    """Numbers of ranks, one after the other; each rank is a process, and they share the cores."""
+    """Numbers of ranks to measure; each rank is a process, and they share the cores."""
     images: int = Field(default=16, ge=1, le=2**16)
-    """Images of each rank, in place of data.batch_size."""
+    """Images per rank; replaces data.batch_size."""
     repetitions: int = Field(default=3, ge=1)
-    """Rounds in which both placements have their turn, in place of objective.placement."""
+    """Rounds; in each, both placements of F are measured once; objective.placement is not used."""
     steps: int = Field(default=2, ge=1)
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
-    """Steps before them."""
+    """Warm-up steps before them."""
     output: AbsolutePath = OUTPUT
-    """Folder of scaling.jsonl, which the rows are appended to."""
+    """Folder of scaling.jsonl, to which the rows are appended."""
 
 
 def bench_scaling(options: BenchScaling) -> None:
@@ -253,15 +259,15 @@ def _turns(options: BenchStep | BenchWidth | BenchScaling) -> Turns:
 
 
 def _configuration(options: Config) -> Config:
-    """That of a run without a folder."""
+    """The configuration of a run without a folder."""
     return Config(**{key: getattr(options, key) for key in Config.model_fields if key != "output"})
 
 
 def _with_openable_images(config: Config, judged: bool) -> Config:
-    """The configuration, without validation images where nothing is judged.
+    """The configuration, without validation images if nothing is evaluated.
 
     Raises:
-        UserError: there is no DALI; images were named that cannot be opened, or none to judge with.
+        UserError: DALI is missing, images cannot be opened, or there are none to evaluate with.
     """
     require_dali()
     from unigrad_fast.benchmarks.harness.run_config import lacks_images
@@ -269,7 +275,7 @@ def _with_openable_images(config: Config, judged: bool) -> Config:
     if lacks_images(config):
         return config
     if judged and config.data.val is None:
-        raise UserError("train = true: data.val = null, without which there is no kNN accuracy; give labelled images")
+        raise UserError("train = true: kNN needs validation images, but data.val = null; give labelled images")
     if not judged:
         config = config.model_copy(update={"data": config.data.model_copy(update={"val": None})})
     require_folders(config)

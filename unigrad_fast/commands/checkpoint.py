@@ -6,10 +6,10 @@ from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 
 class CheckpointShow(Node):
-    """Say what a checkpoint holds."""
+    """Show the content of a checkpoint."""
 
     path: AbsolutePath
-    """A run folder, whose newest checkpoint is shown, or the folder of one checkpoint."""
+    """A run folder (shows its newest checkpoint), or the folder of one checkpoint."""
 
 
 def checkpoint_show(options: CheckpointShow) -> None:
@@ -22,7 +22,7 @@ class CheckpointVerify(Node):
     """Compare a checkpoint's files with their digests."""
 
     path: AbsolutePath
-    """A run folder, all of whose checkpoints are verified, or the folder of one checkpoint."""
+    """A run folder (verifies all its checkpoints), or the folder of one checkpoint."""
 
 
 def checkpoint_verify(options: CheckpointVerify) -> None:

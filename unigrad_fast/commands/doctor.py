@@ -6,12 +6,12 @@ from unigrad_fast.runtime.validation import Node
 
 
 class Doctor(Node):
-    """Say what the machine has, what a run will use and what is missing, and try each part."""
+    """Report what the machine has, what a run will use and what is missing, and try each part."""
 
     smoke: bool = True
     """Try each part of a training step and time it."""
     verbose: bool = False
-    """Show the tracebacks of parts that fail, and what the libraries say."""
+    """Show tracebacks of parts that fail, and messages of the libraries."""
 
 
 def doctor(options: Doctor) -> None:

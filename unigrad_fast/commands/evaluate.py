@@ -13,24 +13,24 @@ from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 class EvaluationData(Node):
     train: AbsolutePath | None = None
-    """Training images to judge with; null is the run's."""
+    """Training images; null is the run's."""
     val: AbsolutePath | None = None
-    """Validation images to judge; null is the run's."""
+    """Validation images; null is the run's."""
 
 
 class EvaluateKNN(Node):
-    """Weighted nearest-neighbour accuracy of a run's online backbone."""
+    """Measure the weighted nearest-neighbour accuracy of a run's online backbone."""
 
     run: AbsolutePath
     """Folder of the run."""
     baselines: bool = False
-    """Judge raw pixels, colour histograms and the untrained encoder beside it."""
+    """Also evaluate raw pixels, colour histograms and the untrained encoder."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the checkpoint; null is the newest."""
     k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Neighbours that vote, as --evaluation.knn.k of a run; null is the run's."""
+    """Number of neighbours that vote, like evaluation.knn.k of a run; null is the run's."""
     temperature: float | None = Field(default=None, gt=0)
-    """Temperature of the votes, as --evaluation.knn.temperature of a run; null is the run's."""
+    """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
     data: EvaluationData = EvaluationData()
     """Images."""
 
@@ -45,12 +45,12 @@ def evaluate_knn(options: EvaluateKNN) -> None:
 
 
 class EvaluateLinear(Node):
-    """Linear classifier on the frozen features of a run's online backbone."""
+    """Train and evaluate a linear classifier on the frozen features of a run's online backbone."""
 
     run: AbsolutePath
     """Folder of the run."""
     protocol: Literal["quick", "paper"] = "quick"
-    """quick is a logistic regression on cached features, paper trains on random crops with LARS for 90 epochs."""
+    """quick fits a logistic regression to cached features; paper trains on random crops with LARS for 90 epochs."""
     epochs: int | None = Field(default=None, ge=1)
     """Epochs of the paper's protocol; null is its 90."""
     batch_size: int | None = Field(default=None, ge=1)
@@ -70,7 +70,7 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     }
     if changes and options.protocol == "quick":
         key, value = next(iter(changes.items()))
-        raise UserError(f"{key} = {value}: belongs to --protocol paper; leave it out, or add that")
+        raise UserError(f"{key} = {value}: applies only to --protocol paper; leave it out, or add that")
     require_dali()
     from unigrad_fast.evaluation import runs
 

@@ -30,28 +30,28 @@ HEADER = (
 
 
 class Plan(Config):
-    """Say what a run takes on GPUs that need not be there; takes the keys of pretrain."""
+    """Estimate memory, traffic and time on GPUs you need not have; takes the keys of pretrain."""
 
     recipe: str = DEFAULT_RECIPE
-    """Recipe, as pretrain's."""
+    """Recipe, as for pretrain."""
     gpus: int = Field(default=8, ge=1, le=4096)
-    """GPUs in all."""
+    """Total number of GPUs."""
     nodes: int = Field(default=1, ge=1, le=4096)
-    """Machines that they are in, equally many in each."""
+    """Number of machines, with equally many GPUs in each."""
     card: Literal["h100", "a100"] = "h100"
-    """What they are; its figures stand in cards.json, with their sources."""
+    """GPU type; figures and sources in cards.json."""
     images: int | None = Field(default=None, ge=2, le=2**16)
-    """Images at once on each GPU, in place of data.batch_size; null is what data.batch_size gives each."""
+    """Images at once on each GPU; replaces data.batch_size; null follows from data.batch_size."""
     dataset_images: int = Field(default=1_281_167, ge=1)
-    """Training images (ImageNet's)."""
+    """Number of training images (ImageNet's)."""
     image_kilobytes: float = Field(default=110.0, gt=0)
-    """Size of an image file on average (ImageNet's)."""
+    """Mean size of an image file (ImageNet's)."""
     sweep: bool = False
-    """Instead, widths 2048 to 65536 on 8 to 512 GPUs of 8 to a node, as a table and a plot."""
+    """Instead, a table and a plot of widths 2048 to 65536 on 8 to 512 GPUs, 8 in a machine."""
     output: AbsolutePath = Path("plan")
-    """Folder for the JSON file, and of a sweep the table and the plot."""
+    """Folder for the JSON file, and for the table and the plot of a sweep."""
     overwrite: bool = False
-    """Replace files of the same names."""
+    """Replace existing files."""
 
 
 def plan(options: Plan) -> None:
@@ -72,7 +72,7 @@ def plan(options: Plan) -> None:
 
 
 def _configuration(options: Plan) -> Config:
-    """That of a run, with the images that each GPU has."""
+    """The configuration of a run with the images per GPU."""
     tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
     if options.images is not None:
         batch = options.images * options.gpus * options.engine.accumulation_steps
@@ -89,7 +89,8 @@ def _single(config: Config, options: Plan) -> list[bytes]:
     counted = Counted.of(config, options.gpus, Card.of(options.card))
     found = counted.plan(options.nodes)
     around = counted.around(found, options.dataset_images, 1e3 * options.image_kilobytes)
-    remedies = [] if found.peak <= counted.card.room else list(counted.remedies(found, counted.card.room))
+    usable = counted.card.usable_memory
+    remedies = [] if found.peak <= usable else list(counted.remedies(found, usable))
     console = new_console(soft_wrap=True)
     for table in _tables(counted, found):
         console.print(table)
@@ -100,8 +101,8 @@ def _single(config: Config, options: Plan) -> list[bytes]:
         "width": counted.width,
         "card": options.card,
         **found.as_json(),
-        "room": counted.card.room,
-        "fits": found.peak <= counted.card.room,
+        "usable_memory": usable,
+        "fits": found.peak <= usable,
         "hours_for_100_epochs": found.hours(options.dataset_images),
         "checkpoint, counted": around.pop("checkpoint"),
         "around, expected": around,
@@ -120,7 +121,7 @@ def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
         f"ZeRO stage {setting.stage}, "
         f"F {setting.placement}"
     )
-    headers = ("memory of a rank, counted", "GiB at the fullest moment", "GiB at its own")
+    headers = ("memory of a rank, counted", "at the peak of all, GiB", "each kind's own peak, GiB")
     memory = table_of_figures(*headers, title=title, title_justify="left")
     for kind, size in found.memory.items():
         memory.add_row(kind, f"{size / 2**30:.2f}", f"{found.most[kind] / 2**30:.2f}")
@@ -150,31 +151,31 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
     )
     if around["bank"]:
         yield (
-            f"expected of kNN: every {count(options.evaluation.every, 'epoch')} it reads all images once more, and "
-            f"{byte_size(around['bank'])} of features lie on each GPU meanwhile"
+            f"expected for kNN: every {count(options.evaluation.every, 'epoch')} it reads all images once more, and "
+            f"meanwhile each GPU holds {byte_size(around['bank'])} of features"
         )
     yield (
-        f"expected of the storage: {around['reads']:,.0f} reads/s, {around['reads_per_node']:,.0f} from each node, "
+        f"expected from the storage: {around['reads']:,.0f} reads/s, {around['reads_per_node']:,.0f} from each node, "
         f"{around['read_bytes'] / 1e9:.2f} GB/s"
     )
     if found.bound_by_latency:
         share = found.waiting / found.step
         yield (
             f"WARNING: bound by latency: launches and {found.meetings} collectives take {100 * share:.0f} % of the "
-            "step, however few images there are (expected); take fewer GPUs, or more images on each"
+            "step, however few images there are (expected); use fewer GPUs, or more images on each"
         )
 
 
 def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Planned]]) -> Iterator[str]:
-    room = f"{counted.card.room / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
-    if found.peak <= counted.card.room:
-        yield f"fits: {found.peak / 2**30:.2f} of {room}"
+    usable = f"{counted.card.usable_memory / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
+    if found.peak <= counted.card.usable_memory:
+        yield f"fits: {found.peak / 2**30:.2f} of {usable}"
         return
-    yield f"does not fit: {found.peak / 2**30:.2f} GiB, and there are {room}"
+    yield f"does not fit: {found.peak / 2**30:.2f} GiB, but there are {usable}"
     for key, each in remedies:
         yield f"would fit: {key}: {each.peak / 2**30:.2f} GiB and {1e3 * each.step:.0f} ms, expected"
     if not remedies:
-        yield "no stage, placement, batch or accumulation would fit: take a smaller model.projector.width"
+        yield "no stage, placement, batch or accumulation would fit; use a smaller model.projector.width"
 
 
 def _sweep(config: Config, options: Plan) -> list[bytes]:
@@ -190,11 +191,11 @@ def _sweep(config: Config, options: Plan) -> list[bytes]:
         rows.append({"width": width, "fits": fits, "hours_for_100_epochs": hours, **found.as_json()})
         lines.append(row(width, found, fits, hours))
         print(lines[-1], flush=True)
-    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.room)]
+    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.usable_memory)]
 
 
 def row(width: int, found: Planned, fits: bool, hours: float) -> str:
-    """Of a sweep's table."""
+    """A row of a sweep's table."""
     setting = found.setting
     cells = (
         f"{width}",
@@ -213,7 +214,7 @@ def row(width: int, found: Planned, fits: bool, hours: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plot(rows: Sequence[dict[str, Any]], room: float) -> bytes:
+def _plot(rows: Sequence[dict[str, Any]], usable_memory: float) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -231,7 +232,7 @@ def _plot(rows: Sequence[dict[str, Any]], room: float) -> bytes:
         axes.set_xlabel("GPUs")
         axes.set_title(title)
         axes.grid(alpha=0.3)
-    memory.axhline(room / 2**30, color="#777777", linestyle="--", label="room")
+    memory.axhline(usable_memory / 2**30, color="#777777", linestyle="--", label="usable memory")
     figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8)
     content = io.BytesIO()
     FigureCanvasAgg(figure).print_png(content)

@@ -9,7 +9,7 @@ from unigrad_fast.commands.requirements import require_dali, require_folders, re
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
-from unigrad_fast.runtime.memory import ran_out
+from unigrad_fast.runtime.out_of_memory import ran_out
 from unigrad_fast.runtime.validation import absolute
 
 
@@ -17,15 +17,15 @@ class Pretrain(Config):
     """Pretrain an encoder on a folder of images."""
 
     name: str = DEFAULT_RECIPE
-    """Name of the run's folder where output is null; by default the recipe's, or that of its YAML file."""
+    """Name of the run's folder if output is null; by default that of the recipe or its YAML file."""
     print_config: bool = False
-    """Print the resolved configuration as YAML, which --recipe accepts, and do nothing else."""
+    """Only print the resolved configuration as YAML, which --recipe accepts."""
     verbose: bool = False
-    """Show what DeepSpeed and the other libraries say."""
+    """Show messages of DeepSpeed and the other libraries."""
     fresh: bool = False
-    """Refuse an output folder that holds a run, instead of going on with it."""
+    """Refuse an output folder that contains a run, instead of continuing it."""
     fall_back: bool = False
-    """Where the newest checkpoint is damaged, go on from the newest intact one."""
+    """If the newest checkpoint is damaged, resume from the newest intact one."""
 
 
 def pretrain(options: Pretrain) -> None:
@@ -37,7 +37,7 @@ def pretrain(options: Pretrain) -> None:
     if numbered:
         require_named_output(os.environ)
         if "/" in options.name or options.name in (".", ".."):
-            raise UserError(f"name = {options.name}: is no name of a folder; give one, or a path with --output")
+            raise UserError(f"name = {options.name}: is not the name of a folder; give one, or a path with --output")
         config = config.model_copy(update={"output": absolute(Path("runs", options.name))})
     require_folders(config, options.fresh, numbered)
     require_dali()
@@ -55,7 +55,7 @@ def pretrain(options: Pretrain) -> None:
 
 
 def _advise(config: Config) -> None:
-    """Prints what the planner says of a step that had too little memory."""
+    """Prints the planner's advice for a step that ran out of memory."""
     import torch
 
     from unigrad_fast.planning import advice_here
@@ -65,5 +65,5 @@ def _advise(config: Config) -> None:
         size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
         for line in advice_here(config, launch_environment(os.environ).size, size):
             print(f"plan: {line}", flush=True)
-    except Exception as error:  # whatever it is, the run's own error and its status are what counts
+    except Exception as error:  # the run's own error and its status matter more
         print(f"plan: the step could not be counted: {error}", flush=True)

@@ -1,4 +1,4 @@
-"""What a command needs before it begins: a run, folders that can be used, libraries that the user chooses."""
+"""Checks what a command needs before it starts: a run, usable folders, optional libraries."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from unigrad_fast.runtime.validation import Node, shown
 def require_run(folder: Path) -> None:
     """Raises UserError unless a folder holds a run."""
     if not os.path.exists(RunFolder(folder).configuration) and not RunFolder(folder).holds_run():
-        raise UserError(f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder of pretrain's")
+        raise UserError(
+            f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder that `pretrain` wrote"
+        )
 
 
 def require_folders(config: Config, fresh: bool = False, numbered: bool = False) -> None:
     """Raises UserError unless the images can be opened and the output folder can be used.
 
     Args:
-        fresh: the output folder must not hold a run, which would be continued otherwise.
-        numbered: where there is a folder of its name, the run takes another.
+        fresh: the output folder must not hold a run, which would otherwise be continued.
+        numbered: if the folder exists, the run takes another one with a number.
     """
-    # os.path answers False where pathlib raises: on folders that may not be entered, on names too long.
+    # os.path returns False where pathlib raises: for folders without permission, and names that are too long.
     problems = []
     for key, folder in (("data.train", config.data.train), ("data.val", config.data.val)):
         if folder is None:
@@ -54,7 +56,7 @@ def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     output = config.output
     assert output is not None
     if fresh and not numbered and RunFolder(output).holds_run():
-        return [f"output = {output}: holds a run, which --fresh does not continue; give another folder"]
+        return [f"output = {output}: already contains a run; --fresh needs an empty folder"]
     problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})
     if problem := problem or (dangling_link(output.parent) if numbered else RunFolder(output).problem()):
         return [f"output = {output}: {problem}"]
@@ -75,25 +77,25 @@ def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:
 
 
 def require_named_output(environ: Mapping[str, str]) -> None:
-    """Raises UserError where a launcher starts a command again, which then must find the run it began."""
+    """Raises UserError if a launcher may restart the command, which then must find the run that it began."""
     for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
         if int(environ.get(variable, "0")) > 0:
             raise UserError(
-                f"output = null: {whose} starts this command again ({variable} is {environ[variable]}), and a free "
-                "folder would be another one each time; give --output FOLDER"
+                f"output = null: {whose} may restart this command ({variable} is {environ[variable]}), and each start "
+                "would take a new folder; give --output FOLDER"
             )
 
 
 def require_dali() -> None:
-    """Raises UserError when DALI, which the user chooses by CUDA version, is not installed."""
+    """Raises UserError if DALI, whose package depends on the CUDA version, is not installed."""
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
         raise UserError(
             "DALI, which decodes the images, is not installed; type `pip install nvidia-dali-cuda130`, or "
-            "`nvidia-dali-cuda120` beside a torch for CUDA 12 (without a GPU either will do)"
+            "`nvidia-dali-cuda120` for a torch with CUDA 12 (without a GPU, either works)"
         )
 
 
 def require_triton() -> None:
-    """Raises UserError when Triton, which torch brings along on Linux only, is not installed."""
+    """Raises UserError if Triton, which torch installs only on Linux, is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("Triton, which compiles the kernels, is not installed; type `pip install triton`")

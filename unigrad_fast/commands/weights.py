@@ -1,4 +1,4 @@
-"""`unigrad-fast export` and `import`: a run's weights to other programs, and the authors' weights to a run."""
+"""`unigrad-fast export` and `import`: write a run's weights for other programs, read the authors' weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Export(Node):
     run: AbsolutePath
     """Folder of the run."""
     format: Literal["torchvision", "safetensors"] | None = None
-    """torch.save or safetensors of the same names; null goes by the ending of the output, else safetensors."""
+    """torch.save or safetensors, with the same names; null follows the extension of output, else safetensors."""
     branch: Literal["online", "target"] = "online"
-    """Branch whose backbone is written."""
+    """Branch of the backbone."""
     with_linear: bool = False
     """Add the linear probe of `evaluate linear` as the layer fc."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the checkpoint; null is the newest."""
     probe: AbsolutePath | None = None
-    """File of the linear probe; null is the paper's protocol of these weights, else the quick one."""
+    """File of the linear probe; null is that of these weights by the paper's protocol, else by the quick one."""
     output: AbsolutePath | None = None
     """File to write, ending in .safetensors, .pth or .pt; null is RUN/export/BACKBONE-BRANCH-epochE.ENDING."""
     overwrite: bool = False
-    """Replace a file of that name, and the description beside it."""
+    """Replace an existing file and its description."""
 
 
 def export(options: Export) -> None:
@@ -40,13 +40,13 @@ def export(options: Export) -> None:
 
 class ImportData(Node):
     train: AbsolutePath | None = None
-    """Training images that the run is evaluated with: a folder, list or shards."""
+    """Training images for evaluating the run: a folder, list or shards."""
     val: AbsolutePath | None = None
-    """Validation images that the run is evaluated with: a folder, list or shards."""
+    """Validation images for evaluating the run: a folder, list or shards."""
 
 
 class Import(Node):
-    """Turn a checkpoint of the authors' code into a run to evaluate and export."""
+    """Turn a checkpoint of the authors' code into a run that can be evaluated and exported."""
 
     file: AbsolutePath
     """File that the authors' code saved, or a safetensors file with the same names."""

@@ -1,4 +1,4 @@
-"""`unigrad-fast doctor`: what the machine has, what a run will use, what is missing, and whether each part works.
+"""`unigrad-fast doctor`: reports what the machine has, what a run will use, what is missing, and which parts work.
 
-torch, DALI, DeepSpeed and what imports them are imported inside functions: one of them may be what is missing.
+torch, DALI, DeepSpeed and modules that import them are imported inside functions, because they may be missing.
 """

@@ -1,4 +1,4 @@
-"""What a run will use on this machine: device, ranks, precision, decoder, kernels."""
+"""Reports what a run will use on this machine: device, ranks, precision, decoder, kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
     dtype = str(autocast_dtype("auto", world.device) or torch.float32).removeprefix("torch.")
     on_gpu = world.device.type == "cuda"
     detail = torch.cuda.get_device_name(world.device) if on_gpu else count(torch.get_num_threads(), "thread")
-    stages = allowed_values(Engine, "zero_stage").removeprefix("a whole number from ")
+    stages = allowed_values(Engine, "zero_stage").removeprefix("an integer from ")
     return [
         Finding("device", f"{world.device}, {detail}"),
         _ranks(world, "no launcher" if launcher == "single" else f"launched by {launcher}"),
@@ -45,11 +45,11 @@ def _batch_norm(device: torch.device) -> str:
 
     try:
         fused = use_triton(device)
-    except ValueError:  # said of the kernels
+    except ValueError:  # reported for the kernels
         fused = False
     if fused:
         return "both views in one pass, fused with addition and ReLU"
-    return "torch's own, for one rank" if is_alone() else "statistics over all ranks"
+    return "torch's own (one rank)" if is_alone() else "statistics over all ranks"
 
 
 def _kernels(device: torch.device) -> Finding:

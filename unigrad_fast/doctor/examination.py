@@ -1,4 +1,4 @@
-"""`unigrad-fast doctor` from its first table to its last line."""
+"""Runs `unigrad-fast doctor`, from its first table to its last line."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
 
     Args:
         smoke: try the parts.
-        verbose: show the tracebacks of parts that fail, and what the libraries say.
+        verbose: show tracebacks of parts that fail, and messages of the libraries.
 
     Raises:
-        UserError: something is missing or does not work; one line for each, with the remedy.
+        UserError: something is missing or does not work; one line per problem, with the remedy.
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     console = new_console(quiet=rank != "0")
@@ -37,10 +37,10 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
         from unigrad_fast.runtime import process_group
 
         with contextlib.ExitStack() as stack:
-            unusable_gpu = any(each.name == "GPU" and each.is_problem for each in found)  # which a run refuses
+            unusable_gpu = any(each.name == "GPU" and each.is_problem for each in found)  # a run would refuse it
             launch = process_group.launch_environment(os.environ)
             if launch.size > 1:
-                refuse(found)  # before the others wait for this rank
+                refuse(found)  # before the other ranks wait for this one
                 console.print(f"Waiting for {launch.size} ranks at {launch.address}:{launch.port}")
             try:
                 world = stack.enter_context(process_group.session("cpu" if unusable_gpu else "auto"))
@@ -60,5 +60,5 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
                 console.print(tables.of_parts(tried, world))
                 found += tried
             refuse(found)
-    tried = "and works" if smoke else "(not tried out: --smoke false)"
-    console.print(f"Ready: all that pretrain needs is here {tried}.")
+    tried = "and works" if smoke else "(not tested: --smoke false)"
+    console.print(f"Ready: everything that pretrain needs is installed {tried}.")

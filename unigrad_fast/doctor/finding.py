@@ -1,4 +1,4 @@
-"""What was found out: one row of a table, what an error says in one line, and the refusal that follows."""
+"""A finding of the doctor, errors in one line, and the error that lists all problems."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Finding:
     """One row of a table.
 
     Attributes:
-        name, found: of what, and what it is.
-        status: "ok"; "note" for what a run can do without; "skipped"; anything else is a problem.
+        name, found: the subject, and what was found.
+        status: "ok"; "note" for things that a run can do without; "skipped"; anything else is a problem.
         remedy: what to do about it.
-        times: milliseconds of the first and the second call of a part that was tried.
+        times: milliseconds of the first and the second call of a part.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Finding:
 
 
 def refuse(found: Sequence[Finding]) -> None:
-    """Raises UserError when there are problems among the findings, a line for each."""
+    """Raises UserError with a line per problem, if there are any among the findings."""
     lines = [f"{each.name}: {each.found or each.status}; {each.remedy}" for each in found if each.is_problem]
     if lines:
         raise UserError("\n".join(lines))
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line, with its type where the words alone may say little."""
-    text = str(error).partition("encountered:")[2] or str(error)  # DALI begins with where, and goes on with what
+    """The message of an error in one line, with its type unless the message alone is clear."""
+    text = str(error).partition("encountered:")[2] or str(error)  # DALI's message starts with the place of the error
     said = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    said = re.sub(r"^\[[^]\s]*:\d+\]\s*", "", said)  # gloo's own source line
+    said = re.sub(r"^\[[^]\s]*:\d+\]\s*", "", said)  # source line of gloo
     named = isinstance(error, ImportError | OSError | UserError) and said
     return said if named else f"{type(error).__name__}: {said}".removesuffix(": ")

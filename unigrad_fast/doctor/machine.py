@@ -1,4 +1,4 @@
-"""What the machine has: processor, memory, disk, GPUs and their driver, and limits that are low."""
+"""Reports the machine: processor, memory, disk, GPUs and their driver, and low limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unigrad_fast.doctor.finding import Finding
 from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
-from unigrad_fast.runtime import cards
+from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.wording import count
 
 GIB = 2**30
@@ -25,13 +25,13 @@ def gib(size: int | str, unit: int = 1) -> str:
 
 
 def findings() -> list[Finding]:
-    """A row for each thing that the machine has, and for limits that are low."""
+    """A row for each device of the machine, and for each low limit."""
     cores, total, granted = usable_cores(), os.cpu_count() or 1, quota()
     allowed = count(cores, "core")
     if granted is not None and granted < len(own_cores()):
-        allowed += f" of {total}: a control group grants the time of {granted:g}"
+        allowed += f" of {total}: a control group limits it to the time of {granted:g}"
     elif cores < total:
-        allowed += f" of {total}: this process may use no others"
+        allowed += f" of {total}: the affinity of this process excludes the others"
     words = dict.fromkeys(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     units = [name for flag, name in BF16_UNITS.items() if flag in words]
     memory = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
@@ -63,7 +63,7 @@ def gpus() -> list[Finding]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    found = cards.find()
+    found = nvidia.find()
     if found.usable:
         kinds = Counter(
             f"{gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
@@ -80,15 +80,15 @@ def gpus() -> list[Finding]:
 
 
 def _limits(cores: int) -> list[Finding]:
-    """Rows for what other processes or the system may keep from a run."""
+    """Rows for busy cores and low limits of the system."""
     found = []
     if (load := os.getloadavg()[0]) > cores:
-        remedy = "threads that share a core slow each other down many times: end what else runs, or wait for it"
+        remedy = "other programs are using the cores, which can make a run many times slower; stop them, or wait"
         found.append(Finding("load", f"{load:.1f} busy processes on {count(cores, 'core')}", "note", remedy))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < 1024:
         found.append(Finding("open files", f"at most {files} per process", "note", "ulimit -n 4096"))
     if os.path.isdir("/dev/shm") and (size := shutil.disk_usage("/dev/shm").total) < GIB:
-        remedy = "start a container with --shm-size 1g: NCCL's ranks on one machine talk through it"
+        remedy = "start the container with --shm-size 1g: NCCL uses it between ranks on one machine"
         found.append(Finding("/dev/shm", gib(size), "note", remedy))
     return found

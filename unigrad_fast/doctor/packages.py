@@ -1,4 +1,4 @@
-"""The packages that a run needs: which are there, and the command that brings what is missing or does not fit."""
+"""Checks the packages that a run needs, and gives the command that installs missing or unsuitable ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 import sys
 
 from unigrad_fast.doctor.finding import Finding, first_line
-from unigrad_fast.runtime.cards import driver_version
+from unigrad_fast.runtime.nvidia import driver_version
 
-# Name, module, and what pip is told, which is what setup.py says.
+# Name, module, and the requirement for pip, as in setup.py.
 PACKAGES = (
     ("torch", "torch", "torch>=2.11,<2.15"),
     ("torchvision", "torchvision", "torchvision>=0.26"),
@@ -23,8 +23,8 @@ PACKAGES = (
     ("Matplotlib", "matplotlib", "matplotlib>=3.8"),
 )
 DALI = {"12": "nvidia-dali-cuda120>=2.0,<3", "13": "nvidia-dali-cuda130>=2.0,<3"}  # by CUDA's major version
-PLAIN = {name for name, *_ in PACKAGES[3:]}  # share a row when there is nothing to say
-OPTIONAL = {"DALI", "DeepSpeed"}  # without them some parts can be tried all the same
+PLAIN = {name for name, *_ in PACKAGES[3:]}  # share a row unless there is a problem
+OPTIONAL = {"DALI", "DeepSpeed"}  # some parts can be tried without them
 
 
 def findings() -> list[Finding]:
@@ -35,7 +35,7 @@ def findings() -> list[Finding]:
         Finding("Python", f"{platform.python_version()}, {sys.executable}"),
         *(each for each in found if each not in plain),
         _dali(),
-        Finding("Triton", _version("triton") or "not installed; nothing uses it yet"),
+        Finding("Triton", _version("triton") or "not installed; not used yet"),
         Finding("others", ", ".join(f"{each.name} {each.found}" for each in plain)),
     ]
 
@@ -46,10 +46,10 @@ def _package(name: str, module: str, requirement: str) -> Finding:
         return finding
     if not fits(version, requirement):
         wanted = requirement.removeprefix(_distribution(requirement))
-        return Finding(name, f"{version}, but {wanted} is needed", "wrong", install(requirement))
+        return Finding(name, f"{version}, but {wanted} is required", "wrong", install(requirement))
     if module == "torch":
         cuda = _torch_cuda()
-        version = f"{version}, built for " + (f"CUDA {cuda}" if cuda else "the CPU alone")
+        version = f"{version}, built for " + (f"CUDA {cuda}" if cuda else "the CPU only")
     return Finding(name, version)
 
 
@@ -69,10 +69,10 @@ def _dali() -> Finding:
         remedy = f"pip uninstall --yes {names}; {install(wanted)}"
         return Finding("DALI", f"{shown}, which overwrite each other", "wrong", remedy)
     if not fits(version, requirement):
-        return Finding("DALI", f"{shown}, but >=2.0,<3 is needed", "wrong", install(requirement))
+        return Finding("DALI", f"{shown}, but >=2.0,<3 is required", "wrong", install(requirement))
     if cuda and requirement != wanted and driver_version():
         remedy = f"pip uninstall --yes {names}; {install(wanted)}"
-        return Finding("DALI", f"{shown}, beside a torch for CUDA {cuda}", "note", remedy)
+        return Finding("DALI", f"{shown}, but torch is built for CUDA {cuda}", "note", remedy)
     return Finding("DALI", shown)
 
 
@@ -82,7 +82,7 @@ def _import_problem(
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return Finding(name, "not installed", "missing", install(requirement))
     if version is None and error is None:
-        return Finding(name, "of unknown version, not installed by pip", "wrong", install(requirement))
+        return Finding(name, "unknown version, not installed by pip", "wrong", install(requirement))
     if error is None:
         return None
     remedy = install(requirement, "--force-reinstall --no-deps")
@@ -90,12 +90,12 @@ def _import_problem(
         needed = error.name.partition(".")[0]
         remedy = install({module: requirement for _, module, requirement in PACKAGES}.get(needed, needed))
     elif re.search(r"lib(cuda|nvidia)", str(error)):
-        remedy = f"install NVIDIA's driver, or in a container start it with --gpus all; or else {remedy}"
+        remedy = f"install NVIDIA's driver, or start the container with --gpus all; otherwise {remedy}"
     return Finding(name, f"{version or 'installed'}, but its import fails: {first_line(error)}", "broken", remedy)
 
 
 def _import_error(module: str) -> Exception | None:
-    """What a package's import raises; it is imported for good."""
+    """The error from importing a package, or None; the package stays imported."""
     try:
         if module == "deepspeed":
             from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
@@ -126,7 +126,7 @@ def _distribution(requirement: str) -> str:
 
 
 def fits(version: str, requirement: str) -> bool:
-    """Whether a version is within a requirement's bounds, by its numbers alone."""
+    """Whether the numbers of a version are within a requirement's bounds."""
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", text)[0].split("."))

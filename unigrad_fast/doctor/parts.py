@@ -1,4 +1,4 @@
-"""The parts of a training step, each tried by itself. A part is built by its function, which returns what is called."""
+"""The parts of a training step, tried one by one. The function of a part builds it and returns a callable."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def check_finite(tensor: torch.Tensor) -> None:
 
 TRACEBACK = "`unigrad-fast doctor --verbose true` shows where"
 NETWORK = "check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
-FITTING = f"torch must be built for this GPU and driver, and the GPU be free (`nvidia-smi`); {TRACEBACK}"
+FITTING = f"torch must be built for this GPU and driver, and the GPU must be free (`nvidia-smi`); {TRACEBACK}"
 
 
-class Part(NamedTuple):
-    """How a part is built, the optional packages that it needs, and what to do when it fails."""
+class TriedPart(NamedTuple):
+    """The builder of a part, the optional packages that it needs, and what to do if it fails."""
 
     build: Callable[[Scene], Callable[[], object]]
     needs: set[str]
@@ -137,20 +137,20 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "decode, augment": Part(loading, {"DALI"}, f"on a GPU, --data.decode cpu may work; {TRACEBACK}"),
-    "model forward": Part(model_forward, set(), FITTING),
-    "objective": Part(objective, set(), FITTING),
-    "batch norm": Part(batch_norm, set(), FITTING),
-    "all-reduce": Part(all_reduce, set(), NETWORK),
-    "training step": Part(training_step, {"DALI", "DeepSpeed"}, TRACEBACK),
-    "save a file": Part(saving, set(), "free space on the disk (`df -h .`), or use another folder"),
+    "decode, augment": TriedPart(loading, {"DALI"}, f"on a GPU, --data.decode cpu may work; {TRACEBACK}"),
+    "model forward": TriedPart(model_forward, set(), FITTING),
+    "objective": TriedPart(objective, set(), FITTING),
+    "batch norm": TriedPart(batch_norm, set(), FITTING),
+    "all-reduce": TriedPart(all_reduce, set(), NETWORK),
+    "training step": TriedPart(training_step, {"DALI", "DeepSpeed"}, TRACEBACK),
+    "save a file": TriedPart(saving, set(), "free space on the disk (`df -h .`), or use another folder"),
 }
 
 
 def attempt(scene: Scene, unusable: set[str], verbose: bool = False) -> list[Finding]:
-    """Try each part; one that fails does not keep the others from being tried.
+    """Try each part, and continue after one that fails.
 
-    Among several ranks it does: the others wait for this one in a collective, and it must end to tell them.
+    With several ranks, stop there: the others wait for this rank in a collective until it ends.
     """
     found = []
     for name, part in PARTS.items():
@@ -169,7 +169,7 @@ def attempt(scene: Scene, unusable: set[str], verbose: bool = False) -> list[Fin
 
 
 def _timed_twice(build: Callable[[Scene], Callable[[], object]], scene: Scene) -> tuple[float, ...]:
-    """Milliseconds of building and the first call, and of the second call."""
+    """Milliseconds of the first call, including building, and of the second call."""
     times, work = [], None
     for _ in range(STEPS):
         began = time.perf_counter()

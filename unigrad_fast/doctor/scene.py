@@ -1,4 +1,4 @@
-"""The images, the configuration and the loader that the parts are tried with."""
+"""The images, the configuration and the loader for trying the parts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from unigrad_fast.runtime.process_group import World
 
 IMAGES_PER_RANK = 16
-STEPS = 2  # each part is run twice: the first call builds and compiles, the second shows the time it takes
+STEPS = 2  # each part runs twice: the first call builds and compiles, the second shows its time
 
 
 class Scene(NamedTuple):
-    """What the parts are tried on: the quickstart's configuration with a small batch of generated images."""
+    """The input of the parts: the quickstart's configuration with a small batch of generated images."""
 
     config: Config
     world: World
@@ -24,7 +24,7 @@ class Scene(NamedTuple):
 
 
 def prepare(world: World, folder: Path) -> Scene:
-    """Write JPEG files, the same on all ranks, into a folder of this rank."""
+    """Write JPEG files, identical on all ranks, into a folder of this rank."""
     import numpy as np
     from PIL import Image
 
@@ -51,11 +51,11 @@ def make_loader(scene: Scene):
     config, world, manifest = scene
     return Loader(
         manifest,
-        config.data.recipe,
+        config.data.preset,
         config.data.batch_size,
         rank=world.rank,
         world_size=world.size,
         device=world.device,
         image_size=config.data.image_size,
-        prefetch=1,  # or the second batch would be ready before it is asked for
+        prefetch=1,  # otherwise the second batch would already be ready when timed
     )

@@ -1,4 +1,4 @@
-"""The findings as tables for the console."""
+"""Prints the findings as tables."""
 
 from __future__ import annotations
 

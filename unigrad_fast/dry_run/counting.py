@@ -13,8 +13,8 @@ from unittest import mock
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from unigrad_fast.dry_run.allocations import Memory, key_of, stored
 from unigrad_fast.dry_run.cards import Card, meeting_seconds, sent
-from unigrad_fast.dry_run.memory import Memory, key_of, stored
 from unigrad_fast.dry_run.walked import Meeting, Walk
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted

@@ -1,1 +1,1 @@
-"""What an encoder has learned: its features on a manifest, and how well they tell classes apart."""
+"""Evaluates an encoder: extracts its features for a manifest and measures how well they separate classes."""

@@ -1,20 +1,20 @@
-"""What kNN reaches without learning: an encoder has to beat raw pixels and colours.
+"""Baselines without learning, which an encoder has to beat: raw pixels and colour histograms.
 
-Each baseline is a module without parameters that takes the place of the backbone, so that its images come
-through the same loader and its features go through the same classifier.
+Each baseline is a module without parameters that replaces the backbone, so that it uses the same loader and the same
+classifier.
 """
 
 import torch
 from torch import Tensor, nn
 
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 
 
 class RawPixels(nn.Module):
-    """Images [N, 3, S, S] to standardised pixels [N, 3·S²]; an image of one colour becomes zeros.
+    """Images [N, 3, S, S] to standardised pixels [N, 3·S²]; an image of a single colour becomes zeros.
 
-    With zero mean and unit deviation per image, cosine similarity is the correlation of two images, which
-    brightness and contrast do not change.
+    With zero mean and unit deviation per image, cosine similarity is the correlation of two images, which does not
+    depend on brightness and contrast.
     """
 
     def forward(self, images: Tensor) -> Tensor:
@@ -24,9 +24,9 @@ class RawPixels(nn.Module):
 
 
 class ColourHistogram(nn.Module):
-    """Normalised images [N, 3, S, S] to the roots of joint RGB histograms, [N, bins³].
+    """Normalised images [N, 3, S, S] to square roots of joint RGB histograms, [N, bins³].
 
-    The cosine similarity of the roots is the Bhattacharyya coefficient of two histograms.
+    The cosine similarity of two such features is the Bhattacharyya coefficient of the histograms.
     """
 
     def __init__(self, bins: int = 8) -> None:
@@ -42,7 +42,7 @@ class ColourHistogram(nn.Module):
         return (count / cell.shape[1]).sqrt()
 
 
-# By name: the module, and the side in pixels at which it sees the whole image's central square.
+# By name: the module, and the side in pixels to which the central square of the image is resized.
 BASELINES: dict[str, tuple[nn.Module, int]] = {
     "raw pixels": (RawPixels(), 32),
     "colour histogram": (ColourHistogram(), 64),

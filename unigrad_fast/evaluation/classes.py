@@ -1,4 +1,4 @@
-"""Validation images under the classes that training knows: by their names, whatever either side has besides."""
+"""Matches validation images with the classes of the training images, by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMED = 3  # classes that a message names
 
 @dataclass(frozen=True)
 class Match:
-    """Validation images that can be judged by training images, or why there are none.
+    """Validation images of known classes, or why there are none.
 
     Attributes:
-        val: the validation images of classes that training knows; labels are positions in the training's classes.
-        obstacle: in words for the user; None where there are such images.
-        told: lines for the user on what either side lacks.
+        val: the validation images of classes that occur in training; labels index the training classes.
+        obstacle: text for the user; None if there are such images.
+        told: lines for the user about classes that one side lacks.
     """
 
     val: Manifest | None = None
@@ -30,7 +30,7 @@ class Match:
 
 
 def match(train: Manifest, val: Manifest | None) -> Match:
-    """Find the validation images of classes of which there are training images."""
+    """Find the validation images whose classes have training images."""
     if val is None:
         return Match(obstacle="no validation images (data.val)")
     if train.labels is None or val.labels is None:
@@ -41,7 +41,9 @@ def match(train: Manifest, val: Manifest | None) -> Match:
     known = np.bincount(train.labels, minlength=len(train.classes)) > 0
     if np.count_nonzero(known) < 2:
         only = _named(train.classes, known)
-        return Match(obstacle=f"all images are of one class, {only}; the class folders may lie one level lower")
+        return Match(
+            obstacle=f"all images belong to one class, {only}; check whether the class folders are one level lower"
+        )
     position = {name: number for number, name in enumerate(train.classes) if known[number]}
     places = np.array([position.get(name, -1) for name in val.classes], np.int64)
     labels = places[val.labels]
@@ -54,13 +56,13 @@ def match(train: Manifest, val: Manifest | None) -> Match:
     missing = known & (np.bincount(labels[judged], minlength=len(known)) == 0)
     if missing.any():
         told.append(
-            f"validation lacks {np.count_nonzero(missing):,} of {count(np.count_nonzero(known), 'class')} of the "
-            f"training images ({_named(train.classes, missing)}); accuracy is that of the others"
+            f"{np.count_nonzero(missing):,} of {count(np.count_nonzero(known), 'class')} in training have no "
+            f"validation images ({_named(train.classes, missing)}); the accuracy is that of the others"
         )
     if not judged.all():
         told.append(
-            f"{np.count_nonzero(~judged):,} of {len(val):,} validation images are left out, for training does not know "
-            f"their classes ({_named(val.classes, asked & (places < 0))})"
+            f"{np.count_nonzero(~judged):,} of {len(val):,} validation images are left out because no training image "
+            f"has their classes ({_named(val.classes, asked & (places < 0))})"
         )
     if not judged.all() or val.classes != train.classes:
         val = part(val, np.flatnonzero(judged), labels[judged], train.classes)
@@ -68,7 +70,7 @@ def match(train: Manifest, val: Manifest | None) -> Match:
 
 
 def _named(classes: Sequence[str], chosen: np.ndarray) -> str:
-    """The first names of the chosen classes, as text that can be written anywhere."""
+    """The first names of the chosen classes, as valid Unicode text."""
     names = [
         classes[number].encode(errors="surrogateescape").decode(errors="replace") for number in np.flatnonzero(chosen)
     ]

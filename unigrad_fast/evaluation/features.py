@@ -1,4 +1,4 @@
-"""Features of a frozen encoder for every image of a manifest that can be used."""
+"""Features of a frozen encoder for every usable image of a manifest."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ class LeftOut:
     """Images that could not be used, over all ranks.
 
     Attributes:
-        count, images: how many, and of how many.
-        first: the first of them in the manifest; None where there is none.
+        count, images: number of unusable images, and of all images.
+        first: the first unusable one in the manifest; None if there is none.
     """
 
     count: int
@@ -28,12 +28,12 @@ class LeftOut:
 
     @property
     def example(self) -> str:
-        """The first one's path, as text that can be written anywhere, and what is wrong with it."""
+        """The path of the first one, as valid Unicode text, and what is wrong with it."""
         path = self.first.path.encode(errors="surrogateescape").decode(errors="replace")
         return f"{path}: {self.first.reason}"
 
     def told(self, kind: str, fate: str = "left out") -> list[str]:
-        """A line for the user on these images of a kind, such as "training"; none where all could be used."""
+        """A line for the user about these images of a kind, such as "training"; empty if all could be used."""
         if self.first is None:
             return []
         one = self.count == 1
@@ -56,9 +56,9 @@ def extract(
     """Runs this rank's images once through the backbone in evaluation mode; all ranks call this together.
 
     Args:
-        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]; it lies on `device`, and each of its
-            modules is left in the mode (training or evaluation) that it was found in.
-        autocast_dtype: computes under autocast in this dtype; None leaves the backbone's own precision.
+        backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]. It must be on `device`. The mode of its
+            modules (training or evaluation) is restored afterwards.
+        autocast_dtype: dtype of autocast; None for no autocast.
         max_bad_fraction: share of the images that may be left out.
         kept: what is kept of features fp32 [N, D] on the device, as many rows.
         room: makes memory for so many rows and columns.
@@ -67,7 +67,7 @@ def extract(
         What is kept of the N images that could be used, [N, D], their labels, int64 [N] on the CPU, both in the
         order of the loader, and what was left out over all ranks.
 
-    Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
+    Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
     manifest = loader.manifest
     rows = room(0, 0)
@@ -105,7 +105,7 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float) -> Lef
         images: that there are.
         most: share of them that may be left out.
 
-    Raises RunStopped on all ranks where they are more than that, or all.
+    Raises RunStopped on all ranks if more than this share, or all, cannot be used.
     """
     own = {failure.image: failure for failure in failures}
     bad = {image: failure for part in gather(own) for image, failure in part.items()}
@@ -114,7 +114,7 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float) -> Lef
         raise RunStopped(
             f"{len(bad):,} of {images:,} images cannot be used"
             + ("" if len(bad) == images else f", more than data.max_bad_fraction = {most:g} allows")
-            + f", first {left_out.example}; `unigrad-fast data scan` lists all of them, to be repaired or removed"
+            + f", first {left_out.example}; run `unigrad-fast data scan` to list them all, and repair or remove them"
         )
     return left_out
 
@@ -123,9 +123,9 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float) -> Lef
 def features_of(
     backbone: nn.Module, loader: EvaluationLoader, device: torch.device, autocast_dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features fp32 [N, D] on the device, and their places in the manifest, int64 [N] on the CPU, batch by batch.
+    """Features fp32 [N, D] on the device, and their positions in the manifest, int64 [N] on the CPU, batch by batch.
 
-    Raises RunStopped where a feature is not finite.
+    Raises RunStopped if a feature is not finite.
     """
     autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
     with evaluation_mode(backbone):
@@ -139,7 +139,7 @@ def features_of(
 
 @contextmanager
 def evaluation_mode(backbone: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, then each module's own mode again: a frozen part may differ from the whole."""
+    """Sets evaluation mode, then restores the mode of each module, since that of a frozen part may differ."""
     before = {module: module.training for module in backbone.modules()}
     backbone.eval()
     try:
@@ -153,5 +153,5 @@ def non_finite(manifest: Manifest, image: int) -> RunStopped:
     """The error for an image whose features are not finite."""
     return RunStopped(
         f"non-finite features, first for {manifest.path(image)}; the encoder's weights or its batch-norm statistics "
-        "are damaged: use weights saved earlier, or lower optimizer.base_lr"
+        "are damaged; use weights saved earlier, or lower optimizer.base_lr"
     )

@@ -1,6 +1,6 @@
 """Weighted k-nearest-neighbour classification on frozen features, of which every rank has a share.
 
-The protocol of InstDisc (Wu et al., CVPR 2018) that MoCo and DINO report too: features are ℓ2-normalised, the
+The protocol of InstDisc (Wu et al., CVPR 2018), also used by MoCo and DINO: features are ℓ2-normalised, the
 k images of the bank with the largest cosine similarity s vote for their class with weight exp(s / T), and the
 class with the largest sum wins.
 
@@ -32,18 +32,18 @@ from unigrad_fast.runtime.collectives import gather_into
 from unigrad_fast.runtime.process_group import World
 
 PROTOCOL = "weighted kNN"
-BRANCH = "online backbone"  # the branch whose features a run reports
-LARGE_BANK = 20_000  # images from which `k="auto"` means 200, the literature's value for ImageNet; 20 below
+BRANCH = "online backbone"  # the branch whose features a run evaluates
+LARGE_BANK = 20_000  # from this size on `k="auto"` is 200, the usual value for ImageNet; below it is 20
 
 
 @dataclass(frozen=True)
 class KNNResult:
-    """Accuracy of a weighted kNN classifier and the settings that it holds for.
+    """Accuracy of a weighted kNN classifier, with its settings.
 
-    accuracy: top-1, percent of the queries. top5: percent, or None when the bank has fewer than five classes.
-    k: neighbours that voted, never more than the bank has. temperature: T of the votes exp(s / T).
-    queries, bank: images that were classified, images that could vote.
-    left_out: lines for the user on images that could not be used.
+    accuracy: top-1, percent of the queries. top5: percent, or None if the bank has fewer than five classes.
+    k: neighbours that voted, at most the size of the bank. temperature: T of the votes exp(s / T).
+    queries, bank: numbers of images that were classified, and that could vote.
+    left_out: lines for the user about images that could not be used.
     """
 
     accuracy: float
@@ -143,7 +143,7 @@ def _over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM
 
 
 def neighbours(k: int | Literal["auto"], bank: int) -> int:
-    """How many of so many images vote."""
+    """Number of neighbours that vote, for a bank of this size."""
     return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
 
 
@@ -153,7 +153,7 @@ def nearest(
     """Similarity, times the norm of the query, and label of the k rows of a bank nearest to each query, [Q, K] each."""
     blocks = query_QD.split(chunk)
     best: list = [None] * len(blocks)
-    # The bank is the outer loop: it is the larger one, and so it travels to the device once.
+    # The bank is the outer loop: it is larger, and this way it is copied to the device only once.
     for bank_rows, label in zip(bank_BD.split(chunk), label_B.split(chunk), strict=True):
         similarity = similarity_to(bank_rows, device)
         for number, rows in enumerate(blocks):
@@ -166,11 +166,11 @@ def nearest(
 
 
 def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest similarities of each row with their labels; of equal ones those of the smaller classes."""
+    """The k largest similarities of each row with their labels; ties go to the smaller classes."""
     if similarity.shape[1] <= k:
         return similarity, label
     value, column = similarity.topk(k, dim=1)
-    # topk leaves open which of equal values it takes, which matters only where it left some of them out.
+    # topk picks any of equal values, which matters only if it left some of them out.
     tied = ((similarity >= value[:, -1:]).sum(dim=1) > k).nonzero()[:, 0]
     if len(tied):
         by_label = label[tied].argsort(dim=1)
@@ -183,10 +183,10 @@ def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def count_hits(
     similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float, chunk: int
 ) -> Tensor:
-    """For how many queries the true class wins the votes, and is among the best five; int64 [2], all on the CPU.
+    """Numbers of top-1 and top-5 hits of the votes, int64 [2]; everything on the CPU.
 
     Args:
-        similarity, label: of each query's nearest, [Q, K].
+        similarity, label: of the nearest neighbours of each query, [Q, K].
         truth: int64 [Q].
     """
     hits = torch.zeros(2, dtype=torch.int64)
@@ -197,10 +197,10 @@ def count_hits(
 
 
 def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float) -> Tensor:
-    """Place of the true class in the votes, 0 for the winner; `classes` where it has no vote. int64 [Q]."""
+    """Rank of the true class in the votes, int64 [Q]; 0 for the winner, `classes` if it has no vote."""
     similarity = similarity.double()
-    # Dividing a row by its largest weight changes no comparison and keeps exp from overflowing at small T.
-    # Summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
+    # Dividing a row by its largest weight changes no comparison, and keeps exp from overflowing at small T.
+    # Votes are summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
     similarity, nearest = similarity.sort(dim=1, descending=True, stable=True)
     weight = ((similarity - similarity[:, :1]) / temperature).exp()
     votes = torch.zeros(len(truth), classes, dtype=torch.float64)

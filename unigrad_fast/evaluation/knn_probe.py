@@ -1,4 +1,4 @@
-"""The kNN classifier on a run's backbone: during training, and from the command line."""
+"""The kNN classifier on a run's backbone, during training and from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KNNProbe:
     """Weighted kNN: training images as the bank, validation images as the queries, centre crops of both.
 
     Args:
-        val: labelled as `train` is, which `classes.match` sees to.
+        val: labelled with the classes of `train`; `classes.match` ensures this.
     """
 
     data: config.Data
@@ -38,10 +38,10 @@ class KNNProbe:
         """Accuracy of a backbone [N, 3, S, S] → [N, D]; all ranks call this together and get the same.
 
         Args:
-            dtype: that the backbone computes in under autocast; None is its own.
-            image_size, crop_fraction: of the centre crops; None are the run's.
+            dtype: autocast dtype of the backbone; None for no autocast.
+            image_size, crop_fraction: of the centre crops; None takes the run's.
 
-        Raises RunStopped where a feature is not finite or too many images cannot be used.
+        Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
         bank, queries = (
             read_share(

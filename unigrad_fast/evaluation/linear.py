@@ -1,8 +1,8 @@
 """Linear probe: a linear classifier on the frozen features of a backbone.
 
-Two protocols train it, `linear_quick` and `linear_paper`. Either is judged on centre crops, every validation image
-counted once, and the result depends on the number of ranks by rounding alone. Images that cannot be used are left out,
-and in the paper's training replaced by others.
+Two protocols train it, `linear_quick` and `linear_paper`. Both are evaluated on centre crops, with every validation
+image counted once, and the result depends on the number of ranks only by rounding. Images that cannot be used are left
+out, or replaced by others in the paper's training.
 
 Shapes: N images, D feature dimension, K classes.
 """
@@ -34,13 +34,13 @@ class LinearResult:
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A backbone [N, 3, S, S] → [N, D] and the images to judge it on; all ranks use it together.
+    """A backbone [N, 3, S, S] → [N, D] and the images to evaluate it on; all ranks use it together.
 
     Args:
-        val: labelled as `train` is, which `classes.match` sees to.
+        val: labelled with the classes of `train`; `classes.match` ensures this.
         backbone: on the world's device.
-        dtype: that it computes in under autocast; None is its own.
-        say: takes lines for the user: an epoch is done, images could not be used.
+        dtype: autocast dtype of the backbone; None for no autocast.
+        say: prints a line for the user, such as the end of an epoch or images that could not be used.
     """
 
     config: Config
@@ -56,12 +56,12 @@ class LinearProbe:
         return len(self.train.classes)
 
     def judge(self, classifier: nn.Linear) -> LinearResult:
-        """Accuracy on the validation images, each rank counting its own.
+        """Accuracy on the validation images; each rank counts its own.
 
-        Raises RunStopped where a feature is not finite or too many images cannot be used.
+        Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
         loader = self.loader(self.val)
-        counts = torch.zeros(3, dtype=torch.int64)  # images, right, among the best five
+        counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
 
         def count() -> None:
             for features, index in features_of(self.backbone, loader, self.world.device, self.dtype):
@@ -88,7 +88,7 @@ class LinearProbe:
         )
 
     def features(self, images: Tensor) -> Tensor:
-        """fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""
+        """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""
         autocast = torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
         with torch.no_grad(), evaluation_mode(self.backbone), autocast:
             return self.backbone(images.to(self.world.device)).float()

@@ -1,7 +1,7 @@
 """The paper's protocol (appendix "Implementation Details", linear evaluation): random-resized crops and flips, LARS.
 
-It keeps what it has reached at the end of each epoch, and when it is preempted, and goes on from there, on another
-number of ranks too.
+It saves its progress at the end of each epoch and when it is preempted, and continues from there, on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from unigrad_fast.runtime.wording import count
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How the paper's protocol trains: epochs, images per step over all ranks, learning rate per 256 images."""
+class ProbeSchedule:
+    """Settings of the paper's protocol: epochs, images per step over all ranks, learning rate per 256 images."""
 
     epochs: int = 90
     batch_size: int = 4096
     base_lr: float = 0.02
 
 
-PAPER = Schedule()
+PAPER = ProbeSchedule()
 
 
 def paper(
     probe: LinearProbe,
-    schedule: Schedule,
+    schedule: ProbeSchedule,
     unfinished: Unfinished | None = None,
     preemption: Preemption | None = None,
 ) -> nn.Linear:
-    """A classifier trained on random crops, new ones in each epoch.
+    """Trains a classifier on random crops, new ones in each epoch.
 
     Args:
-        unfinished: where an interrupted training is found and this one is kept; None keeps nothing.
-        preemption: asks to leave.
+        unfinished: file of an interrupted training, and of the progress of this one; None saves nothing.
+        preemption: tells when to stop.
 
     Raises:
-        UserError: the batch is larger than the images are many.
+        UserError: the batch is larger than the number of images.
         DataError: the batch does not divide over the ranks, there are fewer images than one batch, or too many
             in a row cannot be read.
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
@@ -62,13 +62,13 @@ def paper(
     data, world = probe.config.data, probe.world
     if schedule.batch_size > len(probe.train):
         raise UserError(
-            f"batch_size = {schedule.batch_size}: there are {count(len(probe.train), 'training image')} only; "
+            f"batch_size = {schedule.batch_size}: there are only {count(len(probe.train), 'training image')}; "
             f"give --batch_size {len(probe.train) // world.size * world.size} or less"
         )
     parts = micro_batches(schedule.batch_size, world.size, probe.config.evaluation.batch_size)
     loader = Loader(
         probe.train,
-        recipe="linear",
+        preset="linear",
         image_size=data.image_size,
         batch_size=schedule.batch_size,
         seed=probe.config.seed,
@@ -87,7 +87,7 @@ def paper(
         training.restore(saved)
         loader.leave_out({(training.steps_done * parts, image): f.reason for image, f in training.failures.items()})
         epochs = training.steps_done / steps_per_epoch
-        probe.say(f"goes on after epoch {epochs:g} of {schedule.epochs}, which an interrupted call has reached")
+        probe.say(f"continuing an interrupted call after epoch {epochs:g} of {schedule.epochs}")
     with closing(loader.iterate(training.steps_done * parts, training.steps * parts)) as batches:
         while training.steps_done < training.steps:
             for _ in range(parts):
@@ -101,22 +101,22 @@ def paper(
                 unfinished.save(training.state())
             if preempted:
                 raise Preempted(
-                    f"saved after step {training.steps_done} of {training.steps} of the classifier; the same command "
-                    "goes on from there",
+                    f"saved after step {training.steps_done} of {training.steps} of the classifier; repeat the command "
+                    "to continue",
                     preemption.status,
                 )
     return training.classifier
 
 
 class _Training:
-    """The classifier with all that changes while it is trained.
+    """The classifier and everything that changes during its training.
 
     Attributes:
-        steps, steps_done: of the optimizer, to do and done.
-        failures: images that could not be used, by their place: this rank's, and those known when it was interrupted.
+        steps, steps_done: optimizer steps in all, and done.
+        failures: images that could not be used, by position: this rank's, and those of an interrupted call.
     """
 
-    def __init__(self, probe: LinearProbe, schedule: Schedule, steps_per_epoch: int) -> None:
+    def __init__(self, probe: LinearProbe, schedule: ProbeSchedule, steps_per_epoch: int) -> None:
         self.probe, self.schedule, self.steps_per_epoch = probe, schedule, steps_per_epoch
         self.steps, self.steps_done = steps_per_epoch * schedule.epochs, 0
         self.peak = schedule.base_lr * schedule.batch_size / 256
@@ -125,10 +125,10 @@ class _Training:
         self.classifier = new_classifier(width, probe.classes, probe.config.seed).to(device)
         self.optimizer = LARS(self.classifier.parameters(), lr=self.peak, momentum=0.9)
         self.gradient = flat_gradient(self.classifier)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of this epoch: loss, images that were right
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of this epoch: loss, number of hits
         self.odd = torch.tensor(len(probe.train), device=device)  # the first image with a non-finite feature
         self.failures: dict[int, Failure] = {}
-        self.replaced = 0  # images that the user was told of
+        self.replaced = 0  # images that the user was told about
 
     def add(self, batch: Batch) -> None:
         """Add a micro-batch to the gradient."""
@@ -152,7 +152,7 @@ class _Training:
         self.steps_done += 1
 
     def end_epoch(self) -> None:
-        """Say how the epoch went. Raises RunStopped where that cannot go on."""
+        """Print the figures of the epoch. Raises RunStopped if the training cannot go on."""
         probe, schedule, epoch = self.probe, self.schedule, self.steps_done // self.steps_per_epoch
         dist.all_reduce(self.odd, dist.ReduceOp.MIN)
         if self.odd < len(probe.train):
@@ -172,7 +172,7 @@ class _Training:
         self.sums.zero_()
 
     def state(self) -> dict[str, Any]:
-        """The same on all ranks, which call this together: numbers, texts, tuples and tensors on the CPU."""
+        """The state, the same on all ranks, which call this together: numbers, texts, tuples and tensors on the CPU."""
         sums, odd = self.sums.clone(), self.odd.clone()
         dist.all_reduce(sums)
         dist.all_reduce(odd, dist.ReduceOp.MIN)
@@ -188,7 +188,7 @@ class _Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put a state back; the sums of the epoch so far on one rank alone, for they will be added up."""
+        """Restore a state; the sums of the epoch go to one rank only, because they will be added up."""
         with torch.no_grad():
             for name, weight in self.classifier.named_parameters():
                 weight.copy_(state[name])
@@ -206,9 +206,9 @@ class _Training:
 
 
 def micro_batches(batch_size: int, ranks: int, most: int) -> int:
-    """The least number of equal parts that leaves a rank at most `most` images of a batch at a time.
+    """The smallest number of equal parts such that a rank has at most `most` images at a time.
 
-    It is 1 for a batch that does not divide over the ranks, which the loader refuses.
+    1 for a batch that does not divide over the ranks, which the loader refuses.
     """
     share = batch_size // ranks
     if batch_size % ranks:
@@ -217,7 +217,7 @@ def micro_batches(batch_size: int, ranks: int, most: int) -> int:
 
 
 def flat_gradient(module: nn.Module) -> Tensor:
-    """One vector of zeros, of which each parameter's gradient is a part from now on."""
+    """A vector of zeros; the gradient of each parameter becomes a view of it."""
     parameters = list(module.parameters())
     flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -226,7 +226,7 @@ def flat_gradient(module: nn.Module) -> Tensor:
 
 
 def new_classifier(features: int, classes: int, seed: int) -> nn.Linear:
-    """Weights from a normal distribution of deviation 0.01, biases 0."""
+    """A classifier with weights from a normal distribution with deviation 0.01, and biases 0."""
     classifier = nn.Linear(features, classes)
     with torch.no_grad():
         classifier.weight.normal_(0, 0.01, generator=torch.Generator().manual_seed(seed))

@@ -13,15 +13,15 @@ from torch.nn.functional import cross_entropy
 from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.linear import LinearProbe
 
-ROWS_AT_ONCE = 1 << 16  # of features that are on the device at a time
+ROWS_AT_ONCE = 1 << 16  # rows of features that are on the device at once
 L2 = 1e-3  # penalty on standardised features
 MOST_ITERATIONS = 200
 
 
 def quick(probe: LinearProbe) -> nn.Linear:
-    """A classifier of raw features, fitted to standardised ones.
+    """A classifier for raw features, fitted on standardised features.
 
-    Raises RunStopped where a feature is not finite or too many images cannot be used.
+    Raises RunStopped if a feature is not finite or too many images cannot be used.
     """
     most, loader = probe.config.data.max_bad_fraction, probe.loader(probe.train)
     features, labels, left_out = extract(probe.backbone, loader, probe.world.device, probe.dtype, most)
@@ -30,18 +30,18 @@ def quick(probe: LinearProbe) -> nn.Linear:
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)
     if probe.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
-        features = features.to(probe.world.device)  # else they travel block by block, in each iteration
+        features = features.to(probe.world.device)  # otherwise they are copied block by block, in each iteration
     classifier = fit(features, labels, probe.classes, count, probe.world.device)
     fold(classifier, mean.to(probe.world.device), deviation.to(probe.world.device))
     return classifier
 
 
 def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each dimension over all ranks' features, fp32 [D]; 1 where nothing varies.
+    """Mean and standard deviation of each dimension over all ranks' features, fp32 [D]; 1 for constant dimensions.
 
     Args:
-        features: [N, D] of this rank.
-        count: images over all ranks.
+        features: [N, D], this rank's.
+        count: number of images over all ranks.
     """
     mean = torch.zeros(features.shape[1], dtype=torch.float64)
     for block in features.split(ROWS_AT_ONCE):
@@ -58,7 +58,7 @@ def standardisation(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def fold(classifier: nn.Linear, mean: Tensor, deviation: Tensor) -> None:
-    """Make a classifier of (x − mean) / deviation one of x, in place."""
+    """Turn a classifier of (x − mean) / deviation into a classifier of x, in place."""
     with torch.no_grad():
         classifier.weight /= deviation
         classifier.bias -= classifier.weight @ mean
@@ -68,10 +68,10 @@ def fit(features: Tensor, labels: Tensor, classes: int, count: int, device: torc
     """Multinomial logistic regression by L-BFGS over all ranks' features, with an L2 penalty of `L2` / 2 · ‖W‖².
 
     Args:
-        features: [N, D], of this rank, on any device.
+        features: [N, D], this rank's, on any device.
         labels: int64 [N].
-        count: images over all ranks.
-        device: to compute on.
+        count: number of images over all ranks.
+        device: device to compute on.
     """
     classifier = nn.Linear(features.shape[1], classes, device=device)
     nn.init.zeros_(classifier.weight)

@@ -1,6 +1,6 @@
-"""Files of results in RUN/evaluation: one per protocol, epoch and settings, so that none replaces another's.
+"""Result files in RUN/evaluation: one per protocol, epoch and settings, so that no result replaces another.
 
-knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, say
+knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, for instance
 linear-paper-epoch100.json, .safetensors       the result, and the classifier
 """
 
@@ -27,7 +27,7 @@ from unigrad_fast.runtime.whole_file import write_whole
 
 @dataclass(frozen=True)
 class Written:
-    """Where a result went. `kept`: figures of an earlier call in it. `told`: a line for the user."""
+    """Where a result was written. `kept`: figures in the file from an earlier call. `told`: a line for the user."""
 
     path: Path
     kept: tuple[str, ...]
@@ -35,13 +35,13 @@ class Written:
 
 
 def folder_of(run: Path) -> Path:
-    """The folder of a run's results, which can be written once this returns. Raises UserError otherwise."""
+    """The folder of a run's results. Raises UserError if it cannot be written."""
     folder = RunFolder(run).evaluation
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise UserError(f"{folder}: is no folder, and results are written to it; move it away")
+        raise UserError(f"{folder}: is not a folder, but results are written there; move it away")
     place = folder if os.path.isdir(folder) else run
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{place}: not writable, and the result is written there; check its permissions")
+        raise UserError(f"{place}: not writable, but the result is written there; check its permissions")
     return folder
 
 
@@ -53,15 +53,15 @@ def write_result(
     classifier: Mapping[str, Tensor] | None = None,
     about_classifier: Mapping[str, Any] | None = None,
 ) -> Written:
-    """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or holds one of the same settings.
+    """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
 
-    There, groups of figures keep those of an earlier call that this one lacks.
+    If it has, figures from an earlier call that this one lacks are kept.
 
     Args:
-        settings: JSON values that the result holds for.
-        figures: JSON values: the result itself.
+        settings: JSON values for which the result is valid.
+        figures: JSON values, the result itself.
         classifier: tensors for STEM.safetensors.
-        about_classifier: JSON values that are written into that, beside settings and figures.
+        about_classifier: further JSON values for that file.
     """
     folder.mkdir(exist_ok=True)
     settings, figures = _plain(settings), _plain(figures)
@@ -94,22 +94,22 @@ def write_result(
 def _told(path: Path, passed: list[tuple[Path, Any]], settings: Mapping[str, Any], kept: list[str]) -> str:
     line = f"written to {path}"
     if kept:
-        line += f", which keeps {', '.join(kept)} of an earlier call"
+        line += f", which keeps {', '.join(kept)} from an earlier call"
     if passed:
         other, content = passed[0]
         key = next((key for key in settings if isinstance(content, dict) and content.get(key) != settings[key]), None)
-        had = f" has {key} = {shown(content.get(key))} and" if key else ""
-        line += f"; {other.name}{had} stays as it is"
+        reason = f"has {key} = {shown(content.get(key))} and " if key else ""
+        line += f"; {other.name} {reason}was kept"
     return line
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As they will be read back."""
+    """The values as they will be read back from JSON."""
     return json.loads(json.dumps(values))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A result; None where there is none that can be read."""
+    """A result; None if there is none, or it cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out meanwhile; on a file system without locks it does nothing."""
+    """Holds a lock on the folder; does nothing on a file system without locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate`: judge the encoder of a finished or running run."""
+"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
 
-NOTHING_KEPT = "nothing is kept of it; the same command begins again"
+NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be evaluated, where it is not as the run has it.
+    """Options of an evaluation that override the run's.
 
     Attributes:
-        checkpoint: step of the checkpoint; None is the newest.
-        train, val: images.
-        k, temperature: of kNN.
+        checkpoint: step of the checkpoint; None for the newest.
+        train, val: paths of the images.
+        k, temperature: settings of kNN.
     """
 
     checkpoint: int | None = None
@@ -55,7 +55,7 @@ class Asked:
     temperature: float | None = None
 
     def of(self, config: Config) -> Config:
-        """The configuration with what is asked in it."""
+        """The configuration with these options applied."""
         data = {"train": self.train, "val": self.val}
         knn = {"k": self.k, "temperature": self.temperature}
         data, knn = ({key: value for key, value in part.items() if value is not None} for part in (data, knn))
@@ -65,15 +65,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Opened:
-    """A run's encoder and the images that it is judged with, on one rank.
+    """A run's encoder and the images to evaluate it on, on one rank.
 
     Attributes:
-        settings: JSON values that name the weights and the images of a result.
-        paths: of the images.
+        settings: JSON values that identify the weights and the images of a result.
+        paths: paths of the images.
         backbone: the trained online backbone.
-        dtype: that it computes in under autocast; None is its own.
+        dtype: autocast dtype of the backbone; None for no autocast.
         console: silent on all ranks but the first.
-        preemption: asks to leave, while nothing is to be saved at once.
+        preemption: tells when to stop.
     """
 
     config: Config
@@ -96,11 +96,11 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
 
     Args:
         run: the run folder.
-        baselines: judge raw pixels, colour histograms and the untrained encoder beside it.
-        asked: checkpoint, images and settings, where they are not the run's.
+        baselines: also evaluate raw pixels, colour histograms and the untrained encoder.
+        asked: checkpoint, images and settings that override the run's.
 
     Raises:
-        UserError: a run without weights, labels or validation images.
+        UserError: the run has no weights, labels or validation images.
         RunStopped: a feature is not finite, or too many images cannot be used.
     """
     folder = folder_of(run)
@@ -138,16 +138,16 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
 def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], asked: Asked) -> None:
     """Print the accuracy of a linear classifier on a run's frozen online backbone.
 
-    It is written to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier beside it to .safetensors.
+    Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
 
     Args:
         run: the run folder.
         protocol: "quick" or "paper".
-        changes: fields of `linear_paper.Schedule` in which the training differs from the paper's.
-        asked: checkpoint and images, where they are not the run's.
+        changes: fields of `linear_paper.ProbeSchedule` that differ from the paper's.
+        asked: checkpoint and images that override the run's.
 
     Raises:
-        UserError: a run without weights, labels or validation images.
+        UserError: the run has no weights, labels or validation images.
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
         Preempted: in the paper's protocol, after saving.
     """
@@ -166,7 +166,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
             about |= {**asdict(schedule), "seed": this.config.seed}
             unfinished = Unfinished(folder, stem, about, this.world, this.say)
             classifier = linear_paper.paper(probe, schedule, unfinished, this.preemption)
-            done = "the trained classifier is saved; the same command goes on from there"
+            done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             result = probe.judge(classifier)
         if this.world.rank != 0:
@@ -189,7 +189,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:
-    """A linear protocol with its settings, and what of them is not the paper's."""
+    """A linear protocol with its settings, and those that differ from the paper's."""
     if protocol == "quick":
         return (
             "quick protocol (logistic regression on standardised features of centre crops, "
@@ -203,20 +203,20 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
 
 @contextmanager
 def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
-    """A run's encoder and images while the process group is there, and signals are watched for.
+    """Opens a run's encoder and images, with a process group and signal handlers.
 
     Raises:
-        UserError: a run without weights, labels or validation images.
+        UserError: the run has no weights, labels or validation images.
     """
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
-        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+        with preemption.nothing_to_save("stopped before ranks connected"):
             reader = open_checkpoint(run, asked.checkpoint)
             config, told = configuration(run, reader)
             world = stack.enter_context(process_group.session(config.engine.device))
         stack.push(preemption.settle)
         console = new_console(quiet=world.rank != 0)
-        with preemption.nothing_to_save("nothing was done yet"):
+        with preemption.nothing_to_save("nothing was computed yet"):
             for line in told:
                 console.print(f"warning: {line}", soft_wrap=True)
             config = asked.of(config)
@@ -226,7 +226,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             train, val, said = read_manifests(config.data, world)
             queries = match(train, val)
             if val is None or queries.val is None:
-                raise UserError(f"this run cannot be evaluated by {classifier}: {queries.obstacle}")
+                raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle}")
         dtype = autocast_dtype(config.engine.precision, world.device)
         this = Opened(
             config=config,

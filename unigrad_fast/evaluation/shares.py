@@ -1,9 +1,9 @@
-"""Features in shares: every rank keeps those of its own images, in half precision, and no rank ever has all of them.
+"""Features in shares: every rank keeps those of its own images, in half precision; no rank has all of them.
 
-A row is the unit feature times almost 4096, rounded to whole numbers, which half precision holds. Of two such rows the
-products, and every sum of some of them, are whole numbers of at most 2²⁴ (Cauchy and Schwarz), which fp32 holds: their
-product is exact, whatever the order of the sum, and so the same in any block, on any rank and device. The cosine of two
-rows differs from that of the features themselves by about 1e-4, as it does where these are rounded to bf16.
+A row is the unit feature times almost 4096, rounded to integers, which half precision represents exactly. The products
+of the elements of two rows, and all partial sums of them, are integers of at most 2²⁴ (Cauchy-Schwarz), which fp32
+represents exactly. So the inner product of two rows is exact in any order of summation, and the same in any block, on
+any rank and device. The cosine of two rows differs from that of the features by about 1e-4, as with rounding to bf16.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from unigrad_fast.evaluation.features import LeftOut, extract
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
 
-LARGEST = 4096.0  # norm of a row: its square is the largest whole number up to which fp32 holds all
+LARGEST = 4096.0  # norm of a row: fp32 represents all integers up to its square
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a set of images.
+    """One rank's share of the features of a set of images.
 
     Attributes:
-        rows: rounded unit features, fp16 [n, D], as `rounded` makes them; on the device, or on the host where it has
-            little memory left.
+        rows: rounded unit features, fp16 [n, D], as `rounded` makes them; on the device, or on the host if the
+            device has little memory left.
         labels: int64 [n], on the CPU.
-        left_out: what could not be used, over all ranks.
+        left_out: images that could not be used, over all ranks.
     """
 
     rows: Tensor
@@ -41,19 +41,19 @@ class Share:
 
 
 def rounded(features: Tensor) -> Tensor:
-    """Unit features times almost `LARGEST`, rounded to whole numbers, fp16 [n, D]; above 2048 to even ones."""
-    radius = LARGEST - 2 - features.shape[1] ** 0.5 / 2  # rounding adds at most what is left out
+    """Unit features times almost `LARGEST`, rounded to integers, fp16 [n, D]; to even integers above 2048."""
+    radius = LARGEST - 2 - features.shape[1] ** 0.5 / 2  # rounding adds at most the difference
     return (normalize(features.float(), dim=1) * radius).round().half()
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Of rounded rows; 1 where a row is zero. float64 [n], the same wherever they are computed."""
+    """Norms of rounded rows, float64 [n]; 1 for zero rows. The same on every device."""
     square = rows.float().square().sum(dim=1)  # exact
     return torch.where(square > 0, square, 1.0).double().sqrt()
 
 
 def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What gives the product of rounded queries with a bank by the norm of its rows, fp32 [Q, B] on the device."""
+    """A function that multiplies rounded queries with a bank over the norms of its rows, fp32 [Q, B] on the device."""
     bank_BD = bank_BD.to(device)
     inverse_B, factor_BD = (1 / norms(bank_BD)).float(), bank_BD.float()
     return lambda query_QD: (query_QD.to(device).float() @ factor_BD.T).mul_(inverse_B)
@@ -70,7 +70,7 @@ def own_images(
     """Centre crops of this rank's images.
 
     Args:
-        image_size, crop_fraction: in place of the settings'.
+        image_size, crop_fraction: None takes the configuration's.
     """
     return EvaluationLoader(
         manifest,
@@ -93,18 +93,18 @@ def read_share(
     autocast_dtype: torch.dtype | None,
     max_bad_fraction: float,
 ) -> Share:
-    """The features of this rank's images that can be used; with several ranks all of them call this together.
+    """The features of this rank's usable images; with several ranks, all call this together.
 
-    Raises RunStopped on all ranks where a feature is not finite, or too many images or all of them cannot be used.
+    Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
-    room = partial(_room, device=device)
-    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, rounded, room))
+    new_rows = partial(_new_rows, device=device)
+    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, rounded, new_rows))
 
 
-def _room(count: int, width: int, device: torch.device) -> Tensor:
-    """Space for rows, on the device if they take at most half of what is free there."""
+def _new_rows(count: int, width: int, device: torch.device) -> Tensor:
+    """An empty tensor for rows, on the device if it takes at most half of the free memory there."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if 2 * count * width > (torch.cuda.mem_get_info(device)[0] + unused) / 2:
-            device = torch.device("cpu")  # blocks travel
+            device = torch.device("cpu")  # blocks are copied when needed
     return torch.empty(count, width, dtype=torch.float16, device=device)

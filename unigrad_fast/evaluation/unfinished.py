@@ -1,4 +1,4 @@
-"""The file in which a training that takes hours keeps what it has reached, for the same command to go on."""
+"""Saves the progress of a training that takes hours, so that repeating the command continues it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from unigrad_fast.runtime.whole_file import write_whole
 
 
 class Unfinished:
-    """One file per set of settings, so that those of another call stay as they are.
+    """The file with the progress of one training; each set of settings has its own.
 
     Args:
-        folder: of the file.
-        stem: what its name begins with.
-        settings: JSON values that decide the result.
-        world: its ranks call the methods together.
-        say: takes lines for the user.
+        folder: folder of the file.
+        stem: start of its name.
+        settings: JSON values that determine the result.
+        world: all ranks call the methods together.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Unfinished:
         self.path, self.world, self.say = folder / f"{stem}-{digest}.unfinished.pt", world, say
 
     def load(self) -> dict[str, Any] | None:
-        """What was kept last, with tensors on the CPU; None where there is nothing, or it cannot be used."""
+        """The last saved state, with tensors on the CPU; None if there is none, or it cannot be used."""
         return on_first(self._load)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Raises OSError on all ranks where the file cannot be written; the one before stays then."""
+        """Saves a state. Raises OSError on all ranks if the file cannot be written; the previous one is kept then."""
         on_first(lambda: self._save(state))
 
     def delete(self) -> None:
@@ -51,8 +51,8 @@ class Unfinished:
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
             settings, state = content["settings"], content["state"]
-        except Exception:  # whatever comes of reading arbitrary bytes as a pickle
-            self.say(f"{self.path}: damaged, so the training begins anew")
+        except Exception:  # arbitrary bytes read as a pickle can raise anything
+            self.say(f"{self.path}: damaged; the training starts again")
             return None
         return state if settings == self.settings else None
 

@@ -1,1 +1,1 @@
-"""What commands do with image sets: draw, preview, scan and shard them, and the lists that a run reads."""
+"""Commands on image sets (draw, preview, scan, shard), and the image lists that a run reads."""

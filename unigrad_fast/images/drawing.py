@@ -1,4 +1,4 @@
-"""`unigrad-fast data synth`: a labelled set of small JPEG pictures, drawn: the data of the quickstart."""
+"""`unigrad-fast data synth`: draws a labelled set of small JPEG pictures, the data of the quickstart."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unigrad_fast.images.drawn_pictures import CLASSES, draw_pictures
 from unigrad_fast.runtime.errors import UserError
 
 JPEG_QUALITY = 90
-PICTURES_AT_ONCE = 50  # the arrays of so many small pictures stay in the cache
-DRAWING = 1  # raise when the pictures change: a set drawn by an older version is then refused, not taken as new
-MARKER = ".synthetic.json"  # written last into a finished set: what it was drawn with
+PICTURES_AT_ONCE = 50  # the arrays of this many small pictures fit into the cache
+DRAWING = 1  # raise when the pictures change, so that a set drawn by an older version is refused
+MARKER = ".synthetic.json"  # written last into a finished set: its parameters
 
 
 def _write(folder: Path, seed: int, parts: dict[str, int], size: int) -> int:
-    """Writes the files that are not there; returns their number."""
+    """Writes the missing files; returns their number."""
     written = 0
     for part_number, (part, per_class) in enumerate(parts.items()):
         for class_number, name in enumerate(CLASSES):
@@ -44,7 +44,7 @@ def _write(folder: Path, seed: int, parts: dict[str, int], size: int) -> int:
 
 
 def _finished(folder: Path, parameters: dict[str, int]) -> bool:
-    """Whether `folder` holds the set of these parameters; raises UserError when it holds anything else."""
+    """Whether `folder` holds the set with these parameters; raises UserError if it holds anything else."""
     try:
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return False
@@ -64,11 +64,11 @@ def draw(
     val_per_class: int = 70,
     size: int = 64,
 ) -> Path:
-    """Draws the set into `folder`, as folder/{train,val}/CLASS/NNNN.jpg, or what is missing of it there, and says so.
+    """Draws the set into `folder`, as folder/{train,val}/CLASS/NNNN.jpg, or restores missing files and says so.
 
     The same arguments give the same bytes (with the same NumPy and Pillow). Images are `size` pixels square; `seed`
-    selects the set. The set appears under its name at once and complete, or not at all. Returns the folder.
-    Raises UserError for a folder with other content, one that cannot be written, or numbers out of range.
+    selects the set. The folder appears atomically, with the complete set. Returns the folder.
+    Raises UserError for a folder with other content or that cannot be written, or numbers out of range.
     """
     folder = Path(folder)
     parameters = {
@@ -80,19 +80,19 @@ def draw(
     }
     for name, least in (("seed", 0), ("train_per_class", 1), ("val_per_class", 1), ("size", 16)):
         if parameters[name] < least:
-            raise UserError(f"{name} {parameters[name]} is too small; use {least} or more")
+            raise UserError(f"{name} {parameters[name]} is too small; use at least {least}")
     parts = {"train": train_per_class, "val": val_per_class}
     try:
         if _finished(folder, parameters):
             if restored := _write(folder, seed, parts, size):
-                print(f"{restored:,} images of the set in {folder} were missing, and are drawn again")
+                print(f"{restored:,} images of the set in {folder} were missing and have been drawn again")
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            drawn = Path(temporary) / "set"  # a folder of its own: the temporary one is closed to other users
+            drawn = Path(temporary) / "set"  # a subfolder, because other users cannot read the temporary one
             _write(drawn, seed, parts, size)
             (drawn / MARKER).write_text(json.dumps(parameters))
-            if not _finished(folder, parameters):  # another process may have been faster
+            if not _finished(folder, parameters):  # unless another process was faster
                 drawn.replace(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error

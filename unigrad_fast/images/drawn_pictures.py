@@ -2,10 +2,10 @@
 
 A class is a shape filled with a pattern. Each picture shows four such objects on a cluttered background. Their
 positions, sizes, directions, colours, contrast and shading differ inside one picture as much as between pictures,
-and every picture has its own light, contrast, saturation and tint. What two crops of a picture share, once the
-usual augmentations changed the light, is the class and little else: pixels and colours say next to nothing about
-it, and an encoder that learns what crops have in common finds it. Hues run through the rainbow inside each
-picture, because a palette of its own would tell crops of one picture from all others without any shape.
+and every picture has its own light, contrast, saturation and tint. Once the usual augmentations have changed the
+light, two crops of a picture share the class and little else: pixels and colours say next to nothing about it, but an
+encoder that learns what crops have in common finds it. Hues run through the rainbow inside each picture, because with
+a palette of its own, crops of one picture could be told from all others without any shape.
 
 All arithmetic is float32, over N pictures of one class at once, in coordinates that run from -1 to 1 over a
 picture of S by S pixels. Arrays of points are [N, S, S]; parameters of a picture are [N, 1, 1].

@@ -16,20 +16,20 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 
-COMPARED = 16  # files by which a node knows those that rank 0 has listed
-SAMPLED = 256  # images whose sizes a run remembers
+COMPARED = 16  # files that a node compares with those that rank 0 has listed
+SAMPLED = 256  # images whose sizes a run records
 
 
 def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
     """Training manifest, validation manifest (None without `data.val`), and warnings for the user.
 
-    Rank 0 lists the images and hands its arrays over. One rank of each other node compares the files of a few images
-    with what rank 0 has seen. Where they are others, as in a copy on a local disk, it lists all, to see that the images
-    are the same. All ranks must call this together.
+    Rank 0 lists the images and sends its arrays to the others. One rank of each other node compares the files of a few
+    images with those that rank 0 has seen. If they differ, as in a copy on a local disk, it lists all images, to check
+    that they are the same. All ranks must call this together.
 
     Raises:
-        UserError: there is no folder of training images.
-        DataError: on all ranks, when a folder cannot be used on one of them or they see different images.
+        UserError: no folder of training images is given.
+        DataError: on all ranks, if a folder cannot be used on one of them or they see different images.
     """
     if data.train is None:
         raise UserError("data.train = null: no training images; give their folder with --data.train FOLDER")
@@ -44,22 +44,20 @@ def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest 
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):
             if theirs and theirs[number] != digests[0][number]:
-                raise DataError(
-                    f"{folder}: ranks 0 and {rank} see different images there; give all machines the same files"
-                )
+                raise DataError(f"{folder}: ranks 0 and {rank} see different images; give all machines the same files")
     manifests = on_all_ranks(lambda: [_taken(*pair) for pair in zip(told, own or told, strict=True)])
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
         said.append(
-            f"data.val = {data.val}: is data.train as well, so every image finds itself and the accuracy means "
-            "nothing; give images that are not trained on"
+            f"data.val = {data.val}: is the same as data.train, so every image finds itself and the accuracy "
+            "is meaningless; give images that are not trained on"
         )
     return manifests[0], manifests[1] if data.val is not None else None, said
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """What a rank found in a folder, and of some files inode, bytes and modification time in ns: a copy has others."""
+    """The images that a rank found in a folder, and inode, bytes and modification time (ns) of some files."""
 
     folder: Path
     manifest: Manifest
@@ -72,7 +70,7 @@ def _list(folder: Path) -> _Listed:
 
 
 def _traces(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """Of some images' files, or of their shards. Raises OSError where one is gone."""
+    """Traces of some image files, or of their shards. Raises OSError if one is gone."""
     some = np.unique(np.linspace(0, len(manifest) - 1, COMPARED).astype(int))
     if manifest.index is None or manifest.shards is None:
         paths = [manifest.path(image) for image in some.tolist()]
@@ -82,7 +80,7 @@ def _traces(manifest: Manifest) -> list[tuple[int, int, int]]:
 
 
 def _sees_others(folders: list[Path], told: list[_Listed], world: World) -> bool:
-    """Whether this rank is to list for itself: its paths are others, or it is the one of its node that compares."""
+    """Whether this rank must list the images itself: its paths differ, or it compares for its node and finds others."""
     if folders != [listed.folder for listed in told]:
         return True
     try:
@@ -92,7 +90,7 @@ def _sees_others(folders: list[Path], told: list[_Listed], world: World) -> bool
 
 
 def _taken(told: _Listed, own: _Listed) -> Manifest:
-    """What rank 0 has listed, with the shards as they are here; where the path is another one, what this rank has."""
+    """The manifest of rank 0, with the shards found here; or this rank's own, if its path differs."""
     if own.folder != told.folder:
         return own.manifest
     shards = told.manifest.shards
@@ -100,20 +98,20 @@ def _taken(told: _Listed, own: _Listed) -> Manifest:
 
 
 def digest(manifest: Manifest) -> str:
-    """Of names and sizes in pixels, which equal copies on several machines share, whatever a scan found unusable."""
+    """Digest of names and sizes in pixels: equal for copies on several machines, and after a scan."""
     return _digest(manifest, manifest.header_sizes())
 
 
 def identity(manifest: Manifest) -> dict[str, Any]:
-    """What a run remembers of its images, to know them again: a digest of the names, and the sizes of some."""
+    """Identifies the images of a run: a digest of the names, and the sizes of some images."""
     some = np.unique(np.linspace(0, len(manifest) - 1, SAMPLED).astype(int))
     return {"names": _digest(manifest), "sizes": manifest.header_sizes()[some].tolist()}
 
 
 def are_the_same(remembered: dict[str, Any], manifest: Manifest) -> bool:
-    """Whether these are the images of a run: the same names, and but for a few the same sizes in pixels.
+    """Whether these are the images of a run: the same names, and, with few exceptions, the same sizes in pixels.
 
-    A file that was damaged or repaired in the meantime does not make other images of them, a smaller copy does.
+    Files that were damaged or repaired in the meantime are tolerated; a smaller copy of the images is not.
     """
     now = identity(manifest)
     pairs = [pair for pair in zip(remembered["sizes"], now["sizes"], strict=False) if min(*pair[0], *pair[1]) > 0]

@@ -1,4 +1,4 @@
-"""`unigrad-fast data preview`: a picture of what an augmentation makes of a few images."""
+"""`unigrad-fast data preview`: draws the views that an augmentation makes of a few images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.images.preview_source import find_source
 from unigrad_fast.pipelines import Manifest, View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
@@ -25,6 +25,7 @@ def preview(
     output: Path,
     overwrite: bool = False,
     recipe: str | None = None,
+    preset: str | None = None,
     images: int = 4,
     seed: int | None = None,
     epoch: int = 0,
@@ -40,25 +41,26 @@ def preview(
         path: a run, a training recipe, or images.
         output: PNG file to write.
         overwrite: replace one that exists.
-        recipe: an augmentation preset or a training recipe; None is the path's, or what `pretrain` does by default.
+        recipe: a training recipe; None is the path's, or what `pretrain` does by default.
+        preset: an augmentation preset, in place of a recipe's.
         images: how many rows; fewer if there are fewer images.
-        seed, epoch: which of the training's views; the seed None is the run's or recipe's.
-        cutmix: mix the global views where the recipe does not.
-        image_size, local_crops, changes: as in `pipelines.recipe`.
+        seed, epoch: seed and epoch of the views; the seed None is the run's or recipe's.
+        cutmix: mix the global views even if the recipe does not.
+        image_size, local_crops, changes: as in `pipelines.preset_views`.
         photometric: as in `Loader`; None is the run's or recipe's.
 
     Raises:
         UserError: the output cannot be written, exists, or would be one of the images; a training recipe is wrong; or
             CutMix has no partner.
-        DataError: the recipe does not exist or an image cannot be used.
+        DataError: the recipe or the preset does not exist, or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
-        raise UserError(f"output = {output}: a PNG is written; give a name that ends in .png")
+        raise UserError(f"output = {output}: the preview is a PNG; give a name that ends in .png")
     if not os.path.isdir(output.parent):
-        raise UserError(f"output = {output}: there is no folder {output.parent}; make it, or give another")
+        raise UserError(f"output = {output}: the folder {output.parent} does not exist; create it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
-    source = find_source(path, recipe, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
+    source = find_source(path, recipe, preset, seed, epoch, cutmix, image_size, local_crops, photometric, changes)
     outputs.require_file(output, {"path": source.images})
     views = source.views
     if len(views) == GLOBALS and (local := changes.get("local_views")):
@@ -83,7 +85,7 @@ def preview(
         outputs.write_files({output: file.getvalue()}, overwrite)
     except OSError as error:
         raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
-    print(f"{count(len(rows), 'image')} as {source.name} makes them, in {output}")
+    print(f"views of {count(len(rows), 'image')} under {source.name}, in {output}")
 
 
 def _summary(views: Sequence[View]) -> str:

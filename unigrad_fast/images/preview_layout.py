@@ -1,4 +1,4 @@
-"""Where everything stands on the sheet of a preview, and how long its texts are. Lengths are in pixels of the sheet."""
+"""The layout of a preview sheet, and the lengths of its texts. Lengths are in pixels of the sheet."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import matplotlib
 from PIL import Image, ImageFont
 
 from unigrad_fast.pipelines import View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 
 MARGIN, GAP, FRAME = 28, 20, 3
-HEAD, LINE, BADGE = 26, 18, 18  # heights of the line above a picture, of a line of text, of a number
-VIEW = 224  # side of the largest view, about
-ORIGINAL = 320  # width of the place of the original
-NARROWEST = 124  # of a view with its text
+HEAD, LINE, BADGE = 26, 18, 18  # heights of the line above a picture, a line of text, a number
+VIEW = 224  # approximate side of the largest view
+ORIGINAL = 320  # width reserved for the original
+NARROWEST = 124  # smallest width of a view with its text
 LEGEND = (
     "Left: the image and where each view is cropped. Right: the views as the network sees them, with the crop's "
-    "share of the image's area above, and what was done to it beneath (blur with its sigma, pixels)."
+    "share of the image's area above, and the operations applied below (blur with its sigma, pixels)."
 )
-MIXED = " Mixed: what the online branch sees of the global views, with a box of another image."
+MIXED = " Mixed: the global views of the online branch, with a box of another image."
 
 
 class Layout:
-    """Where things stand.
+    """Positions on the sheet.
 
     Attributes:
         zoom: sheet pixels per pixel of a view, the same for all views; a whole number unless it is below 1.
@@ -63,21 +63,21 @@ class Layout:
 
     @property
     def original_height(self) -> int:
-        """Height of the place of the original."""
+        """Height reserved for the original."""
         return self.height - HEAD - LINE - 12
 
     def original_zoom(self, image: Image.Image) -> float:
-        """Sheet pixels per pixel of an original: as many as fit, from 2 on a whole number."""
+        """Sheet pixels per pixel of an original: as many as fit, an integer from 2 on."""
         zoom = min(ORIGINAL / image.width, self.original_height / image.height)
         return int(zoom) if zoom >= 2 else zoom
 
     def row(self, number: int) -> tuple[int, int]:
-        """Left and top of a row."""
+        """Left and top coordinates of a row."""
         return MARGIN, self.top + number * (self.height + GAP)
 
 
 def _cell(side: int) -> tuple[int, int]:
-    """Width and height of a view with what is written above and beneath, and the gap to the next."""
+    """Width and height of a view with the text above and below, and the gap to the next."""
     return max(NARROWEST, side + 2 * FRAME) + GAP, HEAD + side + 2 * FRAME + 10 + 2 * LINE
 
 
@@ -88,7 +88,7 @@ def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def wrapped(words: Sequence[str], width: int, font: ImageFont.FreeTypeFont) -> list[str]:
-    """Lines of words that are not broken."""
+    """Breaks words into lines."""
     lines = [words[0]]
     for word in words[1:]:
         longer = f"{lines[-1]} {word}"
@@ -100,7 +100,7 @@ def wrapped(words: Sequence[str], width: int, font: ImageFont.FreeTypeFont) -> l
 
 
 def shortened(name: str, width: int, font: ImageFont.FreeTypeFont) -> str:
-    """A file name without its middle, where it is too long."""
+    """A file name, with the middle replaced by … if it is too long."""
     for keep in range(len(name), 0, -1):
         text = name if keep == len(name) else f"{name[: keep // 2]}…{name[len(name) - (keep + 1) // 2 :]}"
         if font.getlength(text) <= width:

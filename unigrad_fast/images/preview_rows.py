@@ -1,6 +1,6 @@
-"""A few images with their views: the first ones of an epoch, as the loader of training makes them.
+"""A few images with their views: the first ones of an epoch, made by the loader of training.
 
-The boxes come out of the function that gives the loader its random numbers. Shapes: S the side of a view, pixels.
+The boxes come from the function that draws the loader's random numbers. Shapes: S the side of a view, pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image
 
 from unigrad_fast.pipelines import CutMix, Loader, Manifest, View
 from unigrad_fast.pipelines.parameters import Parameters, sample
-from unigrad_fast.pipelines.recipes import DEVIATION, GLOBALS, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, GLOBALS, MEAN
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
@@ -28,9 +28,9 @@ class Mixed:
 
     Attributes:
         pixels: uint8 [S, S, 3].
-        partner: which of the images the box comes from, from 0.
-        ratio: share of the area that is still this image's; 1 where nothing was mixed.
-        box: what was pasted, in the view.
+        partner: index of the image that the box comes from, from 0.
+        ratio: share of the area that still shows this image; 1 if nothing was mixed.
+        box: the pasted box, in the view.
     """
 
     pixels: np.ndarray
@@ -39,7 +39,7 @@ class Mixed:
     box: Box
 
     def shares(self) -> list[str]:
-        """Whose the area is, for people, who count images from 1."""
+        """How the area is divided, as text; images count from 1."""
         if self.ratio == 1:
             return ["not mixed"]
         own = round(100 * self.ratio)
@@ -81,15 +81,15 @@ def collect(
     cutmix: CutMix | None = None,
     photometric: str = "dali",
 ) -> list[Row]:
-    """The first images of an epoch with their views, from the loader; all of them may be partners."""
+    """The first images of an epoch with their views, from the loader; any of them may be partners."""
     if cutmix is not None and images < 2:
-        raise UserError(f"CutMix mixes an image with another, and there is {count(images, 'image')}; give two or more")
+        raise UserError(f"CutMix needs at least two images, but there is {count(images, 'image')}; give more")
     mixing = None if cutmix is None else replace(cutmix, group=images)
     loader = Loader(manifest, views, images, seed, cutmix=mixing, photometric=photometric)
     step = epoch * loader.steps_per_epoch
     (batch,) = loader.iterate(step, step + 1)
     index = batch.index.numpy()
-    asked = loader.indices(step)[1]  # other images may have taken the place of some, with their randomness
+    asked = loader.indices(step)[1]  # replacements use the random numbers of the requested images
     drawn = [sample(view, number, seed, epoch, asked, manifest.sizes[index]) for number, view in enumerate(views)]
     pixels = [_pixels(view) for view in batch.views]
     rows = []
@@ -121,12 +121,12 @@ def crop_box(parameters: Parameters, place: int) -> Box:
 
 
 def operations(parameters: Parameters, place: int) -> list[str]:
-    """What is done to one image's view after the crop, in that order."""
+    """The operations on one image's view after the crop, in order."""
     done = [name for name in ("jitter", "gray", "blur", "solarize", "flip") if getattr(parameters, name)[place]]
     return [f"blur {parameters.sigma[place]:.1f}" if name == "blur" else name for name in done]
 
 
 def _pixels(view: torch.Tensor) -> np.ndarray:
-    """uint8 [N, S, S, 3] of a normalised view, fp32 [N, 3, S, S]."""
+    """A normalised view, fp32 [N, 3, S, S], as uint8 [N, S, S, 3]."""
     values = view.permute(0, 2, 3, 1).numpy() * np.float32(DEVIATION) + np.float32(MEAN)
     return np.rint(255 * values).clip(0, 255).astype(np.uint8)

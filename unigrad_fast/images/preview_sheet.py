@@ -1,4 +1,4 @@
-"""Draws the sheet of a preview: each image with the boxes of its views, and the views beside it."""
+"""Draws the sheet of a preview: each image with the boxes of its views, and its views next to it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from unigrad_fast.images.preview_layout import (
 )
 from unigrad_fast.images.preview_rows import Box, Row
 from unigrad_fast.pipelines import View
-from unigrad_fast.pipelines.recipes import GLOBALS
+from unigrad_fast.pipelines.presets import GLOBALS
 
-GLOBAL_COLOURS = ("#D55E00", "#0072B2")  # of Okabe and Ito, which the colour-blind tell apart
+GLOBAL_COLOURS = ("#D55E00", "#0072B2")  # of Okabe and Ito, safe for colour blindness
 LOCAL_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#F0E442")
 INK, FAINT, RULE, PAPER = "#1A1A1A", "#666666", "#DDDDDD", "#FFFFFF"
 
 
 def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Image.Image:
-    """The picture of some images and their views.
+    """Draws some images and their views.
 
     Args:
         rows: what `collect` found.
-        views: the recipe.
-        title: first the name, then what else is to be said.
+        views: of the preset.
+        title: the name, then further texts.
     """
     layout = Layout(views, bool(rows[0].mixed))
     left, end = layout.row(len(rows))
@@ -64,7 +64,7 @@ def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Im
 
 
 def _draw_original(sheet: Image.Image, left: int, top: int, layout: Layout, number: int, row: Row) -> None:
-    """The whole image with its boxes, as large as its place allows; small ones in whole multiples."""
+    """Draws the whole image with its boxes, as large as fits; small images are enlarged by an integer."""
     pen = ImageDraw.Draw(sheet)
     image = row.original
     head, bold = f"image {number + 1}", load_font(14, bold=True)
@@ -88,11 +88,11 @@ def _draw_original(sheet: Image.Image, left: int, top: int, layout: Layout, numb
 
 
 def _free_spot(box: Sequence[int], taken: list[list[int]], within: Box) -> list[int]:
-    """Where the number of a box can stand without covering another: in a corner of it, else nearby."""
+    """A free position for the number of a box: in one of its corners, or nearby."""
     left, top, right, bottom = box
     corners = [(left, top), (right - BADGE, top), (left, bottom - BADGE), (right - BADGE, bottom - BADGE)]
     steps = range(-16 * (BADGE + 1), 17 * (BADGE + 1), BADGE + 1)
-    # Along the top and down, before what lies to the left or above.
+    # Try positions to the right and below before those to the left or above.
     near = sorted(((x, y) for x in steps for y in steps), key=lambda step: (min(step) < 0, abs(step[1]), abs(step[0])))
     for x, y in [*corners, *((left + across, top + down) for across, down in near)]:
         spot = [x, y, x + BADGE, y + BADGE]
@@ -105,7 +105,7 @@ def _free_spot(box: Sequence[int], taken: list[list[int]], within: Box) -> list[
 def _draw_view(
     sheet: Image.Image, left: int, top: int, side: int, view: int, pixels: np.ndarray, head: str, done: list[str]
 ) -> None:
-    """A view in its frame, with its number and a text above, and what was done to it beneath."""
+    """Draws a view in its frame, with its number and a text above, and the operations below."""
     pen = ImageDraw.Draw(sheet)
     _badge(pen, left - FRAME, top - FRAME - BADGE - 4, view)
     pen.text((left - FRAME + BADGE + 7, top - FRAME - BADGE - 3), head, INK, load_font(13))
@@ -119,7 +119,7 @@ def _draw_view(
 
 
 def _badge(pen: ImageDraw.ImageDraw, left: int, top: int, view: int) -> None:
-    """The number of a view on its colour."""
+    """Draws the number of a view on its colour."""
     colour = _colour(view)
     pen.rounded_rectangle((left, top, left + BADGE - 1, top + BADGE - 1), 4, colour)
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
@@ -129,7 +129,7 @@ def _badge(pen: ImageDraw.ImageDraw, left: int, top: int, view: int) -> None:
 
 
 def _outline(pen: ImageDraw.ImageDraw, box: Sequence[int], colour: str, width: int) -> None:
-    """A box with its colour inside its border and a thin dark line around, so that it is seen on any image."""
+    """Draws the border of a box with a thin dark line around it, visible on any image."""
     left, top, right, bottom = box
     right, bottom = max(right, left + 1), max(bottom, top + 1)
     pen.rectangle((left - 1, top - 1, right, bottom), outline=INK)

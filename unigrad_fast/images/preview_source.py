@@ -1,4 +1,4 @@
-"""What a preview shows: the images and the augmentation of a run, of a training recipe, or as they are given."""
+"""The images and the augmentation of a preview: from a run, a training recipe, or the options."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.pipelines import RECIPES, CutMix, View
-from unigrad_fast.pipelines.recipes import recipe as make_recipe
+from unigrad_fast.pipelines import PRESETS, CutMix, View
+from unigrad_fast.pipelines.presets import preset_views
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.run_folder import RunFolder
 
 ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Images, and what training makes of them.
+class PreviewSource:
+    """Images, and the augmentation to show.
 
     Attributes:
-        name: of the augmentation, for people.
-        views: in the epoch that is shown.
-        cutmix: None where nothing is mixed.
+        name: name of the augmentation, for display.
+        views: the views of the epoch.
+        cutmix: None without CutMix.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Source:
 def find_source(
     path: Path,
     recipe: str | None,
+    preset: str | None,
     seed: int | None,
     epoch: int,
     cutmix: bool,
@@ -46,40 +48,48 @@ def find_source(
     local_crops: int | None,
     photometric: str | None,
     changes: Mapping[str, Mapping[str, Any]],
-) -> Source:
-    """What the options of `data preview` ask for.
+) -> PreviewSource:
+    """Resolves the options of `data preview`.
 
     Args:
         path: a run, a training recipe, or images.
-        recipe: an augmentation preset, or a training recipe; None is that of the path, for images `pretrain`'s default.
-        seed, photometric: None are the path's or the recipe's.
-        cutmix: mix also where the recipe does not.
-        image_size, local_crops, changes: as in `pipelines.recipe`.
+        recipe: a training recipe; None is that of the path, for images `pretrain`'s default.
+        preset: an augmentation preset, in place of a recipe's.
+        seed, photometric: None takes those of the path or the recipe.
+        cutmix: mix even if the recipe does not.
+        image_size, local_crops, changes: as in `pipelines.preset_views`.
 
     Raises:
-        UserError: a recipe that is wrong or names no images.
+        UserError: the recipe is wrong or names no images, or both a recipe and a preset are given.
         DataError: the preset does not exist, or its views are impossible.
     """
     own = _own_recipe(path)
-    images, shown = path, None  # whose seed and colours are shown
+    images, shown = path, None  # provides the seed and the colour operations
     if own is not None:
         shown = resolve(own)
         if shown.data.train is None:
-            raise UserError(f"path = {path}: names no images (data.train); give them, and this with --recipe")
+            raise UserError(
+                f"path = {path}: names no images (data.train); give images as the path, and this as --recipe"
+            )
         images = shown.data.train
-    if recipe in RECIPES:
-        name, views, mixing = recipe, make_recipe(recipe, image_size, local_crops=local_crops, **changes), None
+    if recipe in PRESETS and preset in (None, recipe):
+        note(f"--recipe {recipe}", f"--preset {recipe}")
+        recipe, preset = None, recipe
+    if preset is not None:
+        if recipe is not None:
+            raise UserError(f"preset = {preset}: replaces recipe = {recipe}; leave one of the two out")
+        name, views, mixing = preset, preset_views(preset, image_size, local_crops=local_crops, **changes), None
     else:
         chosen = recipe or own or DEFAULT_RECIPE
         if chosen not in recipe_names() and not os.path.isfile(chosen):
             raise DataError(
-                f"recipe {recipe!r} is unknown; use one of {', '.join(RECIPES)}, a training recipe "
-                f"({', '.join(recipe_names())}) or the path of one"
+                f"recipe {recipe!r} is unknown; use one of {', '.join(recipe_names())}, the path of a YAML file, or "
+                f"--preset with one of {', '.join(PRESETS)}"
             )
         given = {"image_size": image_size, "local_crops": local_crops, **changes}
         shown = resolve(chosen, {"data": {key: value for key, value in given.items() if value not in (None, {})}})
-        name, views, mixing = f"{_title(chosen)} ({shown.data.recipe})", _views(shown, epoch), _mixing(shown)
-    return Source(
+        name, views, mixing = f"{_title(chosen)} ({shown.data.preset})", _views(shown, epoch), _mixing(shown)
+    return PreviewSource(
         name,
         images,
         views,
@@ -90,7 +100,7 @@ def find_source(
 
 
 def _own_recipe(path: Path) -> str | Path | None:
-    """The training recipe that a path is or, as a run, holds; None for images."""
+    """The training recipe at a path, or in the run at a path; None for images."""
     if _is_file(path):
         return path
     run = RunFolder(path)

@@ -1,4 +1,4 @@
-"""`unigrad-fast data scan`: decodes every image once, and says which ones training cannot use."""
+"""`unigrad-fast data scan`: decodes every image once, and reports which ones training cannot use."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from unigrad_fast.pipelines.scan import scanning as scanning
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.wording import count
 
-PLAIN_SECONDS = 10.0  # least time between two lines where there is no terminal
-REFRESH_SECONDS = 0.1  # and between two states of the bar where there is one
+PLAIN_SECONDS = 10.0  # least time between two lines without a terminal
+REFRESH_SECONDS = 0.1  # and between two states of the bar on a terminal
 
 
 def scan(path: Path, output: Path | None = None, threads: int | None = None, read_timeout: float = 60.0) -> None:
-    """Scan the images at a path, or go on with that, and print what they are.
+    """Scan the images at a path, or continue an earlier scan, and print a summary.
 
     Args:
         path: the images.
         output: folder of the rows; None for `scan-NAME` in the current folder.
-        threads: processes that decode; None for one per core.
+        threads: number of decoding processes; None for one per core.
         read_timeout: seconds after which a file that does not answer counts as bad.
 
     Raises:
-        DataError: no images there, a folder that cannot be written or holds something else, or storage that does not
-            answer any more.
-        KeyboardInterrupt: after saying how to go on.
+        DataError: no images there, a folder that cannot be written or holds something else, or storage that stops
+            answering.
+        KeyboardInterrupt: after printing how to continue.
     """
     if output is None:
         output = Path("-".join(["scan", *re.findall(r"[\w.]+", path.name)])).absolute()
@@ -45,7 +45,7 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
         warnings.simplefilter("always", UserWarning)
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # of tags in the images
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about tags in the images
         console.print(f"reading the headers of the images in {path}", highlight=False)
         manifest = Manifest.open(path)
         console.print(f"scanning {len(manifest):,} images into {output}", highlight=False, soft_wrap=True)
@@ -54,13 +54,13 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
     seconds = time.monotonic() - begun
     found = summary.summarize(manifest, output)
     if len(found.bad):
-        # Training tries again to read what could not be read now.
+        # Training tries again to read images that could not be read now.
         manifest.mark_unusable(np.setdiff1d(found.bad, found.unread).tolist())
     _report(console, found, output, images, seconds)
 
 
 def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[scanning.Progress, None, None]) -> int:
-    """Scans with a bar, or lines where there is no terminal; how many images were decoded now."""
+    """Scans with a progress bar, or lines without a terminal; returns how many images were decoded now."""
     columns = (
         BarColumn(),
         TaskProgressColumn(),
@@ -68,7 +68,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
         TextColumn("{task.fields[bad]:,} bad  left"),
         TimeRemainingColumn(),
     )
-    # No thread of the bar's own: the workers are forked.
+    # No refresh thread, because the workers are forked.
     bar = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal, transient=True)
     before = done = 0
     begun = shown = time.monotonic()
@@ -98,7 +98,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
                     )
     except KeyboardInterrupt:
         steps.close()
-        print(f"{done:,} of {len(manifest):,} images are scanned; the same command goes on from there", file=sys.stderr)
+        print(f"{done:,} of {len(manifest):,} images are scanned; repeat the command to continue", file=sys.stderr)
         raise
     return done - before
 
@@ -128,8 +128,8 @@ def _report(console: Console, found: summary.Summary, output: Path, images: int,
         console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", highlight=False, soft_wrap=True)
     if bad:
         console.print(
-            "Training puts other images in the place of bad ones, as long as they are at most the share "
-            "data.max_bad_fraction of all: remove or repair them, or leave them.",
+            "Training replaces bad images by others, as long as their share is at most data.max_bad_fraction. You can "
+            "remove or repair them, or leave them.",
             highlight=False,
         )
     else:

@@ -1,4 +1,4 @@
-"""`unigrad-fast data shard`: packs images into tar shards, or compares shards with what was written."""
+"""`unigrad-fast data shard`: packs images into tar shards, or verifies shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.wording import count
 
-SHOWN = 10  # images or problems that are printed, the others are counted
+SHOWN = 10  # images or problems to print; the others are only counted
 
 
 def shard(
@@ -29,12 +29,12 @@ def shard(
     verify: bool,
     read_timeout: float,
 ) -> None:
-    """Pack what is missing, say what was packed, and with `verify` compare all shards with their digests.
+    """Pack missing shards, print a summary, and with `verify` compare all shards with their digests.
 
     Files that do not answer within `read_timeout` seconds are left out.
 
     Raises:
-        UserError: the folder lies among the images.
+        UserError: the folder is inside the folder of the images.
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
@@ -42,7 +42,7 @@ def shard(
     console = new_console(soft_wrap=True)
     if problem := within_images(folder, {"source": source}):
         raise UserError(f"folder = {folder}: {problem}")
-    if not (verify and "index" in packing.read_description(folder)):  # to compare, the source need not be there
+    if not (verify and "index" in packing.read_description(folder)):  # verifying does not need the source
         _pack(source, folder, options, threads, console, read_timeout)
     if verify:
         _verify(folder, threads, console)
@@ -55,7 +55,7 @@ def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, co
     for warning in caught:
         console.print(f"warning: {warning.message}")
     with _bar(console, MofNCompleteColumn()) as bar, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # of odd but decodable images
+        warnings.filterwarnings("ignore", module="PIL")  # about unusual but decodable images
         task = bar.add_task("images", total=len(manifest))
         packed = packing.pack(
             manifest, os.fspath(source), folder, options, threads, lambda images: bar.advance(task, images), timeout
@@ -67,18 +67,17 @@ def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, co
     if options.short_side:
         before, after = packed.bytes_before / 2**20, packed.bytes_after / 2**20
         console.print(
-            f"{packed.encoded_again:,} images were made smaller, to a short side of {options.short_side} pixels, with "
-            f"Lanczos and JPEG quality {options.quality}: {before:,.1f} MiB before, {after:,.1f} MiB after. Their "
-            "pixels are no longer the originals', from which published numbers were made, and crops of a small share "
-            "of an image have fewer pixels to show."
+            f"{packed.encoded_again:,} images were shrunk to a short side of {options.short_side} pixels, with Lanczos "
+            f"and JPEG quality {options.quality}: {before:,.1f} MiB before, {after:,.1f} MiB after. Published numbers "
+            "come from the original pixels, and small crops of the shrunk images have less detail."
         )
     else:
-        console.print(f"{packed.bytes_after / 2**20:,.1f} MiB of images, copied as they are")
+        console.print(f"{packed.bytes_after / 2**20:,.1f} MiB of images, copied unchanged")
 
 
 def _say_left_out(folder: Path, left_out: int, console: Console) -> None:
     console.print(
-        f"{count(left_out, 'image')} left out, which cannot be read or decoded ({folder / packing.LEFT_OUT}):"
+        f"{count(left_out, 'image')} left out because they cannot be read or decoded ({folder / packing.LEFT_OUT}):"
     )
     with open(folder / packing.LEFT_OUT, encoding="utf-8", errors="replace") as file:
         for line, _ in zip(file, range(SHOWN), strict=False):
@@ -96,7 +95,7 @@ def _verify(folder: Path, threads: int, console: Console) -> None:
         more = f"\nand {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
         remedy = "copy the shards again, or pack them into a new folder"
         raise RunStopped("\n".join(problems[:SHOWN]) + f"{more}\n{remedy}")
-    console.print(f"{folder}: all shards are as they were written ({INDEX})")
+    console.print(f"{folder}: all shards match their digests ({INDEX})")
 
 
 def _bar(console: Console, amount: MofNCompleteColumn | DownloadColumn) -> Progress:

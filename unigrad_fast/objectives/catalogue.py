@@ -194,7 +194,7 @@ class Objective(Node):
         elif mixing and source == "online":
             yield (
                 f"data.cutmix.probability = {shown(mixing)}: the correlation comes from unmixed images only; with "
-                "CutMix objective.correlation_source is to be target"
+                "CutMix set objective.correlation_source to target"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unigrad_fast.objectives import catalogue
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import absolute, shown
 
@@ -54,11 +55,11 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
     if path in below:
         raise UserError(f"recipe = {below[0]}: recipes in a circle: {' -> '.join(map(str, (*below, path)))}")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"recipe = {name}: is no file of text; give the path of a YAML file")
+        raise UserError(f"recipe = {name}: is not a text file; give the path of a YAML file")
     if not os.path.isfile(path):
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         raise UserError(
-            f"recipe = {name}: no such file or shipped recipe; allowed is the path of a YAML file or one of "
+            f"recipe = {name}: no such file or shipped recipe; give the path of a YAML file or one of "
             + ", ".join(recipe_names())
             + (f"; did you mean {close[0]}?" if close else "")
             + (f"; {below[-1]} names it" if below else "")
@@ -107,6 +108,12 @@ def fitted(recipe: str, names: Mapping[str, Any]) -> dict[str, Any]:
     return {**names, **(form.short if form and base in SHORT else {})}
 
 
+def current_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of values in which keys that were renamed have their new names."""
+    data = tree.get("data")
+    return {**tree, "data": renamed(data, "recipe", "preset", "data.")} if isinstance(data, Mapping) else dict(tree)
+
+
 def title(name_or_path: str | Path) -> str:
     """What runs of a recipe are called: its name, or that of its file without the ending."""
     name = str(name_or_path)
@@ -121,5 +128,5 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe is a tree of keys and values")
-    return tree
+        raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe must be a tree of keys and values")
+    return current_names(tree)

@@ -27,7 +27,10 @@ def text(program: str, options: type[Node], positionals: Sequence[str], defaults
     usage = [f"usage: {program}", *(name.upper() for name in positionals), *(["[--key value ...]"] if lines else [])]
     parts = [" ".join(usage), *_wrapped(str(options.__doc__), width, "")]
     if lines:
-        note = "`--key=value` will do too; a key of true|false without a value is true; of a key twice the last counts."
+        note = (
+            "`--key=value` also works. A true|false key without a value means true. If a key is repeated, the last "
+            "value wins."
+        )
         parts += _wrapped(note, width, "")
     parts.append("")
     for name in positionals:

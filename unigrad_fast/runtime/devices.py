@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from unigrad_fast.runtime import cards
+from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
@@ -59,7 +59,7 @@ def choose(device: str, local_rank: int, local_size: int, own_card: bool) -> Cho
     on_cpu = Choice(socket.gethostname(), "cpu")
     if device == "cpu":
         return replace(on_cpu, reason="engine.device is cpu there")
-    found = cards.find()
+    found = nvidia.find()
     if not found.usable:
         reason = "CUDA_VISIBLE_DEVICES hides the GPUs" if found.hidden else found.problem or "torch sees no GPU"
         if found.problem:

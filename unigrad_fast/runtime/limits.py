@@ -17,8 +17,8 @@ WANTED_FILES = 4096
 THREADS = 96  # of a process of a run: torch, DALI, gloo, the loader, the progress bar; on many cores more
 
 
-def require_room(ranks: int = 1, threads: int = THREADS) -> None:
-    """Raises the limit on open files as far as that is allowed.
+def require_limits(ranks: int = 1, threads: int = THREADS) -> None:
+    """Raises the limit on open files as far as allowed, and checks it and the limit on processes.
 
     Args:
         ranks: processes of the run, all of which this one is connected to.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime import devices, torch_private
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
-from unigrad_fast.runtime.limits import require_room
+from unigrad_fast.runtime.limits import require_limits
 from unigrad_fast.runtime.rendezvous import meet, told
 
 Result = TypeVar("Result")
@@ -235,7 +235,7 @@ def start(
             cannot use, or GPUs on some machines only.
     """
     launch = launch_environment(os.environ)
-    require_room(launch.size)
+    require_limits(launch.size)
     mine = devices.choose(device, launch.local_rank, launch.local_size, own_card=launch.launcher == "slurm")
     chosen = mine.device
     # DeepSpeed wants it, as the index of the device.

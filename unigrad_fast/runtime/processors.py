@@ -74,7 +74,7 @@ def crowded(uses: list[Use]) -> str | None:
     found = f"the time of {cores:g} core{'' if cores == 1 else 's'}"
     if threads > max(cores, 1) + TOLERATED:
         remedy = f"set OMP_NUM_THREADS={max(1, int(cores) // ranks)}" if ranks <= cores else "start fewer ranks"
-        return f"{computing} compute on {found}, and run several times slower where they wait for each other; {remedy}"
+        return f"{computing} share {found}, so this run may be many times slower; {remedy}"
     if first.busy is None or first.threads == 1:
         return None
     others = first.busy - sum(use.own for use in sharing)
@@ -82,8 +82,8 @@ def crowded(uses: list[Use]) -> str | None:
     if others <= TOLERATED or fitting >= first.threads:
         return None
     return (
-        f"other programs take {others:.1f} of {found}, and {computing} that compute run several times slower where "
-        f"they wait for each other; end those programs, or set OMP_NUM_THREADS={fitting}"
+        f"other programs use about {others:.1f} of {cores:g} core{'' if cores == 1 else 's'}; with {computing} this "
+        f"run may be many times slower; set OMP_NUM_THREADS={fitting} or stop those programs"
     )
 
 

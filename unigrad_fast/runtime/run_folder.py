@@ -27,7 +27,7 @@ from unigrad_fast.runtime.links import dangling_link
 from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.runtime.wording import byte_size
 
-NEW_RUN = "another --output begins a new run"
+NEW_RUN = "to start a new run, choose another --output"
 KEYS = ("seed", "output", "recipe", "data", "model", "objective", "target", "optimizer", "schedule")
 LARGEST_CONFIGURATION = 1 << 20  # bytes; a run's has some thousand
 STOPPED_STATUS = 3
@@ -103,7 +103,7 @@ class RunFolder:
         ours = sorted((each for each in OWN if each.name in there), key=lambda each: each.name)
         if ours and not self.holds_run():
             names = ", ".join(each.name for each in ours)
-            return f"no run lies there, and a run would replace {names}; give another folder, or move that away"
+            return f"this is not a run, and a run would replace {names}; give another folder, or move them away"
         for each in ours:
             path = self.path / each.name
             if problem := dangling_link(path):
@@ -113,7 +113,7 @@ class RunFolder:
                 return f"{each.name} is a {found}, where a run keeps a {wanted}; move it away, or give another folder"
         judged = ", ".join(each.name for each in ours if each.judges)
         if judged and not self._has_checkpoint():
-            return f"the checkpoints that {judged} judged are gone; move that away, or give another folder"
+            return f"{judged} belongs to deleted checkpoints; move it away, or give another folder"
         return None
 
     def saved_configuration(self) -> dict[str, Any] | None:

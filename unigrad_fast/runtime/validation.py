@@ -38,7 +38,7 @@ class Node(BaseModel):
     def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
         """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list.
 
-        A bare switch is a boolean, and 1e3 a whole number.
+        A bare switch is a boolean, and 1e3 an integer.
         """
         if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
             value = value.strip("[]()").split(",")
@@ -78,7 +78,7 @@ def arms(annotation: Any) -> Iterator[Any]:
 
 
 def _whole(text: str) -> str | int:
-    """The whole number that a text like 1e3 or 2.0 is, and other texts as they are."""
+    """The integer of a text like 1e3 or 2.0; other texts unchanged."""
     try:
         number = float(text)
     except ValueError:
@@ -118,10 +118,12 @@ def _explain(model: type[Node], tree: Any, problem: Mapping[str, Any]) -> list[s
         return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
     allowed = allowed_values(owner, part)
     if value is BARE:
-        return [f"--{'.'.join(path)}: a value is missing; allowed is {allowed}"]
+        return [f"--{'.'.join(path)}: a value is missing; it must be {allowed}"]
+    if isinstance(value, list) and _is_list(owner.model_fields[part].annotation):
+        value = ",".join(map(str, value))
     close = difflib.get_close_matches(str(value), allowed.removeprefix("one of ").split(", "), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return [f"{'.'.join(path)} = {shown(value)}: allowed is {allowed}{hint}"]
+    return [f"{'.'.join(path)} = {shown(value)}: must be {allowed}{hint}"]
 
 
 def group(owner: type[Node], key: str, tree: object = None) -> type[Node] | None:
@@ -176,22 +178,23 @@ def allowed_values(owner: type[Node], key: str) -> str:
 
 def _in_words(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(_in_words(option) for option in schema["anyOf"])
+        *others, last = (_in_words(option) for option in schema["anyOf"])
+        return f"{', '.join(others)} or {last}"
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
     kind = schema.get("format") or schema["type"]
     if kind == "array" and "items" in schema:
-        return f"{_in_words(schema['items'])}, or several with commas between them,"
+        return f"{_in_words(schema['items'])} (or several, comma-separated)"
     if kind == "array":
-        return f"{len(schema['prefixItems'])} numbers with commas between them"
+        return f"{len(schema['prefixItems'])} comma-separated numbers"
     words = {
-        "integer": "a whole number",
+        "integer": "an integer",
         "number": "a number",
         "boolean": "true or false",
         "path": "a path",
-        "string": "a text",
+        "string": "a string",
         "null": "null",
     }[kind]
     low, high = schema.get("minimum"), schema.get("maximum")
@@ -200,7 +203,12 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         return shown(low)
     limits = [
         f"{word} {shown(limit)}"
-        for word, limit in (("from", low), ("above", above), ("to", high), ("below", below))
+        for word, limit in (
+            ("of at least" if high is below is None else "from", low),
+            ("above", above),
+            ("to", high),
+            ("below", below),
+        )
         if limit is not None
     ]
     return " ".join([words, *limits])

@@ -182,7 +182,10 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
             damaged.append(str(error).partition("; ")[0])
             continue
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
-        return reader, [f"{said}; it is left out" for said in (*filter(None, [pointer]), *damaged)]
+        return reader, [
+            f"{said}; ignored, resuming from step {reader.about['step']}"
+            for said in (*filter(None, [pointer]), *damaged)
+        ]
     if damaged:
         raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {NEW_RUN}"]))
     return None, []

@@ -87,7 +87,7 @@ def run(
             tell_bad_images(trainer, telemetry)
         if lost:
             why = next(filter(None, gather(trainer.lost)))
-            raise RunStopped(f"{why} Saved after step {trainer.steps_done}; the same command goes on from there")
+            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command goes on from there")
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command goes on from there"
             raise Preempted(done, preemption.status)
@@ -131,7 +131,7 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
         if RunFolder(trainer.config.output).complete_checkpoints():
             left = "earlier ones are as they were, and the same command goes on from the newest"
         else:
-            left = "there is no earlier one: the same command begins again, so make room first"
+            left = "there is no earlier one: the same command begins again, so free disk space first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"

@@ -15,7 +15,7 @@ from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.errors import RunStopped, UserError
-from unigrad_fast.runtime.memory import room_for
+from unigrad_fast.runtime.out_of_memory import memory_for
 
 SMALLER_NETWORK = "a smaller model.projector.width or model.backbone needs less"
 
@@ -25,19 +25,21 @@ def network(model: config.Model) -> AbstractContextManager[None]:
         with torch.device("meta"):
             return bytes_of(Encoder(model))
 
-    return room_for(f"{model.backbone} and its projector of {model.projector.width}", expected, SMALLER_NETWORK)
+    return memory_for(f"{model.backbone} and its projector of {model.projector.width}", expected, SMALLER_NETWORK)
+    projector = config.model.projector
+    return memory_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
 
 
 def target(encoder: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
     expected = bytes_of(encoder)
     if dtype is not None:
         expected += dtype.itemsize * sum(parameter.numel() for parameter in encoder.parameters())
-    return room_for("the target branch, a copy of the network", expected, SMALLER_NETWORK)
+    return memory_for("the target branch, a copy of the network", expected, SMALLER_NETWORK)
 
 
 def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[None]:
     remedy = f"engine.zero_stage 1 or 2 shares it among the ranks; {SMALLER_NETWORK}"
-    return room_for("gradients and the optimizer's state", (1 + optimizer.copies) * bytes_of(encoder), remedy)
+    return memory_for("gradients and the optimizer's state", (1 + optimizer.copies) * bytes_of(encoder), remedy)
 
 
 def objective(config: Config, shards: int) -> AbstractContextManager[None]:
@@ -46,14 +48,14 @@ def objective(config: Config, shards: int) -> AbstractContextManager[None]:
     if config.objective.takes("bank_size"):
         keys = config.objective.bank_size
         less = f"a smaller objective.bank_size needs less; {remedy}"
-        return room_for(f"the bank, [{keys}, {width}]", 4 * keys * width, less)
+        return memory_for(f"the bank, [{keys}, {width}]", 4 * keys * width, less)
     if not config.objective.takes("decay"):
-        return room_for("the objective", None, remedy)
+        return memory_for("the objective", None, remedy)
     if config.objective.takes("eigen_every"):
-        return room_for(f"F and W_h, [{width}, {width}] each", 8 * width**2, remedy)
+        return memory_for(f"F and W_h, [{width}, {width}] each", 8 * width**2, remedy)
     if shards > 1:
-        return room_for(f"1/{shards} of F, [{width}, {width}]", 4 * width**2 // shards, remedy)
-    return room_for(
+        return memory_for(f"1/{shards} of F, [{width}, {width}]", 4 * width**2 // shards, remedy)
+    return memory_for(
         f"F, [{width}, {width}]", 4 * width**2, f"on several ranks objective.placement sharded, or {remedy}"
     )
 
@@ -65,14 +67,16 @@ def step(images: int, run: Path | None, done: int) -> AbstractContextManager[Non
         "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "
         "and engine.zero_stage 1 or 2 shares the optimizer's state among the ranks"
     )
-    return room_for(what, None, remedy, *_loss(run, done))
+    return memory_for(what, None, remedy, *_loss(run, done))
+    return memory_for(what, None, remedy, *_loss(config, done))
 
 
 def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextManager[None]:
     images = len(probe.train) + len(probe.val)
     what = f"the features of {images:,} images, {probe.settings.batch_size} at once, for the evaluation"
     remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false leave it out"
-    return room_for(what, None, remedy, *_loss(run, done))
+    return memory_for(what, None, remedy, *_loss(run, done))
+    return memory_for(what, None, remedy, *_loss(config, done))
 
 
 def _loss(run: Path | None, done: int) -> tuple[type[Exception], str]:

@@ -74,7 +74,7 @@ def join(config: Config, numbered: bool) -> Iterator[Attempt]:
         attempt = Attempt(preemption, watch, numbered)
         if not numbered:
             preemption.note = RunFolder(config.output).note_preemption
-        with preemption.nothing_to_save("the ranks were about to meet; nothing was done"):
+        with preemption.nothing_to_save("stopped before ranks connected"):
             attempt.world = stack.enter_context(process_group.session(config.engine.device, timeout))
         attempt.at = stack.enter_context(attended(attempt.world, timeout, attempt.note_loss))
         stack.push(preemption.settle)

@@ -99,7 +99,7 @@ class StepGraph:
             self._launched += 1
             return self.compute([batch])
         if self._batch is None:
-            self._batch = _room_for(batch, self.device)
+            self._batch = _empty_like(batch, self.device)
         for ours, theirs in zip(_tensors(self._batch), _tensors(batch), strict=True):
             ours.copy_(theirs, non_blocking=True)
         if self._replay is None:
@@ -140,7 +140,7 @@ def record_on_cuda(compute: Callable[[], ObjectiveOutput]) -> tuple[ObjectiveOut
     return output, replay
 
 
-def _room_for(batch: Batch, device: torch.device) -> Batch:
+def _empty_like(batch: Batch, device: torch.device) -> Batch:
     """A batch for a copy of this one's views and pairs, on the device."""
     views = [torch.empty_like(view, device=device) for view in batch.views]
     mix = None

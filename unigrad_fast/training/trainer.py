@@ -313,7 +313,7 @@ def build_loader(config: Config, world: World, manifest: Manifest, known: Mappin
         raise UserError("data.decode = gpu: this machine has no usable GPU; use auto or cpu")
     return Loader(
         manifest,
-        recipe=config.data.views(),
+        preset=config.data.views(),
         batch_size=config.data.batch_size,
         seed=config.seed,
         rank=world.rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # sqrt(C) times the mean per-channel deviation of unit embeddings is 1 when they spread evenly over the sphere
-# and 0 when all of them are one vector.
+# and 0 when all of them are identical.
 COLLAPSED_FEATURE_STD = 0.1
 # The participation ratio trace(F)² / ‖F‖² counts the directions that embeddings use: C at best, 1 when they
 # lie on one line. It can collapse while the deviation stays healthy, as two opposite vectors show.

@@ -21,7 +21,7 @@ COLUMNS = (
     ("images_per_second", "images/s", ".0f", 6),
     ("data_wait_share", "data wait", ".0%", 4),
 )
-IN_BAR = {"loss", "positive_cosine", "images_per_second", "data_wait_share"}  # a terminal has no room for all
+IN_BAR = {"loss", "positive_cosine", "images_per_second", "data_wait_share"}  # a terminal is too narrow for all
 
 
 class ProgressBar:

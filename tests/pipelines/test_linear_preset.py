@@ -6,10 +6,10 @@ import torch
 from PIL import Image
 
 from unigrad_fast.config import resolve
-from unigrad_fast.pipelines import Loader, Manifest, recipe
+from unigrad_fast.pipelines import Loader, Manifest, preset_views
 from unigrad_fast.pipelines.graph import inputs
 from unigrad_fast.pipelines.parameters import sample
-from unigrad_fast.pipelines.recipes import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime.errors import UserError
 
 COLOURS = [(220, 60, 40), (40, 200, 90), (60, 80, 210), (200, 180, 50)]
@@ -27,11 +27,11 @@ def halves(tmp_path):
 
 
 def loader(manifest, batch_size=12, **options):
-    return Loader(manifest, recipe="linear", batch_size=batch_size, image_size=32, threads=1, **options)
+    return Loader(manifest, preset="linear", batch_size=batch_size, image_size=32, threads=1, **options)
 
 
 def test_crops_take_8_to_100_percent_of_the_area_and_half_are_flipped():
-    (view,) = recipe("linear")
+    (view,) = preset_views("linear")
     drawn = sample(view, 0, 0, 0, np.arange(5000), np.tile((500, 500), (5000, 1)))
     share = drawn.width * drawn.height / 500**2
     assert 0.079 < share.min() < 0.1 and 0.9 < share.max() <= 1
@@ -66,5 +66,5 @@ def test_a_step_is_bitwise_the_same_again_and_on_three_ranks(manifest):
 
 
 def test_pretraining_does_not_take_it():
-    with pytest.raises(UserError, match=r"data\.recipe = linear"):
-        resolve("imagenet_100ep", {"data": {"recipe": "linear"}})
+    with pytest.raises(UserError, match=r"data\.preset = linear"):
+        resolve("imagenet_100ep", {"data": {"preset": "linear"}})

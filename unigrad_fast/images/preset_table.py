@@ -1,4 +1,4 @@
-"""`unigrad-fast data recipes`: the augmentation presets as a table, for the terminal or for the documentation."""
+"""`unigrad-fast data presets`: the augmentation presets as a table, for the terminal or for the documentation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
-from unigrad_fast.pipelines.recipes import GLOBALS, RECIPES, View
+from unigrad_fast.pipelines.presets import GLOBALS, PRESETS, View
 from unigrad_fast.runtime.console import new_console
 
-WIDTH = 100  # of a terminal that shows every row in one line
-COLUMNS = {  # as the terminal has room for, and in full
-    "recipe": "recipe",
+WIDTH = 100  # columns of a terminal that fits every row on one line
+COLUMNS = {  # short for the terminal, and in full
+    "preset": "preset",
     "views": "views",
     "px": "pixels",
     "scale": "scale",
@@ -33,9 +33,9 @@ scale: share of the image's area that a crop takes. ratio: width / height of the
 jitter: strength of brightness, contrast, saturation and hue, applied with probability p.
 gray, blur, solar (solarize), flip: probabilities. sigma: deviation of the blur, pixels of the view."""
 OVERRIDES = """\
-To take a recipe, with another number of local crops, and other values of both global views, of the
-second of them and of the local views, add to `unigrad-fast pretrain`:
-  --data.recipe multicrop --data.local_crops 4 --data.global_views.scale 0.3,1
+To choose a preset, and to change its number of local crops, and values of both global views, of the
+second global view or of the local views, add to `unigrad-fast pretrain`:
+  --data.preset multicrop --data.local_crops 4 --data.global_views.scale 0.3,1
   --data.second_view.blur_probability 0.2 --data.local_views.size 64"""
 
 
@@ -54,8 +54,8 @@ def show(markdown: bool = False) -> None:
             table.add_row()
         table.add_row(name, *cells)
     console.print(table)
-    width = max(map(len, RECIPES))
-    sources = "\n".join(f"  {name:{width}}  {recipe.source}" for name, recipe in RECIPES.items())
+    width = max(map(len, PRESETS))
+    sources = "\n".join(f"  {name:{width}}  {preset.source}" for name, preset in PRESETS.items())
     console.print(f"\n{LEGEND}\n\nSources:\n{sources}\n\n{OVERRIDES}")
 
 
@@ -64,14 +64,14 @@ def as_markdown() -> str:
     lines = [[*COLUMNS.values()], ["---"] * len(COLUMNS)]
     lines += [[name and f"`{name}`", *cells] for name, *cells in rows()]
     table = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([*table, "", *(f"- `{name}`: {recipe.source}" for name, recipe in RECIPES.items())])
+    return "\n".join([*table, "", *(f"- `{name}`: {preset.source}" for name, preset in PRESETS.items())])
 
 
 def rows() -> Iterator[list[str]]:
-    """Cells of `COLUMNS` for every distinct view; the recipe's name stands beside its first one only."""
-    for name, recipe in RECIPES.items():
+    """Cells of `COLUMNS` for every distinct view; only the first view of a preset has its name."""
+    for name, preset in PRESETS.items():
         first = 0
-        views = [(number < GLOBALS, view) for number, view in enumerate(recipe.views)]
+        views = [(number < GLOBALS, view) for number, view in enumerate(preset.views)]
         for (is_global, view), same in groupby(views):
             number = len(list(same))
             kind = "global" if is_global else "local"

@@ -12,7 +12,7 @@ DRIVER = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True)
-class Cards:
+class GPUs:
     """What there is.
 
     Attributes:
@@ -29,7 +29,7 @@ class Cards:
     remedy: str = ""
 
 
-def find() -> Cards:
+def find() -> GPUs:
     """What there is, without touching a card's memory."""
     import torch  # here, for `doctor` says so where it is missing
 
@@ -38,18 +38,18 @@ def find() -> Cards:
         warnings.simplefilter("always")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if usable or driver is None or _drives_none():
-        return Cards(usable, driver)
+        return GPUs(usable, driver)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return Cards(0, driver, hidden=True)
+        return GPUs(0, driver, hidden=True)
     if not torch.version.cuda:
         problem = f"there is a driver ({driver}), but this torch is built for the CPU alone"
-        return Cards(0, driver, problem=problem, remedy="pip install --force-reinstall torch torchvision")
+        return GPUs(0, driver, problem=problem, remedy="pip install --force-reinstall torch torchvision")
     reason = str(caught[0].message).partition("(Triggered")[0].splitlines()[0] if caught else "torch sees no GPU"
     remedy = (
         "`nvidia-smi` must list the GPUs: ask the scheduler for some (--gpus-per-node), start a container with --gpus "
         "all; CUDA 13 needs driver 580 or newer, CUDA 12 driver 525"
     )
-    return Cards(0, driver, problem=f"driver {driver}, but: {reason.strip()}", remedy=remedy)
+    return GPUs(0, driver, problem=f"driver {driver}, but: {reason.strip()}", remedy=remedy)
 
 
 def driver_version() -> str | None:

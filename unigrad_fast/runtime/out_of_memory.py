@@ -23,14 +23,14 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "Pi
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; errors that were explained already are none."""
+    """Whether an error says that memory ran out; False for errors that were already explained."""
     if isinstance(error, DataError | RunStopped | UserError):
         return False
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(SIGNS.search(str(error))))
 
 
 def asked_for(error: BaseException) -> str:
-    """The piece that was too much, where the error says it."""
+    """The size that could not be allocated, if the error says it."""
     match = ASKED.search(str(error))
     if match is None:
         return ""
@@ -39,21 +39,21 @@ def asked_for(error: BaseException) -> str:
 
 
 @contextmanager
-def room_for(
+def memory_for(
     what: str,
     expected: float | Callable[[], float] | None,
     remedy: str,
     kind: type[Exception] = UserError,
     state: str = "",
 ) -> Iterator[None]:
-    """While inside, an error that says that memory ran out becomes one message.
+    """Turns an error that says that memory ran out into one message.
 
     Args:
-        what: is being made.
-        expected: its bytes, or what counts them, where that is possible.
-        remedy: what would need less.
-        kind: of the error that is raised: UserError before there is anything to lose, RunStopped later.
-        state: what the run has, for that message.
+        what: what is being allocated.
+        expected: its size in bytes, or a function that computes it; None if unknown.
+        remedy: what would need less memory.
+        kind: type of the error to raise: UserError before there is anything to lose, RunStopped later.
+        state: state of the run, for the message.
     """
     try:
         yield
@@ -69,5 +69,5 @@ def room_for(
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it is one that `room_for` has explained."""
+    """Whether `memory_for` has explained this error."""
     return RAN_OUT in getattr(error, "__notes__", ())
