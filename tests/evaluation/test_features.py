@@ -209,11 +209,12 @@ def baseline(name: str, folder: Path) -> torch.Tensor:
 
 def test_raw_pixels_of_files_correlate_with_the_same_picture_only(tmp_path):
     rng = np.random.default_rng(0)
+    (tmp_path / "a").mkdir()
     for number in range(2):
         picture = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(picture).resize((48, 48)).save(tmp_path / f"{number}_dark.jpg", quality=95)
+        Image.fromarray(picture).resize((48, 48)).save(tmp_path / f"a/{number}_dark.jpg", quality=95)
         brighter = Image.fromarray((picture // 2 + 100).astype(np.uint8)).resize((64, 64))
-        brighter.save(tmp_path / f"{number}_light.jpg", quality=95)
+        brighter.save(tmp_path / f"a/{number}_light.jpg", quality=95)
     features = torch.nn.functional.normalize(baseline("raw pixels", tmp_path))
     assert features.shape == (4, 3 * 32 * 32)
     similarity = features @ features.T
