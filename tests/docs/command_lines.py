@@ -102,6 +102,8 @@ def _wrong_script(module: str, words: list[str]) -> list[str]:
     spec = find_spec(module)
     if spec is None:
         return [f"{module}: no such module"]
+    if spec.submodule_search_locations:
+        spec = find_spec(f"{module}.__main__")
     source = Path(spec.origin).read_text(encoding="utf-8")
     options = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     return [f"--{key}: no option of {module}" for key in options if not re.search(rf"\b{key}\b", source)]
