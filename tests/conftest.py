@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # One each where several pytest processes share the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
 LONGEST = (
+    "kernels/test_interpreted.py",
     "training/test_interruption.py",
     "training/test_ranks.py",
-    "kernels/test_interpreted.py",
     "kernels/test_compiled.py",
     "benchmarks/test_bench_step.py",
     "training/test_pretrain.py",
