@@ -22,9 +22,9 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1)))
 if "PYTEST_XDIST_WORKER" in os.environ:  # several pytest processes share the cores
     THREADS = 1
 LONGEST = (
+    "kernels/test_interpreted.py",
     "training/test_interruption.py",
     "training/test_ranks.py",
-    "kernels/test_interpreted.py",
     "kernels/test_compiled.py",
     "benchmarks/test_bench_step.py",
     "training/test_pretrain.py",
@@ -62,33 +62,21 @@ def _own_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """Folder with sample data and golden values, which are too large or not ours to ship."""
-    folder = Path(os.environ.get("UNIGRAD_SHARED", ROOT.parent / "shared"))
-    if not folder.is_dir():
-        pytest.skip(f"no sample data at {folder}; UNIGRAD_SHARED names their folder")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def cifar_subset(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """10,000 CIFAR-10 images as JPEG files: train/CLASS and val/CLASS."""
-    return _unpack(shared / "data/cifar10-subset.tar.xz", tmp_path_factory) / "cifar10-subset"
-
-
-@pytest.fixture(scope="session")
-def imagenet_sample(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 ImageNet photographs as they come, one per class folder."""
-    return _unpack(shared / "data/imagenet-sample.tar", tmp_path_factory) / "imagenet-sample"
-
-
-def _unpack(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cifar_subset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """10,000 CIFAR-10 images as JPEG files: train/CLASS and val/CLASS. They are not ours to ship."""
+    archive = Path(os.environ.get("UNIGRAD_SHARED", ROOT.parent / "shared")) / "data/cifar10-subset.tar.xz"
     if not archive.is_file():
-        pytest.skip(f"no sample data at {archive}")
-    folder = tmp_path_factory.mktemp(archive.name.split(".")[0])
+        pytest.skip(f"no sample data at {archive}; UNIGRAD_SHARED names their folder")
+    folder = tmp_path_factory.mktemp("cifar10-subset")
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
-    return folder
+    return folder / "cifar10-subset"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Folder with numbers of other people's implementations; its README says what they are."""
+    return ROOT / "tests/golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,9 +111,3 @@ def _no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(BaseProcess, "start", refuse)
             patch.setattr(torch, "compile", refuse)
         yield
-
-
-@pytest.fixture(scope="session")
-def golden(shared: Path) -> Path:
-    """Folder with the numbers of the authors' implementation."""
-    return shared / "golden"

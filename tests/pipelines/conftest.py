@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from PIL import Image, ImageDraw
+from sklearn.datasets import load_sample_images
 
 from unigrad_fast.pipelines import Manifest
 
@@ -59,4 +60,26 @@ def pictures(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("pictures")
     for number, (width, height) in enumerate([(320, 240), (200, 300), (500, 375), (256, 256)]):
         draw(1000 + number, width, height).save(root / f"{number}.jpg", quality=92)
+    return root
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory) -> Path:
+    """A flat folder of 16 JPEG files cut from scikit-learn's two photographs, as differently written as ImageNet's."""
+    root = tmp_path_factory.mktemp("photographs")
+    temple, flower = (Image.fromarray(pixels) for pixels in load_sample_images().images)
+    exif = Image.Exif()
+    exif[0x010F] = "a camera"
+    writings = (
+        dict(quality=95, subsampling="4:4:4"),
+        dict(quality=75, subsampling="4:2:0"),
+        dict(quality=90, subsampling="4:2:2", exif=exif),
+        dict(quality=60, progressive=True),
+    )
+    boxes = ((0, 0, 640, 427), (70, 25, 570, 400), (250, 0, 535, 427), (333, 101, 469, 251))
+    for number in range(16):
+        image = (flower if number % 3 == 1 else temple).crop(boxes[(number + number // 4) % 4])
+        if number == 3:
+            image = image.convert("L")
+        image.save(root / f"{number:02}.jpg", **writings[number % 4])
     return root

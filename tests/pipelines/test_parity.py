@@ -28,7 +28,7 @@ class Images(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=product(["pictures", "imagenet_sample"], ["graph", "crops"]), ids=lambda pair: "-".join(pair)
+    scope="module", params=product(["pictures", "photographs"], ["graph", "crops"]), ids=lambda pair: "-".join(pair)
 )
 def images(request, tmp_path_factory):
     """Drawn and real images, at most eight, and one of the two paths."""

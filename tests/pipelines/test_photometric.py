@@ -31,13 +31,13 @@ def drawn():
 
 
 @pytest.fixture(scope="module")
-def photographs(imagenet_sample):
+def photographed(photographs):
     """Real crops, uint8 [4, 224, 224, 3]."""
-    images = [Image.open(path).convert("RGB") for path in sorted(imagenet_sample.rglob("*.JPEG"))[:4]]
+    images = [Image.open(path).convert("RGB") for path in sorted(photographs.iterdir())[:4]]
     return torch.from_numpy(np.stack([np.asarray(image.resize((224, 224))) for image in images]))
 
 
-@pytest.fixture(scope="module", params=["drawn", "photographs"])
+@pytest.fixture(scope="module", params=["drawn", "photographed"])
 def crops(request):
     return request.getfixturevalue(request.param)
 
@@ -141,9 +141,9 @@ def test_blur_is_exact_but_for_rare_roundings(crops, sigma):
     assert apart.float().mean() < 1e-3
 
 
-def test_blur_is_cut_where_a_larger_kernel_changes_no_more_than_a_level(photographs):
-    ours = apply(photographs, only("blur", len(photographs), sigma=2.0))
-    assert difference(ours, F.gaussian_blur(planar(photographs), [23, 23], [2.0, 2.0])).max() <= 1
+def test_blur_is_cut_where_a_larger_kernel_changes_no_more_than_a_level(photographed):
+    ours = apply(photographed, only("blur", len(photographed), sigma=2.0))
+    assert difference(ours, F.gaussian_blur(planar(photographed), [23, 23], [2.0, 2.0])).max() <= 1
 
 
 def test_every_image_is_blurred_by_its_own_sigma(drawn):
@@ -248,7 +248,7 @@ def test_orders_are_uniform_and_go_with_no_other_draw():
         assert abs(np.corrcoef(p.order, getattr(p, name))[0, 1]) < 4.5 / np.sqrt(count)
 
 
-@pytest.mark.parametrize("folder", ["pictures", "imagenet_sample"])
+@pytest.mark.parametrize("folder", ["pictures", "photographs"])
 @pytest.mark.parametrize("name", ["simsiam", "byol"])
 def test_dalis_path_is_close(request, tmp_path_factory, name, folder):
     manifest = Manifest.from_folder(request.getfixturevalue(folder), cache=tmp_path_factory.mktemp("cache"))

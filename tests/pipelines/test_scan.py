@@ -323,6 +323,6 @@ def test_lists_and_shards_are_scanned_as_folders_are(images, tmp_path):
     assert facts[0] == facts[1] == facts[2]
 
 
-def test_photographs_decode(imagenet_sample, tmp_path):
-    found = scan(imagenet_sample, tmp_path / "scan")
+def test_photographs_decode(photographs, tmp_path):
+    found = scan(photographs, tmp_path / "scan")
     assert not len(found.bad) and found.duplicates == 0

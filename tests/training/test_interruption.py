@@ -43,9 +43,9 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.timeout(1200)
-def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undisturbed, tmp_path):
+def test_a_run_killed_six_times_ends_bitwise_as_if_it_had_not_been(data, undisturbed, tmp_path):
     output = tmp_path / "run"
-    assert disturb(lambda: Run(data, output, 2, *EVERY_STEP), output, random.Random(7), kills=10) >= 3
+    assert disturb(lambda: Run(data, output, 2, *EVERY_STEP), output, random.Random(7), kills=6) >= 2
     assert 0 < steps_logged(output) < LAST
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
@@ -54,33 +54,29 @@ def test_a_run_killed_ten_times_ends_bitwise_as_if_it_had_not_been(data, undistu
     require_equal(output, undisturbed, LAST)
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks", "status"),
-    [(signal.SIGTERM, [0, 1], 75), (signal.SIGUSR1, [1], 75), (signal.SIGHUP, [0], 75), (signal.SIGINT, [0, 1], 130)],
-)
-def test_a_signal_saves_and_ends_all_ranks(data, undisturbed, tmp_path, number, ranks, status):
-    output = tmp_path / "run"
-    run = Run(data, output, 2, "--engine.zero_stage", "1")
-    assert run.wait_for(lambda: steps_logged(output) >= 4)
-    run.signal(number, ranks)
-    statuses, said = run.end()
-    assert statuses == [status, status], said
-    word = "interrupted" if number == signal.SIGINT else "preempted"
-    step = Reader(latest(output)).about["step"]
-    assert step % STEPS_PER_EPOCH or step >= 5  # wherever it was
-    assert said.count(f"{word}: saved after step {step}; the same command goes on from there") == 2
-    assert "Traceback" not in said
+SIGNALS = [
+    (signal.SIGTERM, [0, 1], 75),
+    (signal.SIGUSR1, [1], 75),
+    (signal.SIGHUP, [0], 75),
+    (signal.SIGINT, [0, 1], 130),
+]
 
 
-def test_a_preempted_run_resumes_bitwise(data, undisturbed, tmp_path):
-    output = tmp_path / "run"
-    for _ in range(2):
-        run = Run(data, output, 2)
-        began = steps_logged(output)
-        assert run.wait_for(lambda: steps_logged(output) >= began + 4)  # noqa: B023
-        run.signal(signal.SIGTERM)
-        assert run.end()[0] == [75, 75]
-        assert (output / "preempted.txt").read_text().startswith("status 75: saved after step ")
+def test_each_signal_saves_and_ends_all_ranks_and_the_run_resumes_bitwise(data, undisturbed, tmp_path):
+    output, saved = tmp_path / "run", []
+    for number, ranks, status in SIGNALS:
+        run, began = Run(data, output, 2), steps_logged(output)
+        assert run.wait_for(lambda: steps_logged(output) >= began + 2)  # noqa: B023
+        run.signal(number, ranks)
+        statuses, said = run.end()
+        assert statuses == [status, status], said
+        word = "interrupted" if number == signal.SIGINT else "preempted"
+        saved.append(Reader(latest(output)).about["step"])
+        assert said.count(f"{word}: saved after step {saved[-1]}; the same command goes on from there") == 2
+        assert "Traceback" not in said
+        if status == 75:
+            assert (output / "preempted.txt").read_text().startswith("status 75: saved after step ")
+    assert saved == sorted(set(saved)) and saved[-1] < LAST
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
     assert not (output / "preempted.txt").exists()
