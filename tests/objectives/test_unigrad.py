@@ -460,7 +460,7 @@ def test_what_is_no_tensor_is_refused_by_its_place():
 @pytest.mark.parametrize("online", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float32])
 def test_on_a_gpu_the_online_branch_decides_the_dtype_of_the_product(online, target, monkeypatch):
-    monkeypatch.setattr("unigrad_fast.objectives.unigrad.use_triton", lambda device: True)
+    monkeypatch.setattr("unigrad_fast.objectives.layout.use_triton", lambda device: True)
     layout = UniGrad(width=16)._layout(views(dtype=online), views(dtype=target))
     assert (layout.unit_dtype, layout.product_dtype) == (online, online)
     exact = UniGrad(width=16)._layout(views(dtype=online), views())

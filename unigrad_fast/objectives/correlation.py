@@ -5,25 +5,25 @@ The paper, section "UniGrad": F ← ρ·F + (1−ρ)·B, B this batch's correlat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from unigrad_fast.kernels import effective_rank, mirror_, ops, round_into_
-from unigrad_fast.objectives.state import moved
+from unigrad_fast.objectives.over_ranks import Gathered, OwnRows
+from unigrad_fast.objectives.state import KeptState
 from unigrad_fast.objectives.surroundings import require_no_capture
 
-STATE = ("correlation", "updates")
+Gradient = Callable[..., tuple[Tensor, Tensor]]
 
 
-class MovingCorrelation(nn.Module):
-    """F [C, C] in fp32 (float64 once embeddings are float64), the same on all ranks, part of the state dict.
-
-    F and `updates` are state but neither parameters nor buffers: what sends, averages or converts a model's buffers
-    (DDP, `AveragedModel`, `half`) leaves them alone. They follow the module from device to device, never to a dtype.
+class MovingCorrelation(KeptState):
+    """F [C, C] in fp32 (float64 once embeddings are float64), the same on all ranks; kept state, as is `updates`.
 
     Where the product with F is computed in bf16 or fp16, a copy of F in that dtype stands beside it, which has three
     states, the same on every device:
@@ -40,7 +40,8 @@ class MovingCorrelation(nn.Module):
         rows: how many rows of F lie here, from `first_row` on; None is all.
     """
 
-    first_row = 0
+    kept = ("correlation", "updates")
+    rank, shards, first_row = 0, 1, 0
     correlation: Tensor
     updates: Tensor
     _working: Tensor | None
@@ -51,7 +52,7 @@ class MovingCorrelation(nn.Module):
         super().__init__()
         with torch.inference_mode(False):
             matrix = torch.zeros(width if rows is None else rows, width, dtype=torch.float32)
-            self._take(matrix, torch.zeros((), dtype=torch.int64))
+            self._become(matrix, torch.zeros((), dtype=torch.int64))
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +86,11 @@ class MovingCorrelation(nn.Module):
             self._require_values()
             return self.whole().to(like.device, product_dtype)
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
-            if self.correlation.dtype != exact or self.correlation.device != like.device:
+            if not is_in_use:
                 require_no_capture("this dtype and device")
                 self._require_values()
                 self._repair()
-                self._take(self.correlation.to(like.device, exact), self.updates.to(like.device))
+                self._become(self.correlation.to(like.device, exact), self.updates.to(like.device))
             if product_dtype == exact:
                 return self.whole()
             if self._working is None or self._working.dtype != product_dtype:
@@ -107,27 +108,49 @@ class MovingCorrelation(nn.Module):
         if self._working is not None:
             self.operand(self.correlation, self._working.dtype)
 
-    def update_(self, unit_MC: Tensor, *, decay: Tensor, count: Tensor, skip: Tensor) -> None:
-        """Take in the unit embeddings of all ranks; `updates` is counted by whoever computes the gradient.
+    def take(self, batch: Gathered, decay: Tensor, source: int, product_dtype: torch.dtype) -> None:
+        """F ← ρ·F + (1−ρ)·B, and of the first batch F ← B; UniGrad's gradient counts it, or `count`.
 
         Args:
-            unit_MC: [M, C].
-            decay: ρ, a scalar on the device; the first batch is taken whole.
-            count: M over all ranks, a scalar on the device.
-            skip: int32, where one of them is not 0, on any rank, F stays as it is.
+            batch: unit embeddings of all ranks.
+            decay: ρ, a scalar on the device.
+            source: which of the batch's flags keeps F as it is: 0, of both branches, or 1, of the targets.
+            product_dtype: of the product that follows, see `operand`; the copy moves with F.
         """
+        if not batch.rows.shape[1]:
+            return
+        self.operand(batch.rows, product_dtype)
+        views = len(batch.rows)
         ops.update_correlation_(
             self.correlation,
-            unit_MC,
+            batch.rows.flatten(0, 1),
             decay=decay,
-            count=count,
-            skip=skip,
+            count=batch.count if views == 1 else views * batch.count,
+            skip=batch.skip[source],
             updates=self.updates,
             first_row=self.first_row,
             working=self._working if self._is_current else None,
         )
         if self._is_current:
             self._set_current()
+
+    @torch.no_grad()
+    def count(self, batch: Gathered, source: int) -> None:
+        """After `take`, where no kernel of UniGrad's gradient counts the batch."""
+        self.updates.add_(batch.skip[source] == 0)
+
+    def product(self, unit_MC: Tensor, product_dtype: torch.dtype) -> Tensor:
+        """u·F, or its columns that belong to the rows that lie here; see `operand`."""
+        return ops.correlation_product(unit_MC, self.operand(unit_MC, product_dtype))
+
+    def gradient_of(self, online: OwnRows, product_dtype: torch.dtype, kernels: Any) -> Gradient:
+        """`unigrad_gradient` of these rows but for `correlation`, which it has; in shards after their collectives.
+
+        Args:
+            online: unit embeddings of the online branch.
+            kernels: `functional`, or `ops` where the rows were looked at before.
+        """
+        return partial(kernels.unigrad_gradient, correlation=self.operand(online.rows, product_dtype))
 
     @torch.no_grad()
     def accept(self) -> None:
@@ -162,10 +185,18 @@ class MovingCorrelation(nn.Module):
         if not torch.compiler.is_compiling():
             self._version = self.correlation._version
 
-    def _take(self, correlation_CC: Tensor, updates: Tensor) -> None:
+    def _become(self, correlation_CC: Tensor, updates: Tensor) -> None:
         """Have another F, whole and without a copy."""
         self.correlation, self.updates = correlation_CC, updates
         self._working, self._is_current, self._version = None, False, 0
+
+    @contextmanager
+    def _repaired(self) -> Iterator[None]:
+        """While inside, others read F and write to it, or give it other memory; then the copy is dropped."""
+        before = self.whole()
+        yield
+        if self.correlation is not before:
+            self._working = None
 
     def _require_values(self) -> None:
         if self.correlation.is_meta:
@@ -174,16 +205,10 @@ class MovingCorrelation(nn.Module):
                 "to_empty(device=...), with which it begins at 0, or load_state_dict(..., assign=True)"
             )
 
-    @torch.no_grad()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MovingCorrelation:
-        self.whole()
-        with torch.inference_mode(False):
-            correlation_CC, updates = (moved(tensor, fn) for tensor in (self.correlation, self.updates))
-            if self.correlation.is_meta and not correlation_CC.is_meta:
-                correlation_CC, updates = correlation_CC.zero_(), updates.zero_()
-            if correlation_CC is not self.correlation or updates is not self.updates:
-                self._take(correlation_CC, updates)
-        return super()._apply(fn, recurse)
+        with self._repaired():
+            super()._apply(fn, recurse)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         self.whole()
@@ -192,43 +217,10 @@ class MovingCorrelation(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.whole()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in STATE:
-            destination[prefix + name] = getattr(self, name)
 
-    @torch.no_grad()
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
-        )
-        names = {prefix + name: name for name in STATE}
-        if strict:
-            missing_keys += [key for key in names if key not in state_dict]
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in names]
-        found = {name: state_dict[key].detach() for key, name in names.items() if key in state_dict}
-        for name, tensor in found.items():
-            if tensor.shape != getattr(self, name).shape:
-                given, own = list(tensor.shape), list(getattr(self, name).shape)
-                error_msgs.append(f"{prefix}{name} is {given} in the state dict and {own} here")
-                return
-        self.whole()
-        with torch.inference_mode(False):
-            correlation, updates = (found.get(name, getattr(self, name)) for name in STATE)
-            exact = torch.promote_types(correlation.dtype, torch.float32)
-            if local_metadata.get("assign_to_params_buffers", False):
-                self._take(correlation.to(exact), updates)
-            elif self.correlation.is_meta:
-                self._take(correlation.to(exact, copy=True), updates.clone())
-            elif exact != self.correlation.dtype:
-                self._take(correlation.to(self.correlation.device, exact, copy=True), self.updates.copy_(updates))
-            else:
-                self.correlation.copy_(correlation)
-                self.updates.copy_(updates)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state, key = dict(state_dict), prefix + "correlation"
+        if key in state:
+            state[key] = state[key].to(torch.promote_types(state[key].dtype, torch.float32))
+        with self._repaired():
+            super()._load_from_state_dict(state, prefix, *arguments)

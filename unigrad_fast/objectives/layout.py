@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unigrad_fast.kernels.dispatch import acts_as_cuda, use_triton
+from unigrad_fast.objectives.surroundings import require_no_capture
 
 
 class Mix(Protocol):
@@ -100,6 +101,49 @@ class Layout:
             return self.first, second_2N, ratio_2N
         rest = slice(2 * self.images, None)
         return self.first, torch.cat([second_2N, self.second[rest]]), torch.cat([ratio_2N, self.ratio[rest]])
+
+    def units(self, views: Sequence[Tensor], kernels: Any, sent: int = 2, spare: int = 0) -> tuple[Tensor, Tensor]:
+        """Unit embeddings and inverse norms of some views; `nonfinite` and `raised` say which rows are not finite.
+
+        Args:
+            kernels: `functional`, or `ops` for views that were looked at before.
+            sent: how many views, the last ones, can go to other ranks; `spare` rows are written behind them for that.
+        """
+        return kernels.unit_embeddings(
+            views,
+            self.unit_dtype,
+            self.nonfinite[: len(views) * self.images],
+            raised=self.raised,
+            ticket=self.ticket,
+            since=(len(views) - sent) * self.images,
+            spare=spare,
+        )
+
+
+def layout_of(
+    kept: dict[Any, Layout], views: int, like: Tensor, dtypes: tuple[torch.dtype, torch.dtype], decay: float
+) -> Layout:
+    """The layout of so many views like one, out of those that are kept, or made and kept; without views of targets."""
+    key = (views, len(like), decay, like.device, *dtypes)
+    if key not in kept:
+        require_no_capture("a batch of this shape")
+        kept[key] = Layout.of(max(2, views), len(like), like.device, *dtypes, decay)
+    return kept[key]
+
+
+def dtypes_of(
+    online: Sequence[Tensor], target: Sequence[Tensor], compute_dtype: torch.dtype | None = None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Of the unit embeddings, and of the operands of the product u·F; `compute_dtype` is UniGrad's."""
+    exact = torch.promote_types(common_dtype([*online, *target]), torch.float32)
+    if exact == torch.float64:
+        return exact, exact
+    device = online[0].device
+    if not use_triton(device):
+        return exact, compute_dtype or exact
+    enabled = torch.is_autocast_enabled(device.type)
+    usual = torch.get_autocast_dtype(device.type) if enabled else common_dtype(online)
+    return (compute_dtype or usual,) * 2
 
 
 def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int) -> None:

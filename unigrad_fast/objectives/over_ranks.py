@@ -1,23 +1,27 @@
-"""An objective of all ranks together: whom it asks, and how their rows come to it.
+"""An objective of all ranks together: whom it asks, and the one way by which rows go from rank to rank.
 
-Shape suffixes: W ranks, V views, N images of this rank, K images of all ranks, C embedding width.
+Every rank sends as many rows: its own, zeros up to the number of the rank with the most images, and a tail that says
+how many rows are its own and whether all are finite (see `kernels.tails`). The host waits for none of it.
+
+Shape suffixes: W ranks, V views, N images of this rank, K images of all ranks, M rows, C embedding width.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unigrad_fast.kernels import ops
+from unigrad_fast.kernels.reference import refusal
 from unigrad_fast.kernels.structures import DIGIT, TAIL, tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
-from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.shared_sums import gather_over_ranks
 from unigrad_fast.objectives.surroundings import require_no_capture
 
@@ -28,17 +32,100 @@ class Gathered:
 
     Attributes:
         rows: [V, K, C], of each rank as many; where it has fewer images, rows of zeros follow them.
-        is_image: bool [K]; None: all of them are images.
         count: images, a scalar in the dtype of the rows (fp32 at least).
+        raised: int32 [2], the flags of all ranks; `skip` the same, raised too where no rank has an image.
         own: which of the K are this rank's.
-        raised: int32 [2], the flags of all ranks.
+        is_image: bool [K]; None: all of them are images, or nobody asks.
     """
 
     rows: Tensor
-    is_image: Tensor | None
     count: Tensor
-    own: slice
     raised: Tensor
+    skip: Tensor
+    own: slice
+    is_image: Tensor | None = None
+
+    @classmethod
+    def of_this_rank(cls, rows_VNC: Tensor, raised: Tensor, count: Tensor | None = None) -> Gathered:
+        images = rows_VNC.shape[1]
+        if count is None:
+            exact = torch.promote_types(rows_VNC.dtype, torch.float32)
+            count = torch.full((), images, dtype=exact, device=rows_VNC.device)
+        return cls(rows_VNC, count, raised, raised if images else torch.ones_like(raised), slice(0, images))
+
+
+class OwnRows:
+    """Rows of this rank: `begin` sends them to the others, `finish` has those of all ranks.
+
+    Args:
+        objective: knows the ranks.
+        rows_MC: V·N rows, where they are sent with what `unit_embeddings(spare=)` writes behind them.
+        images: N.
+        raised: int32 [2], flags of this rank.
+        views: V.
+        count: V·N, a scalar on the device; it is made where it is needed and not given.
+    """
+
+    def __init__(
+        self,
+        objective: OverRanks,
+        rows_MC: Tensor,
+        images: int,
+        raised: Tensor,
+        views: int,
+        count: Tensor | None = None,
+    ):
+        self.objective, self.group = objective, objective.process_group
+        self.rows, self.images, self.views = rows_MC, images, views
+        self.raised, self.count = raised, count
+        self.most = images  # of the rank that has the most
+        self.all = rows_MC  # those of all ranks
+        self._is_sent = False
+        self._work: Any = None
+        self._told: Tensor | None = None
+
+    def begin(self, asynchronous: bool = False) -> OwnRows:
+        """Send them, where there are other ranks; with `asynchronous` nobody waits for them before `finish`."""
+        if self.objective._ranks() > 1:
+            self.most = self.objective._most(self.images, self.rows.device)
+            if self.rows.requires_grad:
+                self.all = gather_over_ranks(self._filled(), self.group)
+            else:
+                self.all, self._work = ranks.begin_gather(self._filled(), self.group, asynchronous)
+            self._is_sent = True
+        return self
+
+    def finish(self) -> Gathered:
+        """The rows of all ranks as one view, ready to be read; this rank's alone where they were not sent."""
+        if self._work is not None:
+            self._work.wait()
+        if not self._is_sent:
+            return Gathered.of_this_rank(self.rows[None], self.raised, self.count)
+        count, flags = ops.sum_tails_(self.all.detach(), self.objective._ranks())
+        self._told = flags[0]
+        return Gathered(self.all[None], count, flags[:2], flags[2:], slice(0))
+
+    def flag(self) -> Tensor:
+        """Whether one of them, or in training of any rank's, is not finite; known with the rows if those were sent."""
+        if self._told is not None:
+            return self._told
+        return ranks.largest(self.raised[0], self.group) if self.objective.over_ranks else self.raised[0]
+
+    def require_fit(self) -> None:
+        """Raises ValueError where this rank has more images than all agreed on; the others drop the step.
+
+        It is called after the last collective of the step: then nobody waits for this rank any more.
+        """
+        if self.images > self.most:
+            self.objective._refuse(self.images, self.most)
+
+    def _filled(self) -> Tensor:
+        """What is sent: the rows, where they fit; else what makes the other ranks, which wait, drop the step."""
+        rows = self.views * self.most + tail_rows(self.rows.shape[1])
+        if self.images > self.most:
+            return refusal(self.rows, rows)
+        missing = rows - len(self.rows)
+        return nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
 
 
 class OverRanks(nn.Module):
@@ -58,68 +145,93 @@ class OverRanks(nn.Module):
         self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
 
     @property
+    def updates(self) -> Tensor:
+        """How many batches its state has taken, an int64 scalar, the same on all ranks."""
+        return torch.zeros((), dtype=torch.int64)
+
+    @property
     def over_ranks(self) -> bool:
         """Whether a batch is one over several ranks: in training mode."""
-        return self.training and ranks.size(self.process_group) > 1
+        return self.training and self._ranks() > 1
 
-    def gather(self, own_VNC: Tensor, raised: Tensor, updates: Tensor) -> Gathered:
-        """The rows of all ranks that take part.
+    def spare(self, views: int, images: int, like: Tensor) -> int:
+        """Rows that `unit_embeddings` writes behind those of some views, for them to be sent; 0 where they are not."""
+        if not self.over_ranks:
+            return 0
+        most = self._most(images, like.device)
+        return views * (most - images) + tail_rows(like.shape[1]) if images <= most else 0
+
+    def gather(self, own_VNC: Tensor, raised: Tensor) -> Gathered:
+        """The rows of all ranks that take part, view by view.
 
         Args:
             own_VNC: this rank's; where they need a gradient, those of other ranks' losses come back to them.
             raised: int32 [2], flags of this rank.
-            updates: int64 scalar, batches that the objective's state has taken; the same on all ranks.
 
         Raises:
             ValueError: this rank has more images than all agreed on; the others drop the step.
         """
         views, images, width = own_VNC.shape
-        exact = torch.promote_types(own_VNC.dtype, torch.float32)
         if not self.over_ranks:
-            count = torch.full((), images, dtype=exact, device=own_VNC.device)
-            return Gathered(own_VNC, None, count, slice(0, images), raised)
-        most, size = self._most(images, updates), ranks.size(self.process_group)
-        fits, device = images <= most, own_VNC.device
+            return Gathered.of_this_rank(own_VNC, raised)
+        most, size = self._most(images, own_VNC.device), self._ranks()
         # Filled in, not copied: the host would wait for a copy.
         digits = [own_VNC.new_full((1,), images // DIGIT**place % DIGIT) for place in range(TAIL - 2)]
-        tail = torch.cat([*digits, (raised if fits else torch.ones_like(raised)).to(own_VNC.dtype)])
-        tail = nn.functional.pad(tail, (0, tail_rows(width) * width - TAIL)).view(-1, width)
-        padded = nn.functional.pad(own_VNC, (0, 0, 0, most - images)) if fits else own_VNC.new_zeros(views, most, width)
-        sent = torch.cat([padded.reshape(views * most, width), tail])
-        collective = gather_over_ranks if own_VNC.requires_grad else ranks.gather
-        all_WMC = collective(sent, self.process_group).view(size, -1, width)
-        if not fits:  # now the others wait for this rank no more
-            self._refuse(images, most)
-        tails_WT = all_WMC[:, views * most :].detach().flatten(1)[:, :TAIL]
-        counts_W = sum(tails_WT[:, place].to(torch.int64) * DIGIT**place for place in range(TAIL - 2))
+        tail = nn.functional.pad(torch.cat([*digits, raised.to(own_VNC.dtype)]), (0, tail_rows(width) * width - TAIL))
+        padded = nn.functional.pad(own_VNC, (0, 0, 0, most - images))
+        filled_MC = torch.cat([padded.flatten(0, 1), tail.view(-1, width)])
+        sent = OwnRows(self, filled_MC, images, raised, views).begin()
+        all_WMC = sent.all.view(size, -1, width)
+        tails_WT = all_WMC[:, views * most :].detach().flatten(1)
+        counts_W: Any = sum(tails_WT[:, place].to(torch.int64) * DIGIT**place for place in range(TAIL - 2))
+        batch = sent.finish()
+        sent.require_fit()
         rows_VWNC = all_WMC[:, : views * most].unflatten(1, (views, most)).transpose(0, 1)
-        is_image_WN = torch.arange(most, device=device) < counts_W[:, None]
         rank = dist.get_rank(self.process_group)
-        return Gathered(
-            rows_VWNC.reshape(views, size * most, width),
-            is_image_WN.flatten(),
-            counts_W.sum().to(exact),
-            slice(rank * most, rank * most + images),
-            (tails_WT[:, TAIL - 2 :] != 0).any(0).to(torch.int32),
+        return replace(
+            batch,
+            rows=rows_VWNC.reshape(views, size * most, width),
+            own=slice(rank * most, rank * most + images),
+            is_image=(torch.arange(most, device=counts_W.device) < counts_W[:, None]).flatten(),
         )
 
-    def _most(self, images: int, updates: Tensor) -> int:
+    def _ranks(self) -> int:
+        return ranks.size(self.process_group)
+
+    def _most(self, images: int, device: torch.device) -> int:
+        """The number of images that every rank's rows are filled up to."""
         if self.most_images is not None:
             return self.most_images
-        size = ranks.size(self.process_group)
+        size = self._ranks()
         if size not in self._agreed:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "compiled code cannot find out how many images the other ranks have; give "
+                    f"{type(self).__name__}(most_images=...), or make one training step on all ranks before it is "
+                    "compiled"
+                )
             require_no_capture("this number of ranks")
-            self._agreed[size] = ranks.agree_on_most_images(images, updates, self.process_group)
+            most = ranks.agree_on_most_images(images, self.updates.to(device), self.process_group)
+            if not self.training:  # of this batch: those of the training to come may be larger
+                return most
+            self._agreed[size] = most
         return self._agreed[size]
 
     def _refuse(self, images: int, most: int) -> None:
         how = "most_images" if self.most_images else "the most that a rank had in the first training step"
-        raise ValueError(f"this rank has {images} images, more than {most}, {how}; give most_images={images} or more")
+        raise ValueError(
+            f"this rank has {images} images, more than {most}, {how}; give "
+            f"{type(self).__name__}(most_images={images}) or more"
+        )
+
+    def _lasting(self) -> dict[str, Any]:
+        """Attributes that a copy has too."""
+        return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverRanks:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         memo[id(self.process_group)] = self.process_group  # a copy shares it: it is no data
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(self._lasting(), memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,21 +241,4 @@ class OverRanks(nn.Module):
                 "process_group",
                 stacklevel=2,
             )
-        return {**self.__dict__, "process_group": None}
-
-
-def take_batch_(average: MovingCorrelation, batch: Gathered, decay: float, skip: Tensor) -> None:
-    """Move F with the unit embeddings of all ranks, and count the batch.
-
-    Args:
-        average: F, on the device of the batch.
-        batch: unit embeddings of the global views.
-        decay: ρ.
-        skip: int32 scalar; where it is not 0, F keeps its value.
-    """
-    views = len(batch.rows)
-    skip = (skip != 0) | (batch.count == 0)
-    count = (views * batch.count).clamp_min(1)
-    skip_flag = skip.to(torch.int32)
-    average.update_(batch.rows.flatten(0, 1), decay=torch.full_like(count, decay), count=count, skip=skip_flag)
-    average.updates.add_(~skip)
+        return {**self._lasting(), "process_group": None}

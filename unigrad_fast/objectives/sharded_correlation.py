@@ -9,6 +9,7 @@ so is symmetric to rounding, and no more.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from unigrad_fast.kernels import mirror_, ops
 from unigrad_fast.objectives import ranks
-from unigrad_fast.objectives.correlation import MovingCorrelation
+from unigrad_fast.objectives.correlation import Gradient, MovingCorrelation
+from unigrad_fast.objectives.over_ranks import OwnRows
 
 ALIGNED = 16  # rows to which blocks are rounded: the kernels then load 128 bits at a time
 
@@ -49,17 +51,15 @@ class ShardedCorrelation(MovingCorrelation):
             raise ValueError(f"width {width} cannot be sharded over {size} ranks; use placement='replicated'")
         bounds = row_bounds(width, size)
         super().__init__(width, bounds[rank + 1] - bounds[rank])
-        self.rank, self.first_row = rank, bounds[rank]
+        self.rank, self.shards, self.first_row = rank, size, bounds[rank]
         self.sizes = [last - first for first, last in pairwise(bounds)]
 
-    def columns(self, gathered_MC: Tensor, operand: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-        """u·F of this rank's rows, in blocks of columns; all ranks call it together.
-
-        Args:
-            gathered_MC: unit embeddings of all ranks, of each as many.
-            operand: see `operand`.
-        """
-        return ranks.exchange_columns(ops.correlation_product(gathered_MC, operand), self.sizes, group)
+    def gradient_of(self, online: OwnRows, product_dtype: torch.dtype, kernels: Any) -> Gradient:
+        """See `MovingCorrelation.gradient_of`: the rows go to all ranks, and their columns of u·F come back."""
+        unit_MC = online.begin().finish().rows[0]
+        blocks = ranks.exchange_columns(self.product(unit_MC, product_dtype), self.sizes, online.group)
+        rows = online.views * online.images
+        return partial(ops.gradient_of_blocks, [block[:rows] for block in blocks])
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
@@ -88,16 +88,13 @@ class ShardedCorrelation(MovingCorrelation):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "first_row"] = torch.tensor(self.first_row)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
-    ) -> None:
-        *_, errors = lists
-        state, name = dict(state_dict), prefix + "correlation"
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        *_, errors = arguments
+        state, key, own = dict(state_dict), prefix + "correlation", self.correlation
         first_row = state.pop(prefix + "first_row", None)
-        found, own = state.get(name), self.correlation
         if first_row is not None and int(first_row) != self.first_row:
             errors.append(f"{prefix}first_row is {int(first_row)} in the state dict and {self.first_row} here")
             return
-        if first_row is None and found is not None and tuple(found.shape) == (own.shape[1],) * 2:
-            state[name] = found[self.first_row : self.first_row + own.shape[0]].clone()
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, *lists)
+        if first_row is None and key in state and tuple(state[key].shape) == (own.shape[1],) * 2:
+            state[key] = state[key][self.first_row : self.first_row + own.shape[0]].clone()
+        super()._load_from_state_dict(state, prefix, *arguments)

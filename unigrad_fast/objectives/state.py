@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class KeptState(nn.Module):
     """A module whose `kept` tensors are state.
 
-    A state dict's tensors are taken in their own dtype, so that a run goes on bit for bit.
+    A state dict's tensors are taken in their own dtype, so that a run goes on bit for bit, and all of them or none.
 
     Attributes:
         kept: their names.
@@ -54,17 +54,25 @@ class KeptState(nn.Module):
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if strict:
             missing_keys += [key for key in names if key not in state_dict]
-        for key, name in names.items():
-            own, found = getattr(self, name), state_dict.get(key)
-            if found is None:
-                continue
-            if found.shape != own.shape:
-                error_msgs.append(f"{key} is {list(found.shape)} in the state dict and {list(own.shape)} here")
-                continue
-            with torch.inference_mode(False):
-                assigned = local_metadata.get("assign_to_params_buffers", False)
-                device = found.device if assigned or own.is_meta else own.device
-                setattr(self, name, found.detach().to(device, copy=not assigned))
+        found = {name: state_dict[key].detach() for key, name in names.items() if key in state_dict}
+        misfits = [
+            f"{prefix}{name} is {list(tensor.shape)} in the state dict and {list(getattr(self, name).shape)} here"
+            for name, tensor in found.items()
+            if tensor.shape != getattr(self, name).shape
+        ]
+        if misfits:
+            error_msgs += misfits
+            return
+        assigned = local_metadata.get("assign_to_params_buffers", False)
+        with torch.inference_mode(False):
+            for name, tensor in found.items():
+                own = getattr(self, name)
+                if assigned or own.is_meta:
+                    setattr(self, name, tensor if assigned else tensor.clone())
+                elif tensor.dtype == own.dtype:
+                    own.copy_(tensor)
+                else:
+                    setattr(self, name, tensor.to(own.device, copy=True))
 
 
 def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

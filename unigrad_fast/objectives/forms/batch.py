@@ -63,14 +63,7 @@ class Batch:
 
 def units(online: Sequence[Tensor], target: Sequence[Tensor], layout: Layout) -> Units:
     """ℓ2-normalised embeddings; which rows are finite is left in `layout`."""
-    unit_MC, inverse_norm_M = functional.unit_embeddings(
-        [*online, *target],
-        layout.unit_dtype,
-        layout.nonfinite,
-        raised=layout.raised,
-        ticket=layout.ticket,
-        since=layout.rows,
-    )
+    unit_MC, inverse_norm_M = layout.units([*online, *target], functional)
     return Units(unit_MC, inverse_norm_M[: layout.rows])
 
 

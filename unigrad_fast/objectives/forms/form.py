@@ -8,8 +8,9 @@ Shape suffixes: V views, N images of this rank, K images of all ranks, M = V·N 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unigrad_fast.kernels import attach_gradient, functional
-from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.catalogue import require_target
 from unigrad_fast.objectives.checks import require_whole
@@ -27,11 +27,11 @@ from unigrad_fast.objectives.forms import losses, negatives
 from unigrad_fast.objectives.forms.batch import Batch, Units, batch_of, through_normalisation, units
 from unigrad_fast.objectives.forms.negatives import Negative
 from unigrad_fast.objectives.forms.rows import Row
-from unigrad_fast.objectives.layout import Layout, Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
-from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, take_batch_
+from unigrad_fast.objectives.over_ranks import Gathered, OverRanks
 from unigrad_fast.objectives.positives import positives
-from unigrad_fast.objectives.surroundings import require_no_capture, require_no_recomputation, without_autocast
+from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
 
 METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
@@ -91,7 +91,7 @@ class GradientForm(OverRanks):
             ValueError: a shape that does not fit; mixing where the samples would be mixed; more images than agreed on.
         """
         require_views(online, target, self.width)
-        layout = self._layout(online, target)
+        layout = layout_of(self._layouts, len(online), online[0], dtypes_of(online, target), self.row.decay)
         self._require_batch(len(online), mix, layout)
         if self.training:
             require_no_recomputation()
@@ -104,7 +104,7 @@ class GradientForm(OverRanks):
                 target,
                 found,
                 layout,
-                self._gather(layout),
+                partial(self.gather, raised=layout.raised),
             )
             negative = self._negative(batch, layout, mix)
             if self._is_plain:
@@ -119,6 +119,11 @@ class GradientForm(OverRanks):
         nonfinite = batch.gathered.raised[0].to(terms.dtype)
         unit_MC = found.online[: 2 * layout.images]
         return ObjectiveOutput(loss, named, nonfinite, unit_MC, self.over_ranks, self.process_group)
+
+    @property
+    def updates(self) -> Tensor:
+        state = self.average or self.bank
+        return super().updates if state is None else state.updates
 
     @property
     def _is_plain(self) -> bool:
@@ -140,7 +145,8 @@ class GradientForm(OverRanks):
         if self.bank is not None:
             return negatives.softmax_of_bank(row, batch, self._positives(batch, mix), self.bank)
         if row.negative == "softmax":
-            return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, self._gather(layout))
+            gather = partial(self.gather, raised=layout.raised)
+            return negatives.softmax_of_batch(row, batch, self._samples(batch).rows, gather)
         if row.negative == "cross_batch":
             return negatives.cross_batch(row, batch)
         if self.average is not None:
@@ -151,12 +157,12 @@ class GradientForm(OverRanks):
         """u·F, or with a predictor W_h·u, after F has taken the batch."""
         row, online_MC = self.row, batch.online.flatten(0, 1)
         dtype = layout.product_dtype if self.direct is None else batch.exact
-        operand = average.operand(batch.online, dtype)  # on this device and in this dtype before it takes the batch
         if self.training:
-            take_batch_(average, self._samples(batch), row.decay, batch.gathered.raised[self._flag])
-            operand = average.operand(batch.online, dtype)
+            average.take(self._samples(batch), layout.decay, self._flag, dtype)
+            average.count(batch.gathered, self._flag)
         if self.direct is None:
-            return functional.correlation_product(online_MC, operand).view(batch.online.shape)
+            return average.product(online_MC, dtype).view(batch.online.shape)
+        operand = average.operand(batch.online, dtype)
         matrix_CC = self.direct.follow(operand, average.updates, row.every, row.predictor, row.epsilon)
         return (online_MC.to(batch.exact) @ matrix_CC).view(batch.online.shape)
 
@@ -247,12 +253,6 @@ class GradientForm(OverRanks):
             return views, 2 if self.row.negative == "cross_batch" else 0
         return (2, 0) if self.row.source == "online" else (0, 2)
 
-    def _gather(self, layout: Layout) -> Callable[[Tensor], Gathered]:
-        """What gathers rows of a batch."""
-        state = self.average or self.bank
-        updates = layout.raised.new_zeros((), dtype=torch.int64) if state is None else state.updates.to(layout.device)
-        return lambda own_VNC: self.gather(own_VNC, layout.raised, updates)
-
     def _total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks."""
         if self.over_ranks:
@@ -273,15 +273,3 @@ class GradientForm(OverRanks):
                 f"those of mixed images{remedy}"
             )
         require_mix(mix, layout.images, layout.device)
-
-    def _layout(self, online: Sequence[Tensor], target: Sequence[Tensor]) -> Layout:
-        device, exact = online[0].device, torch.promote_types(common_dtype([*online, *target]), torch.float32)
-        unit_dtype = exact
-        if exact != torch.float64 and use_triton(device):
-            enabled = torch.is_autocast_enabled(device.type)
-            unit_dtype = torch.get_autocast_dtype(device.type) if enabled else common_dtype(online)
-        key = (len(online), online[0].shape[0], device, unit_dtype)
-        if key not in self._layouts:
-            require_no_capture("a batch of this shape")
-            self._layouts[key] = Layout.of(*key[:3], unit_dtype, unit_dtype, self.row.decay)
-        return self._layouts[key]

@@ -17,7 +17,6 @@ from unigrad_fast.objectives.checks import require_among
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
 from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
-from unigrad_fast.objectives.over_ranks import take_batch_
 from unigrad_fast.objectives.predictor import Predictor
 
 
@@ -82,11 +81,16 @@ class DirectPred(OriginalLoss, method="byol_directpred"):
         require_among("kind", self.kind, ("authors", "paper"))
         self.average, self.direct = MovingCorrelation(self.width), EigenPredictor(self.width)
 
+    @property
+    def updates(self) -> Tensor:
+        return self.average.updates
+
     def loss_of(self, views: Views) -> Tensor:
         unit_VNC = views.unit_online
-        operand = self.average.operand(unit_VNC, unit_VNC.dtype)
         if self.training:
-            batch = self.gather(views.unit_target.detach(), views.raised, self.average.updates)
-            take_batch_(self.average, batch, self.decay, batch.raised[1])
+            batch = self.gather(views.unit_target.detach(), views.raised)
+            self.average.take(batch, torch.full_like(batch.count, self.decay), 1, unit_VNC.dtype)
+            self.average.count(batch, 1)
+        operand = self.average.operand(unit_VNC, unit_VNC.dtype)
         matrix_CC = self.direct.follow(operand, self.average.updates, self.every, self.kind, self.epsilon)
         return -mean(torch.linalg.vecdot(unit(unit_VNC @ matrix_CC), views.unit_positive))

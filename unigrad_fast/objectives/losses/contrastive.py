@@ -32,6 +32,10 @@ class MoCo(OriginalLoss, method="moco"):
         super().__init__(width, **settings)
         self.bank = Bank(self.bank_size, self.width)
 
+    @property
+    def updates(self) -> Tensor:
+        return self.bank.updates
+
     def loss_of(self, views: Views) -> Tensor:
         unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
         bank = self.bank.ready(unit_MC)
@@ -42,7 +46,7 @@ class MoCo(OriginalLoss, method="moco"):
         logit_MK = torch.addmm(bias_K, unit_MC, key_KC.T, alpha=1 / self.temperature)
         loss = mean(torch.logaddexp(positive_M, logit_MK.logsumexp(-1)) - positive_M)
         if self.training:
-            batch = self.gather(views.unit_target.detach(), views.raised, bank.updates)
+            batch = self.gather(views.unit_target.detach(), views.raised)
             bank.take_(batch, batch.raised[1])
         return loss
 
@@ -59,7 +63,7 @@ class SimCLR(OriginalLoss, method="simclr"):
     temperature: float
 
     def loss_of(self, views: Views) -> Tensor:
-        samples = self.gather(views.unit_target, views.raised, views.raised.new_zeros((), dtype=torch.int64))
+        samples = self.gather(views.unit_target, views.raised)
         sample_KC = samples.rows.flatten(0, 1)
         unit_VNC, images = views.unit_online, samples.rows.shape[1]
         bias_VNK = unit_VNC.new_zeros(*unit_VNC.shape[:2], len(sample_KC))  # −∞ for what is no sample
