@@ -65,7 +65,6 @@ def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name
     assert RunFolder(tmp_path).problem() is None
     (tmp_path / name).write_text("hi")
     assert f"this is not a run, and a run would replace {name}; give another" in RunFolder(tmp_path).problem()
-    assert f"this is not a run, and a run would replace {name}; give another" in outputs.problem_of_run_folder(tmp_path)
 
 
 def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
@@ -88,7 +87,6 @@ def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
     assert RunFolder(run).problem() is None
     shutil.rmtree(run / "checkpoints")
     assert "knn.json belongs to deleted checkpoints; move it away" in RunFolder(run).problem()
-    assert "knn.json belongs to deleted checkpoints; move it away" in outputs.problem_of_run_folder(run)
     (run / "knn.json").unlink()
     assert RunFolder(run).problem() is None
 
