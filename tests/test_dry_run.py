@@ -238,6 +238,9 @@ def allocations() -> Iterator[list[int]]:
 )
 def test_memory_is_what_the_allocator_gives_the_same_step(case, engine):
     """On the branches of the CPU, which can be computed here."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # Without bf16 in hardware a convolution makes a matrix of patches, memory of its own that no count knows.
+        engine = {**engine, "precision": "fp32"}
     changes = CASES[case] | {"engine": {**CASES[case].get("engine", {}), **engine}}
     config = configured(1, images=8, **changes)
     with thin(), ExitStack() as stack:
