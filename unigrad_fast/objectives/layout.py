@@ -190,7 +190,7 @@ def require_mix(mix: Mix, images: int, device: torch.device) -> None:
             low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
             most = 1 if name == "ratio" else images - 1
             if not 0 <= low <= high <= most:
-                raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; allowed is 0 to {most}")
+                raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; use 0 to {most}")
 
 
 def common_dtype(views: Sequence[Tensor]) -> torch.dtype:
