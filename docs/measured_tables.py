@@ -173,7 +173,7 @@ def loader(found: Rows) -> Table:
         cells = [text for row in each for text in (f"{row['median']:,.0f}", f"{row['cpu_ms_median']:.1f}")]
         table.append([name, *(f"**{cell}**" if what == "ours" else cell for cell in cells)])
     best = [one(setting, what="images/s, ours / torchvision v1, its best") for setting in views]
-    table.append(["images/s, ours / best of torchvision", spread(best[0]), "", spread(best[1]), ""])
+    table.append(["images/s, ours / torchvision at its best", spread(best[0]), "", spread(best[1]), ""])
     return table
 
 
@@ -261,8 +261,8 @@ def dry_step(found: Rows) -> Table:
     """What a step launches and sends, counted; what it takes, expected."""
     table = [
         [
-            "cards, images on each",
-            *("counted: launches", "counted: collectives", "counted: TFLOP per card", "counted: GiB at most"),
+            "GPUs, images on each",
+            *("counted: launches", "counted: collectives", "counted: TFLOP per GPU", "counted: peak GiB"),
             *("expected: ms", "expected: images/s"),
         ]
     ]
@@ -287,9 +287,9 @@ def dry_step(found: Rows) -> Table:
 
 def starts(found: Rows) -> Table:
     """How long 1.3 million files take to be listed."""
-    table = [["start with 1.3 million files", "seconds", "GiB at most"]]
+    table = [["start with 1.3 million files", "seconds", "peak memory, GiB"]]
     tree = [row for row in found if row["images"] == 1_300_000]
-    for what, name in (("tree, cold", "without a remembered listing"), ("tree, cached", "with it")):
+    for what, name in (("tree, cold", "without a cached listing"), ("tree, cached", "with a cached listing")):
         each = [row for row in tree if row["what"] == what]
         seconds = sorted(row["seconds"] for row in each)
         shown = " to ".join(dict.fromkeys(f"{value:.1f}" for value in (seconds[0], seconds[-1])))
@@ -299,7 +299,7 @@ def starts(found: Rows) -> Table:
 
 def wide(found: Rows) -> Table:
     """Of the runs with wide projectors; a test's name has width, layers, stage and placement."""
-    table = [["C", "layers", "stage", "F", "counted", "at most in a step", "more while saving"]]
+    table = [["C", "layers", "stage", "F", "counted", "peak in a step", "more while saving"]]
     cases = [(re.search(r"wide_projector\[(.*)\]", row["test"]), row["noted"]) for row in found]
     for setting, noted in sorted((match[1].split("-"), noted) for match, noted in cases if match):
         table.append([*setting, noted["GiB of a rank, counted"], noted["in a step"], noted["more in a save"]])
@@ -328,7 +328,7 @@ def summary(found: Rows) -> Table:
         ],
         [
             "measured",
-            "a training step with its data, ResNet-50, 224 px, images/s",
+            "a training step including its data, ResNet-50, 224 px, images/s",
             f"{speed['ours, bf16']:.1f} in bf16, as shipped, {speed['ours / ceiling, bf16']:.2f} of the ceiling; "
             f"authors' formulation {speed['authors, fp32']:.1f} in fp32, as published (ours is "
             f"{speed['ours as shipped (bf16) / authors, fp32']:.2f} times as fast), and {speed['authors, bf16']:.1f} "
@@ -337,7 +337,7 @@ def summary(found: Rows) -> Table:
         [
             "measured",
             "decoding and augmentation, two views of 224 px, images/s",
-            f"{views['ours']:.0f}; the best of torchvision {views['torchvision v1']:.0f}",
+            f"{views['ours']:.0f}; torchvision at its best {views['torchvision v1']:.0f}",
         ],
         [
             "measured",
@@ -347,17 +347,17 @@ def summary(found: Rows) -> Table:
         ],
         [
             "counted",
-            "a step of ResNet-50 on 8 × H100, 128 images each, of tensors without content",
+            "a step of ResNet-50 on 8 × H100, 128 images each, on tensors without content",
             f"{card['counted: launches']} launches, {card['counted: collectives']} collectives, "
-            f"{card['counted: GiB at most']} GiB; expected of it, by arithmetic alone: "
+            f"{card['counted: peak GiB']} GiB of memory per GPU; expected from these counts: "
             f"{card['expected: images/s']} images/s",
         ],
         [
-            "awaits a card",
+            "needs GPUs",
             "everything on a GPU, and on more than one machine: speed, memory, NCCL, GPU decoding, the Triton kernels",
             "not measured",
         ],
-        ["awaits a card", "ImageNet accuracy; the paper has 70.3 % (linear evaluation, 100 epochs)", "not reproduced"],
+        ["needs GPUs", "ImageNet accuracy; the paper has 70.3 % (linear evaluation, 100 epochs)", "not reproduced"],
     ]
 
 
