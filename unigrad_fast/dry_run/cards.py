@@ -28,8 +28,8 @@ class Card:
     tree_hop: float
 
     @property
-    def room(self) -> float:
-        """Bytes that a step may take as it is counted: a tenth of the memory is left for what is not."""
+    def usable_memory(self) -> float:
+        """Bytes that a counted step may use: a tenth of the memory is left for what is not counted."""
         return 0.9 * self.size
 
     @classmethod

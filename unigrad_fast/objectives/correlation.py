@@ -82,6 +82,8 @@ class MovingCorrelation(KeptState):
         is_in_use = self.correlation.dtype == exact and self.correlation.device == like.device
         if is_in_use and working is not None and working.dtype == product_dtype and self._copy_is_current():
             return working
+        if is_in_use and product_dtype == exact:
+            return self.whole()
         if not self.training and not is_in_use:
             self._require_values()
             return self.whole().to(like.device, product_dtype)
@@ -108,25 +110,27 @@ class MovingCorrelation(KeptState):
         if self._working is not None:
             self.operand(self.correlation, self._working.dtype)
 
-    def take(self, batch: Gathered, decay: Tensor, source: int, product_dtype: torch.dtype) -> None:
+    def take(self, batch: Gathered, decay: Tensor, skip: Tensor, product_dtype: torch.dtype) -> None:
         """F ← ρ·F + (1−ρ)·B, and of the first batch F ← B; UniGrad's gradient counts it, or `count`.
 
         Args:
             batch: unit embeddings of all ranks.
             decay: ρ, a scalar on the device.
-            source: which of the batch's flags keeps F as it is: 0, of both branches, or 1, of the targets.
+            skip: of the batch's, that of F's source; where it is not 0 F stays as it is.
             product_dtype: of the product that follows, see `operand`; the copy moves with F.
         """
-        if not batch.rows.shape[1]:
+        rows, count = batch.rows, batch.count
+        if not rows.shape[-2]:
             return
-        self.operand(batch.rows, product_dtype)
-        views = len(batch.rows)
+        self.operand(rows, product_dtype)
+        if rows.dim() == 3:
+            rows, count = rows.flatten(0, 1), len(rows) * count
         ops.update_correlation_(
             self.correlation,
-            batch.rows.flatten(0, 1),
+            rows,
             decay=decay,
-            count=batch.count if views == 1 else views * batch.count,
-            skip=batch.skip[source],
+            count=count,
+            skip=skip,
             updates=self.updates,
             first_row=self.first_row,
             working=self._working if self._is_current else None,
@@ -135,9 +139,9 @@ class MovingCorrelation(KeptState):
             self._set_current()
 
     @torch.no_grad()
-    def count(self, batch: Gathered, source: int) -> None:
+    def count(self, skip: Tensor) -> None:
         """After `take`, where no kernel of UniGrad's gradient counts the batch."""
-        self.updates.add_(batch.skip[source] == 0)
+        self.updates.add_(skip == 0)
 
     def product(self, unit_MC: Tensor, product_dtype: torch.dtype) -> Tensor:
         """u·F, or its columns that belong to the rows that lie here; see `operand`."""

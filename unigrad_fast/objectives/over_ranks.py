@@ -31,7 +31,8 @@ class Gathered:
     """Rows of all ranks.
 
     Attributes:
-        rows: [V, K, C], of each rank as many; where it has fewer images, rows of zeros follow them.
+        rows: [V, K, C], of each rank as many; where it has fewer images, rows of zeros follow them. From `OwnRows` all
+            views are one, [K, C], and each row an image.
         count: images, a scalar in the dtype of the rows (fp32 at least).
         raised: int32 [2], the flags of all ranks; `skip` the same, raised too where no rank has an image.
         own: which of the K are this rank's.
@@ -46,12 +47,12 @@ class Gathered:
     is_image: Tensor | None = None
 
     @classmethod
-    def of_this_rank(cls, rows_VNC: Tensor, raised: Tensor, count: Tensor | None = None) -> Gathered:
-        images = rows_VNC.shape[1]
+    def of_this_rank(cls, rows: Tensor, raised: Tensor, count: Tensor | None = None) -> Gathered:
+        images = rows.shape[-2]
         if count is None:
-            exact = torch.promote_types(rows_VNC.dtype, torch.float32)
-            count = torch.full((), images, dtype=exact, device=rows_VNC.device)
-        return cls(rows_VNC, count, raised, raised if images else torch.ones_like(raised), slice(0, images))
+            exact = torch.promote_types(rows.dtype, torch.float32)
+            count = torch.full((), images, dtype=exact, device=rows.device)
+        return cls(rows, count, raised, raised if images else torch.ones_like(raised), slice(0, images))
 
 
 class OwnRows:
@@ -100,10 +101,10 @@ class OwnRows:
         if self._work is not None:
             self._work.wait()
         if not self._is_sent:
-            return Gathered.of_this_rank(self.rows[None], self.raised, self.count)
+            return Gathered.of_this_rank(self.rows, self.raised, self.count)
         count, flags = ops.sum_tails_(self.all.detach(), self.objective._ranks())
         self._told = flags[0]
-        return Gathered(self.all[None], count, flags[:2], flags[2:], slice(0))
+        return Gathered(self.all, count, flags[:2], flags[2:], slice(0))
 
     def flag(self) -> Tensor:
         """Whether one of them, or in training of any rank's, is not finite; known with the rows if those were sent."""

@@ -56,7 +56,7 @@ class ShardedCorrelation(MovingCorrelation):
 
     def gradient_of(self, online: OwnRows, product_dtype: torch.dtype, kernels: Any) -> Gradient:
         """See `MovingCorrelation.gradient_of`: the rows go to all ranks, and their columns of u·F come back."""
-        unit_MC = online.begin().finish().rows[0]
+        unit_MC = online.begin().finish().rows
         blocks = ranks.exchange_columns(self.product(unit_MC, product_dtype), self.sizes, online.group)
         rows = online.views * online.images
         return partial(ops.gradient_of_blocks, [block[:rows] for block in blocks])

@@ -152,6 +152,8 @@ class UniGrad(OverRanks):
             )
             batch = begun.finish()  # F ← ρ·F + (1−ρ)·B
             rows = OwnRows(self, unit_MC, layout.images, layout.raised, len(online))
+            if len(unit_MC) > layout.rows:
+                unit_MC = unit_MC[: layout.rows]
             gradient_of = self.average.gradient_of(rows, layout.product_dtype, kernels)  # u·F
             nonfinite = batch.raised[0]
             if begun.online is None:  # the ranks have told each other of their targets alone
@@ -160,7 +162,7 @@ class UniGrad(OverRanks):
                 sent.require_fit()
             first, second, ratio = layout.positives(mix)  # m⁺
             gradient_MC, terms = gradient_of(  # g = −m⁺ + λ·u·F, from u to z, and L
-                unit_MC[: layout.rows],
+                unit_MC,
                 inverse_norm_M,
                 begun.target_MC,
                 balance=self.balance,
@@ -169,7 +171,7 @@ class UniGrad(OverRanks):
                 second=second,
                 ratio=ratio,
                 nonfinite=nonfinite,
-                skip=batch.skip[begun.flag],
+                skip=begun.skip,
                 updates=self.updates if self.training else None,
                 ticket=layout.ticket,
             )
@@ -179,7 +181,7 @@ class UniGrad(OverRanks):
         # `data` is no view: what is done to one of them in place is nothing to the others.
         *metrics, raised = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
-        global_MC = unit_MC[: 2 * layout.images]
+        global_MC = unit_MC if len(unit_MC) == 2 * layout.images else unit_MC[: 2 * layout.images]
         return ObjectiveOutput(loss, named, raised, global_MC, self.over_ranks, self.process_group)
 
     def begin_update(self, target: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ class Update:
     Attributes:
         target_MC: unit embeddings of the targets.
         online: unit embeddings and inverse norms of the online branch; None where it was not there.
-        flag: which of the batch's flags keeps F as it is, see `MovingCorrelation.take`.
+        skip: of the batch's flags that which keeps F as it is, once it is finished.
     """
 
     def __init__(
@@ -46,14 +46,15 @@ class Update:
         spare = objective.spare(2, layout.images, target[0])
         all_MC, inverse_norm_M = layout.units([*online, *target], kernels, spare=spare)
         unit_MC, source_MC = all_MC[:rows], all_MC[rows:]
-        self.target_MC = source_MC[:globals_]
+        self.target_MC = source_MC[:globals_] if spare else source_MC
         self.online = (unit_MC, inverse_norm_M[:rows]) if online else None
-        self.flag = 0 if objective.correlation_source == "online" else 1
-        if self.flag == 0:
+        self._source = 0 if objective.correlation_source == "online" else 1
+        if self._source == 0:
             source_MC = torch.cat([unit_MC[:globals_], source_MC[globals_:]]) if spare else unit_MC[:globals_]
         self.source = OwnRows(objective, source_MC, layout.images, layout.raised, 2, layout.count)
         if objective.training:
             self.source.begin(asynchronous)
+        self.skip = layout.raised
         self._taken: Gathered | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -95,6 +96,7 @@ class Update:
 
     def _take(self) -> Gathered:
         batch, layout = self.source.finish(), self.layout
+        self.skip = batch.skip[self._source]
         if self.average.training:
-            self.average.take(batch, layout.decay, self.flag, layout.product_dtype)
+            self.average.take(batch, layout.decay, self.skip, layout.product_dtype)
         return batch

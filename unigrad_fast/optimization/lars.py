@@ -108,7 +108,8 @@ class LARS(Gated):
                 if fused:
                     names = ("momentum", "weight_decay", "trust_coefficient", "adapt")
                     settings = {name: group[name] for name in names}
-                    ops.lars_(*zip(*fused, strict=True), lr=lr, **settings, skip=self.nonfinite, scale=scale)
+                    weights, gradients, velocities = zip(*fused, strict=True)
+                    ops.lars_(weights, gradients, velocities, lr, **settings, skip=self.nonfinite, scale=scale)
             if rows:
                 self._move(rows, lr, group, scale)
 

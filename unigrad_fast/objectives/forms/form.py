@@ -158,8 +158,9 @@ class GradientForm(OverRanks):
         row, online_MC = self.row, batch.online.flatten(0, 1)
         dtype = layout.product_dtype if self.direct is None else batch.exact
         if self.training:
-            average.take(self._samples(batch), layout.decay, self._flag, dtype)
-            average.count(batch.gathered, self._flag)
+            skip = batch.gathered.skip[self._flag]
+            average.take(self._samples(batch), layout.decay, skip, dtype)
+            average.count(skip)
         if self.direct is None:
             return average.product(online_MC, dtype).view(batch.online.shape)
         operand = average.operand(batch.online, dtype)

@@ -89,8 +89,8 @@ class DirectPred(OriginalLoss, method="byol_directpred"):
         unit_VNC = views.unit_online
         if self.training:
             batch = self.gather(views.unit_target.detach(), views.raised)
-            self.average.take(batch, torch.full_like(batch.count, self.decay), 1, unit_VNC.dtype)
-            self.average.count(batch, 1)
+            self.average.take(batch, torch.full_like(batch.count, self.decay), batch.skip[1], unit_VNC.dtype)
+            self.average.count(batch.skip[1])
         operand = self.average.operand(unit_VNC, unit_VNC.dtype)
         matrix_CC = self.direct.follow(operand, self.average.updates, self.every, self.kind, self.epsilon)
         return -mean(torch.linalg.vecdot(unit(unit_VNC @ matrix_CC), views.unit_positive))
