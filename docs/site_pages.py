@@ -48,7 +48,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def site_link(source: str, link: str) -> str:
-    """A link of a file in the repository as a link of the site; a target that the site lacks stays, and fails the build."""
+    """A link in a file of the repository as the site has it; the build fails for a target that the site lacks."""
     path, mark, anchor = link.partition("#")
     if not path:
         return link
