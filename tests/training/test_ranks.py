@@ -5,7 +5,7 @@ of a run with one rank at stage 0, since batch norm amplifies rounding and free 
 right. There ReLU gives way to SiLU: where an activation lies within rounding of ReLU's kink, the gradient jumps by far
 more than rounding (seen in 5 of 20 steps, by up to 3e-3 of a tensor), on any two machines as on any two numbers of
 ranks. The one rank takes the synchronised batch norm too: torch's, which it would take, sums in fp32 over all rows at
-once and alone moves the gradient by up to 1e-5; `test_sync_batch_norm.py` compares the two.
+once and alone moves the gradient by up to 1e-5; `tests/networks/test_batch_norm.py` compares the two.
 """
 
 from __future__ import annotations
