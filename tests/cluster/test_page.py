@@ -147,7 +147,7 @@ def test_the_page_is_followed_on_two_machines_of_which_one_is_cut_off(hosts, sit
 
     nodes = on_both(many_nodes)
     assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
-    assert "going on after step" in nodes[0].said
+    assert "resuming after step" in nodes[0].said
     require_equal(output, one / "runs/imagenet", STEPS)
 
     by_number = "--node-rank $NODE --master-addr $HOST"

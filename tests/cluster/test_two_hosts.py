@@ -101,5 +101,5 @@ def test_a_run_whose_other_machine_is_cut_off_names_it_and_goes_on_with_it_as_if
     assert steps_logged(output) == HELD_AT
 
     statuses, said = ended(start(hosts, data, output))
-    assert statuses == [0, 0] and "going on after step" in said[0], said
+    assert statuses == [0, 0] and "resuming after step" in said[0], said
     require_equal(output, undisturbed, STEPS)
