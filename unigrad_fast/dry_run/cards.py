@@ -28,7 +28,7 @@ class Card:
     tree_hop: float
 
     @property
-    def room(self) -> float:
+    def usable_memory(self) -> float:
         """Bytes that a step may take as it is counted: a tenth of the memory is left for what is not."""
         return 0.9 * self.size
 

@@ -26,8 +26,6 @@ def network(model: config.Model) -> AbstractContextManager[None]:
             return bytes_of(Encoder(model))
 
     return memory_for(f"{model.backbone} and its projector of {model.projector.width}", expected, SMALLER_NETWORK)
-    projector = config.model.projector
-    return memory_for(f"{config.model.backbone} and its projector of {projector.width}", expected, SMALLER_NETWORK)
 
 
 def target(encoder: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -68,7 +66,6 @@ def step(images: int, run: Path | None, done: int) -> AbstractContextManager[Non
         "and engine.zero_stage 1 or 2 shares the optimizer's state among the ranks"
     )
     return memory_for(what, None, remedy, *_loss(run, done))
-    return memory_for(what, None, remedy, *_loss(config, done))
 
 
 def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextManager[None]:
@@ -76,7 +73,6 @@ def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextM
     what = f"the features of {images:,} images for the evaluation, {probe.settings.batch_size} at a time"
     remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false skip it"
     return memory_for(what, None, remedy, *_loss(run, done))
-    return memory_for(what, None, remedy, *_loss(config, done))
 
 
 def _loss(run: Path | None, done: int) -> tuple[type[Exception], str]:
