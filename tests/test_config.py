@@ -202,7 +202,7 @@ def test_recipes_in_a_circle_are_refused_with_the_chain(tmp_path):
     with pytest.raises(UserError) as caught:
         resolve(tmp_path / "a.yaml")
     chain = " -> ".join(f"{tmp_path}/{name}.yaml" for name in "abcb")
-    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes in a circle: {chain}"
+    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes refer to each other: {chain}"
 
 
 def test_empty_recipe_file_is_the_default_recipe(tmp_path):

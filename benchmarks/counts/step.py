@@ -33,12 +33,13 @@ def show(console: Console, found: Walk, card: Card, title: str, images: int) -> 
             f"collectives: {kind}", f"{each.count:,}", "", f"{each.bytes / 1e9:.3f}", "", f"{1e3 * each.seconds:.2f}"
         )
     table.add_section()
-    launches = sum(part.launches for part in found.parts.values()) + found.meetings
+    launches = sum(part.launches for part in found.parts.values()) + found.collective_count
     flops = sum(part.flops for part in found.parts.values())
     table.add_row("sum", f"{launches:,}", f"{flops / 1e12:.2f}", "", "", f"{1e3 * found.seconds:.2f}", style="bold")
     console.print(table)
     console.print(
-        f"{found.meetings} collectives; {images / found.seconds:,.0f} images/s expected without loader and overlap"
+        f"{found.collective_count} collectives; {images / found.seconds:,.0f} images/s expected without loader and "
+        "overlap"
     )
     waits = f"the host waits for the device: {', '.join(found.waits)}" if found.waits else "the host never waits"
     console.print(f"{waits}; figures of {card.name}: see cards.json, each with its source")

@@ -36,7 +36,7 @@ def test_the_wide_recipe_is_counted_at_its_stage(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("engine: {compile: true}", "engine.compile = true: the dry run walks the step as it is written; leave it out"),
+        ("engine: {compile: true}", "engine.compile = true: the dry run walks the uncompiled step; leave it out"),
         ("projector: 3", "unknown key"),
     ],
 )

@@ -100,10 +100,8 @@ def test_memory_that_ends_in_a_step_asks_the_planner(images, tmp_path, capsys, m
     with thin():
         assert cli.main([*arguments(images, tmp_path, 32), "--data.image_size", "64"]) == 3
     shown = capsys.readouterr()
-    assert "plan: counted for a GPU, a rank at its fullest moment: " in shown.out
-    assert (
-        "plan: expected to be enough: engine.accumulation_steps 2 (" in shown.out and "; data.batch_size " in shown.out
-    )
+    assert "plan: counted for a GPU, peak memory of a rank: " in shown.out
+    assert "plan: expected to fit: engine.accumulation_steps 2 (" in shown.out and "; data.batch_size " in shown.out
     assert "out of memory while making step 3" in shown.err
 
 
