@@ -107,7 +107,7 @@ def test_a_run_whose_rank_was_killed_names_it_and_is_no_deliberate_stop(data, tm
     run.signal(signal.SIGKILL, [1])
     statuses, said = run.end()
     assert statuses == [3, -signal.SIGKILL], said
-    assert f"stopped: rank 1 on {socket.gethostname()} does not answer any more, last heard of at " in said
+    assert f"stopped: rank 1 on {socket.gethostname()} no longer answers, last heard from at " in said
     assert "Traceback" not in said
     assert f"  stopped: rank 1 on {socket.gethostname()} " in (output / "log.txt").read_text().splitlines()[-1]
     assert not (output / "stopped.txt").exists(), "a launcher that starts the ranks again does right"

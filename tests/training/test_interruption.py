@@ -132,7 +132,7 @@ def test_a_folder_in_use_is_refused(data, tmp_path):
     statuses, said = Run(data, tmp_path / "run").end()
     run.signal(signal.SIGKILL)
     run.end()
-    assert statuses == [2] and "another process trains in this folder" in said and "Traceback" not in said
+    assert statuses == [2] and "another process is training in this folder" in said and "Traceback" not in said
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
@@ -190,7 +190,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
     assert "there is no earlier one: the same command begins again" in said
     assert "Traceback" not in said
     statuses, said = Run(data, output).end()
-    assert statuses == [2] and "checkpoints is a file, where a run keeps a folder; move it away" in said
+    assert statuses == [2] and "checkpoints is a file, but must be a folder; move it away" in said
 
 
 def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
