@@ -87,7 +87,7 @@ def test_evaluations_of_checkpoints_that_are_gone_are_not_begun_over(tmp_path):
     assert RunFolder(run).problem() is None
     shutil.rmtree(run / "checkpoints")
     assert "knn.json belongs to deleted checkpoints; move it away" in RunFolder(run).problem()
-    assert "knn.json belongs to deleted checkpoints; move it away" in outputs.problem_of_run_folder(run)
+    assert "knn.json belongs to deleted checkpoints; move it away" in RunFolder(run).problem()
     (run / "knn.json").unlink()
     assert RunFolder(run).problem() is None
 

@@ -52,7 +52,7 @@ def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
     real = Path(os.path.realpath(path))
     for key, folder in images.items():
         if folder is not None and os.path.isdir(folder) and real.is_relative_to(os.path.realpath(folder)):
-            return f"is inside {key} = {folder}, where the output would be read as images; give another place"
+            return f"lies in {key} = {folder}, where the output would be read as images; give another place"
     return None
 
 

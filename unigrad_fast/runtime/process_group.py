@@ -204,7 +204,7 @@ def _integer(environ: Mapping[str, str], name: str, below: tuple[str, int] | Non
     if not text.isdecimal():
         raise UserError(f"{name} is {text!r}, expected an integer")
     if below is not None and int(text) >= below[1]:
-        raise UserError(f"{name} is {text}, but must be from 0 to {below[1] - 1} because of {below[0]}")
+        raise UserError(f"{name} is {text}, but {below[0]} allows only 0 to {below[1] - 1}")
     return int(text)
 
 
