@@ -90,13 +90,13 @@ def test_ranks_that_srun_kills_once_one_has_left_are_preempted_all_the_same(data
     status, said = end_as_srun_does(tasks)
     step = Reader(latest(output)).about["step"]
     assert status in (75, 128 + signal.SIGKILL), said
-    text = f"status 75: saved after step {step}; the same command goes on from there\n"
+    text = f"status 75: saved after step {step}; the same command resumes from there\n"
     assert (output / "preempted.txt").read_text() == text
     assert not [path for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
     # Torchrun, to which it was a failure, would start them again.
     again = [CommandProcess(*given(data, output), environment=RESTARTED, is_thin=True).end(DEADLINE)]
     assert [each.returncode for each in again] == [75]
-    assert again[0].stderr == f"preempted: saved after step {step}; the same command goes on from there\n"
+    assert again[0].stderr == f"preempted: saved after step {step}; the same command resumes from there\n"
     assert (output / "preempted.txt").read_text() == text and Reader(latest(output)).about["step"] == step
 
 

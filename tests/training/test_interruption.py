@@ -68,7 +68,7 @@ def test_a_signal_saves_and_ends_all_ranks(data, undisturbed, tmp_path, number, 
     word = "interrupted" if number == signal.SIGINT else "preempted"
     step = Reader(latest(output)).about["step"]
     assert step % STEPS_PER_EPOCH or step >= 5  # wherever it was
-    assert said.count(f"{word}: saved after step {step}; the same command goes on from there") == 2
+    assert said.count(f"{word}: saved after step {step}; the same command resumes from there") == 2
     assert "Traceback" not in said
 
 
@@ -187,7 +187,7 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
     run.signal(signal.SIGTERM)
     statuses, said = run.end()
     assert statuses == [3] and f"{output}/checkpoints" in said and "cannot be written" in said
-    assert "there is no earlier one: the same command begins again" in said
+    assert "there is no earlier one: the same command starts over" in said
     assert "Traceback" not in said
     statuses, said = Run(data, output).end()
     assert statuses == [2] and "checkpoints is a file, but must be a folder; move it away" in said
@@ -204,7 +204,7 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
     try:
         statuses, said = Run(data, disk / "run", 2, *EVERY_STEP).end()
         assert statuses == [3, 3], said
-        assert "cannot be written: No space left on device; earlier ones are as they were" in said
+        assert "cannot be written: No space left on device; earlier ones are unchanged" in said
         assert "Traceback" not in said
         assert Reader(latest(disk / "run")).about["step"] == 2
         assert "little space" not in said

@@ -87,9 +87,9 @@ def run(
             tell_bad_images(trainer, telemetry)
         if lost:
             why = next(filter(None, gather(trainer.lost)))
-            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command goes on from there")
+            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command resumes from there")
         if preempted:
-            done = f"saved after step {trainer.steps_done}; the same command goes on from there"
+            done = f"saved after step {trainer.steps_done}; the same command resumes from there"
             raise Preempted(done, preemption.status)
         at(f"what follows step {trainer.steps_done}")
         evaluate(trainer, telemetry, probe, preemption)
@@ -129,9 +129,9 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
         checkpoint.save(trainer, telemetry.progress_so_far())
     except OSError as error:
         if RunFolder(trainer.config.output).complete_checkpoints():
-            left = "earlier ones are as they were, and the same command goes on from the newest"
+            left = "earlier ones are unchanged, and the same command resumes from the newest"
         else:
-            left = "there is no earlier one: the same command begins again, so free disk space first"
+            left = "there is no earlier one: the same command starts over, so free disk space first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"
@@ -144,7 +144,7 @@ def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, pre
     if probe is None or not trainer.is_evaluation_due() or on_first(lambda: telemetry.evaluated(step)):
         return
     saved = f"the checkpoint after step {step} is saved" if step else "no step was done yet"
-    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
+    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command resumes from there"):
         try:
             with needs.evaluation(probe, trainer.config.output, step):
                 result = probe(trainer.online.module.backbone, trainer.dtype)
