@@ -283,7 +283,7 @@ def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):
         "--schedule.epochs", "4", "--schedule.warmup_epochs", "0",
     )  # fmt: skip
     assert result.returncode == 3, result.stdout + result.stderr
-    assert "2 steps in a row met NaN or infinite values" in result.stderr and "Traceback" not in result.stderr
+    assert "2 steps in a row had NaN or infinite values" in result.stderr and "Traceback" not in result.stderr
     assert latest(tmp_path / "run")
 
 
@@ -301,5 +301,5 @@ def test_a_run_that_drops_every_step_says_so_and_does_not_end_well(data, tmp_pat
     )
     result = CommandProcess("pretrain", *given, is_thin=True).end()
     assert result.returncode == 3, result.stderr
-    assert "stopped: all 3 steps met NaN or infinite values and were dropped" in result.stderr
+    assert "stopped: all 3 steps had NaN or infinite values and were dropped" in result.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["skipped_steps"] == 3
