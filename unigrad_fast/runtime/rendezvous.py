@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,7 +28,9 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
     host = f"[{address}]" if ":" in address else address
     # world_size=1, because we count ranks ourselves: torch's own count does not say which are missing.
     url = f"tcp://{host}:{port}?rank={rank}&world_size=1"
-    with _resolved(rank, size, address, port), told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}"):
+    # Rank 0 opens the store itself, so it does not wait for itself, however slow its machine is.
+    waiting = told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}") if rank else nullcontext()
+    with _resolved(rank, size, address, port), waiting:
         store, _, _ = next(dist.rendezvous(url, timeout=timeout))
     # torchrun's store outlives the processes and still has the addresses of killed ones: without a new prefix, a
     # restarted process would try to reach them and hang.
