@@ -252,8 +252,8 @@ def waits(device: torch.device, size: Size) -> Iterator[Finding]:
             context = multiprocessing.get_context("spawn")
             with context.Manager() as manager:
                 found = manager.dict()
-                meeting = str(Path(folder) / f"{len(variant)}")
-                arguments = (meeting, variant, size, str(device), found)
+                rendezvous = str(Path(folder) / f"{len(variant)}")
+                arguments = (rendezvous, variant, size, str(device), found)
                 ranks = [context.Process(target=count_waits, args=(rank, *arguments)) for rank in range(RANKS)]
                 for rank in ranks:
                     rank.start()
@@ -267,12 +267,12 @@ def waits(device: torch.device, size: Size) -> Iterator[Finding]:
             yield Finding(f"waits of the host, {variant}", said, good)
 
 
-def count_waits(rank: int, meeting: str, variant: str, size: Size, device: str, found: Any) -> None:
+def count_waits(rank: int, rendezvous: str, variant: str, size: Size, device: str, found: Any) -> None:
     """In its own process: count how often torch reports that an operator made the host wait; or record the error."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
         step = Step(variant, size, torch.device(device))
         step()
         step()
