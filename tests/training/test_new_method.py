@@ -67,7 +67,7 @@ def test_the_configuration_takes_it_with_its_settings_and_no_others(made_up, tmp
         ),
         (
             "--objective.method made_up --objective.sharpness 0",
-            "objective.sharpness = 0: allowed is a number above 0",
+            "objective.sharpness = 0: must be a number above 0",
         ),
         (
             "--objective.method made_up --objective.sharpnes 1",
