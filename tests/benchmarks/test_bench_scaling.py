@@ -107,7 +107,7 @@ def test_of_ranks_that_fail_together_the_one_with_a_reason_is_heard():
 
 
 def test_more_ranks_than_rows_of_f_are_refused_before_anything_is_made(config, tmp_path):
-    with thin(), pytest.raises(UserError, match="placement = sharded: 3 ranks share 2 rows"):
+    with thin(), pytest.raises(UserError, match="placement = sharded: 3 ranks cannot share 2 rows"):
         narrow = changed(config, {"model": {"projector": {"width": 2}}})
         bench_scaling.main(narrow, (3,), IMAGES, Turns(), tmp_path / "results")
     assert not (tmp_path / "results").exists()

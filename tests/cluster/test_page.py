@@ -29,7 +29,7 @@ ONE, DEVICES, MANY = "torchrun --nproc_per_node 8 --max-restarts", "export GLOO_
 FOLLOWED = (PLAN, DOCTOR, DOCTOR_OF_ALL, ONE, DEVICES, MANY)
 NOT_FOLLOWED = {
     "stopped: ": "a message",
-    "still, or ": "the rest of it",
+    "machine or ": "the rest of it",
     "torchrun --nproc_per_node 8 --numa-binding": "wants numactl and GPUs",
 }
 
