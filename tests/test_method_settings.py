@@ -9,7 +9,7 @@ from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.objectives import GradientForm, UniGrad, build
 from unigrad_fast.objectives.catalogue import FORMS, Settings, methods
 from unigrad_fast.objectives.forms import GRADIENTS
-from unigrad_fast.objectives.losses import ORIGINALS
+from unigrad_fast.objectives.originals import ORIGINALS
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import validate

@@ -1,7 +1,7 @@
 """Every method as one writes it in plain torch: whole-matrix expressions, view by view, and autograd.
 
 Each is called with two views' online and target embeddings, [N, C] each, and returns the loss, the mean over views.
-Those of rows are the losses that `unigrad_fast.objectives.forms.losses` gives for them.
+Those of rows are the losses that `unigrad_fast.objectives.forms.reported` gives for them.
 
 Shape suffixes: N images, K samples, C embedding width.
 """

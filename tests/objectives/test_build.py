@@ -7,7 +7,7 @@ import torch
 from test_unigrad import views
 
 from unigrad_fast.objectives import ROWS, GradientForm, UniGrad, build
-from unigrad_fast.objectives.losses import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
 
 ORIGINALS = {
     "moco": MoCo,

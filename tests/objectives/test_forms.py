@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast.objectives import ROWS, GradientForm, build
-from unigrad_fast.objectives.losses import MoCo
+from unigrad_fast.objectives.originals import MoCo
 
 WIDTH, IMAGES = 16, 12
 # DirectPred's W_h is √(F/λ_max) + 0.3. Of an error of C·eps in F/λ_max its root has C·eps/(2·√(λ/λ_max)): 2e-12 of the

@@ -14,8 +14,8 @@ from unigrad_fast.cli import main
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.objectives import build
 from unigrad_fast.objectives.catalogue import FORMS, Positive, Settings, declare
-from unigrad_fast.objectives.losses import ORIGINALS
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals import ORIGINALS
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import keys

@@ -3,7 +3,7 @@
 A method has a gradient form as the authors' code has it, rows of the paper's table, and an original form. Each is known
 by its method, its row's letter, or "original " and its method, and is one declaration at the end of this file, of which
 configuration, `build`, --help, recipes and the table of keys are made. What computes a gradient form is its row in
-`forms/rows.py`, an original form its class in `losses/`. Nothing here imports torch.
+`forms/rows.py`, an original form its class in `originals/`. Nothing here imports torch.
 """
 
 from __future__ import annotations

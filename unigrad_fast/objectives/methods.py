@@ -11,7 +11,7 @@ from torch import nn
 
 from unigrad_fast.objectives import catalogue
 from unigrad_fast.objectives.forms import GRADIENTS, GradientForm, Row
-from unigrad_fast.objectives.losses import ORIGINALS
+from unigrad_fast.objectives.originals import ORIGINALS
 from unigrad_fast.objectives.unigrad import UniGrad
 
 MODULE = ("target", "process_group", "most_images")  # settings that are no row's

@@ -23,9 +23,9 @@ from unigrad_fast.objectives.catalogue import require_target
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
-from unigrad_fast.objectives.forms import losses, negatives
-from unigrad_fast.objectives.forms.batch import Batch, Units, batch_of, through_normalisation, units
+from unigrad_fast.objectives.forms import negatives, reported
 from unigrad_fast.objectives.forms.negatives import Negative
+from unigrad_fast.objectives.forms.normalised import Normalised, Units, normalise, through_normalisation, units
 from unigrad_fast.objectives.forms.rows import Row
 from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
@@ -84,8 +84,8 @@ class GradientForm(OverRanks):
             mix: how the online global views were mixed; see `UniGrad`.
 
         Returns:
-            `ObjectiveOutput`; metrics are `objective` (see `losses`), `positive_cosine` of the ℓ2-normalised u and m⁺,
-            `negative_term` (u·negative) and `surrogate` (u·g, what the authors' code reports).
+            `ObjectiveOutput`; metrics are `objective` (see `reported`), `positive_cosine` of the ℓ2-normalised u and
+            m⁺, `negative_term` (u·negative) and `surrogate` (u·g, what the authors' code reports).
 
         Raises:
             ValueError: a shape that does not fit; mixing where the samples would be mixed; more images than agreed on.
@@ -97,7 +97,7 @@ class GradientForm(OverRanks):
             require_no_recomputation()
         with torch.no_grad(), without_autocast(layout.device):
             found = units(online, target, layout)
-            batch = batch_of(
+            batch = normalise(
                 self.row.normalisation,
                 self._needs(len(online)),
                 online,
@@ -136,11 +136,11 @@ class GradientForm(OverRanks):
         """Which of the flags keeps state from taking a batch: of its source."""
         return 0 if self.row.source == "online" else 1
 
-    def _positives(self, batch: Batch, mix: Mix | None) -> Tensor:
+    def _positives(self, batch: Normalised, mix: Mix | None) -> Tensor:
         """m⁺, [V, N, C]; made where it is needed, for the kernel does without."""
         return positives(batch.target.to(batch.exact), len(batch.online), mix)
 
-    def _negative(self, batch: Batch, layout: Layout, mix: Mix | None) -> Negative:
+    def _negative(self, batch: Normalised, layout: Layout, mix: Mix | None) -> Negative:
         row = self.row
         if self.bank is not None:
             return negatives.softmax_of_bank(row, batch, self._positives(batch, mix), self.bank)
@@ -153,7 +153,7 @@ class GradientForm(OverRanks):
             return Negative(self._moving(batch, layout, self.average))
         return negatives.own_batch(row, batch)
 
-    def _moving(self, batch: Batch, layout: Layout, average: MovingCorrelation) -> Tensor:
+    def _moving(self, batch: Normalised, layout: Layout, average: MovingCorrelation) -> Tensor:
         """u·F, or with a predictor W_h·u, after F has taken the batch."""
         row, online_MC = self.row, batch.online.flatten(0, 1)
         dtype = layout.product_dtype if self.direct is None else batch.exact
@@ -170,7 +170,7 @@ class GradientForm(OverRanks):
     def _fused(self, found: Units, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, layout.rows)
         factor = row.positive_factor * (2 if row.both_terms else 1)
-        scale = losses.constant_scale(row)
+        scale = reported.constant_scale(row)
         first, second, ratio = layout.positives(mix)
         gradient_MC, sums = functional.embedding_gradient(
             negative.gradient.flatten(0, 1),
@@ -186,13 +186,13 @@ class GradientForm(OverRanks):
         )
         _, cosine, product, surrogate, _ = sums.unbind()
         cosine, product = cosine / (factor * scale), product / (factor * scale)
-        objective = losses.of_means(row, cosine * row.positive_factor, product, negative)
+        objective = reported.of_means(row, cosine * row.positive_factor, product, negative)
         return gradient_MC, torch.stack([objective, cosine, product, surrogate])
 
-    def _composed(self, batch: Batch, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
+    def _composed(self, batch: Normalised, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
         online_VNC, positive_VNC = batch.online.to(batch.exact), self._positives(batch, mix)
-        scale: Tensor | float = losses.constant_scale(row)
+        scale: Tensor | float = reported.constant_scale(row)
         if self.direct is not None:
             step_VNC, along_VN1, product_VN1 = self._predicted(
                 self.direct, online_VNC, positive_VNC, predicted_VNC=negative.gradient
@@ -206,10 +206,10 @@ class GradientForm(OverRanks):
             product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
             step_VNC = row.weight * negative.gradient - towards_VNC
         if negative.centred is not None:
-            step_VNC += online_VNC - row.weight * losses.variance_term(row, batch, negative.centred)
+            step_VNC += online_VNC - row.weight * reported.variance_term(row, batch, negative.centred)
         step_VNC *= scale
         gradient_MC = through_normalisation(step_VNC, batch, found, 1 / rows, self._total)
-        objective = losses.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
+        objective = reported.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
         unit_2NC = found.target.to(batch.exact).view_as(batch.target)
         unit_VNC = found.online.to(batch.exact).view_as(online_VNC)
         cosine = (unit_VNC * positives(unit_2NC, len(online_VNC), mix)).sum() / rows
@@ -243,7 +243,7 @@ class GradientForm(OverRanks):
             return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
         return row.positive_factor * positive_VNC
 
-    def _samples(self, batch: Batch) -> Gathered:
+    def _samples(self, batch: Normalised) -> Gathered:
         """Both global views of all ranks, of the branch that samples come from."""
         rows_2KC = batch.all_online[:2] if self.row.source == "online" else batch.all_target
         return replace(batch.gathered, rows=rows_2KC)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
-from unigrad_fast.objectives.forms.batch import Batch
+from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
 from unigrad_fast.objectives.over_ranks import Gathered
 from unigrad_fast.objectives.positives import positives
@@ -44,7 +44,7 @@ class Negative:
     centred: Centred | None = None
 
 
-def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) -> Negative:
+def softmax_of_bank(row: Row, batch: Normalised, positive_VNC: Tensor, bank: Bank) -> Negative:
     """Of the positive and the bank: with the positive among the samples it is InfoNCE's gradient."""
     query_MC = batch.online.flatten(0, 1)
     keys = bank.ready(batch.online)
@@ -55,7 +55,9 @@ def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) ->
     return Negative(sum_MC.view_as(positive_VNC), log_M.view(positive_VNC.shape[:2]))
 
 
-def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callable[[Tensor], Gathered]) -> Negative:
+def softmax_of_batch(
+    row: Row, batch: Normalised, samples_2KC: Tensor, gather: Callable[[Tensor], Gathered]
+) -> Negative:
     """Of both global views of all ranks."""
     is_image, exact = batch.gathered.is_image, batch.exact
     sample_KC = samples_2KC.flatten(0, 1)
@@ -74,7 +76,7 @@ def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callab
     return Negative(sum_MC.view(batch.online.shape), log_M.view(batch.online.shape[:2]))
 
 
-def cross_batch(row: Row, batch: Batch) -> Negative:
+def cross_batch(row: Row, batch: Normalised) -> Negative:
     """Σ (m⁺·m⁺_v)/N·v: the samples are of the same view, their weights of what they are pulled to."""
     own_2NC, all_2KC = (batch.target, batch.all_target)
     if row.negative_target == "stop_gradient":
@@ -89,7 +91,7 @@ def cross_batch(row: Row, batch: Batch) -> Negative:
     return Negative(torch.stack(sums).div_(count), diagonal=diagonal_V1C)
 
 
-def own_batch(row: Row, batch: Batch) -> Negative:
+def own_batch(row: Row, batch: Normalised) -> Negative:
     """Σ (u·v)/N·v, or of both less their mean."""
     own_VNC, all_VKC, centred = batch.online, batch.all_online, None
     count = batch.gathered.count.clamp_min(2 if row.centred else 1)

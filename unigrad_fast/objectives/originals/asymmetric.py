@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unigrad_fast.objectives.checks import require_among
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean, unit
 from unigrad_fast.objectives.predictor import Predictor
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
 from unigrad_fast.objectives.shared_sums import sum_over_ranks
 

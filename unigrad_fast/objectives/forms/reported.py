@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unigrad_fast.objectives.forms.batch import Batch
 from unigrad_fast.objectives.forms.negatives import Centred, Negative
+from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
 
 DEGREE = {"moving_average": 2, "cross_batch": 2, "own_batch": 4}  # of the loss's negative term, in what u stands for
@@ -39,7 +39,7 @@ def of_means(row: Row, along: Tensor, product: Tensor, negative: Negative) -> Te
 
 def of_rows(
     row: Row,
-    batch: Batch,
+    batch: Normalised,
     positive_VNC: Tensor,
     along_VN1: Tensor,
     product_VN1: Tensor,
@@ -65,13 +65,13 @@ def of_rows(
     return of_means(row, along_VN1.sum() / rows, product, negative)
 
 
-def covariance_weight(row: Row, batch: Batch) -> Tensor:
+def covariance_weight(row: Row, batch: Normalised) -> Tensor:
     """The paper's λ₁ = λ·C·(N−1)²/(2·N²)."""
     count = batch.gathered.count.clamp_min(2)
     return row.weight * batch.online.shape[-1] * (count - 1).square() / (2 * count.square())
 
 
-def variance_term(row: Row, batch: Batch, centred: Centred) -> Tensor:
+def variance_term(row: Row, batch: Normalised, centred: Centred) -> Tensor:
     """B·ũ of the paper's gradient of VICReg, B = N/(λ·C·(N−1)) · (2·λ₁·diag(W′) + λ₂/2·[std < γ]/std)."""
     count, width = batch.gathered.count.clamp_min(2), batch.online.shape[-1]
     deviation_V1C = (centred.variance + row.variance_epsilon).sqrt()

@@ -13,8 +13,8 @@ from test_unigrad import leaves, mixed, views
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from unigrad_fast.objectives import losses
-from unigrad_fast.objectives.losses import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives import originals
+from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
 
 WIDTH = 16
 EVERY = [MoCo, SimCLR, BYOL, SimSiam, DirectPred, BarlowTwins, VICReg]
@@ -22,7 +22,7 @@ SHARING = [MoCo, SimCLR, BarlowTwins, VICReg]
 NEEDS_WHOLE = [BarlowTwins, VICReg]
 
 
-def made(kind: type, /, **settings) -> losses.MoCo:
+def made(kind: type, /, **settings) -> originals.MoCo:
     torch.manual_seed(0)
     if kind is not MoCo:
         return kind(width=WIDTH, **settings).double()
@@ -194,7 +194,7 @@ def steps_of_slice(name: str, settings: dict, unequal: bool = False) -> list[tup
     bounds = [0, 5, 12] if unequal and size == 2 else [12 * place // size for place in range(size + 1)]
     part = slice(bounds[rank], bounds[rank + 1])
     share = (part.stop - part.start) / 12  # of the mean over all images
-    objective, found = made(getattr(losses, name), **settings), []
+    objective, found = made(getattr(originals, name), **settings), []
     for seed in range(3):
         online = leaves([z[part] for z in views(3, images=12, seed=seed)])
         target = [z[part] for z in views(images=12, seed=seed + 50)]

@@ -35,7 +35,7 @@ class Units:
 
 
 @dataclass
-class Batch:
+class Normalised:
     """Normalised embeddings; rows that are not finite are 0.
 
     Attributes:
@@ -67,7 +67,7 @@ def units(online: Sequence[Tensor], target: Sequence[Tensor], layout: Layout) ->
     return Units(unit_MC, inverse_norm_M[: layout.rows])
 
 
-def batch_of(
+def normalise(
     normalisation: str,
     needs: tuple[int, int],
     online: Sequence[Tensor],
@@ -75,7 +75,7 @@ def batch_of(
     found: Units,
     layout: Layout,
     gather: Callable[[Tensor], Gathered],
-) -> Batch:
+) -> Normalised:
     """Normalise the embeddings, and gather those of all ranks.
 
     Args:
@@ -103,7 +103,7 @@ def batch_of(
         all_VKC, deviation_V1C = _standardised(gathered)
         own_VNC = all_VKC[:, gathered.own]
         online_VNC, target_2NC, deviation = own_VNC[:views], own_VNC[views:], deviation_V1C[:views]
-    return Batch(
+    return Normalised(
         normalisation,
         online_VNC,
         target_2NC,
@@ -127,7 +127,7 @@ def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
 
 
 def through_normalisation(
-    step_VNC: Tensor, batch: Batch, found: Units, scale: float, total: Callable[[Tensor], Tensor]
+    step_VNC: Tensor, batch: Normalised, found: Units, scale: float, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """dL/dz of g = dL/du times `scale`, as derivative of the normalisation: [M, C].
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.layout import Mix
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 
 
 class MoCo(OriginalLoss, method="moco"):
