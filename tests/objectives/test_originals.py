@@ -327,7 +327,7 @@ def test_a_bank_smaller_than_a_batch_keeps_the_newest_keys():
     ("make", "message"),
     [
         (lambda: MoCo(WIDTH, temperature=0.0), "temperature 0.0 is out of range; use more than 0"),
-        (lambda: MoCo(WIDTH, bank_size=0), "bank_size 0 is not positive"),
+        (lambda: MoCo(WIDTH, bank_size=0), "bank_size 0 is too small; use 1 or more"),
         (lambda: SimCLR(WIDTH, target="own"), "target 'own' is unknown; use one of momentum"),
         (lambda: DirectPred(WIDTH, decay=1.0), "decay 1.0 is outside"),
         (lambda: DirectPred(WIDTH, kind="svd"), "kind 'svd' is unknown"),

@@ -58,16 +58,16 @@ def test_the_configuration_takes_it_with_its_settings_and_no_others(made_up, tmp
         (
             "--objective.method made_up --objective.temperature 0.1",
             "objective.temperature = 0.1: does not apply to the original of made_up; leave it out (it takes sharpness; "
-            "temperature is of moco, simclr)",
+            "temperature belongs to moco, simclr)",
         ),
         (
             "--objective.sharpness 2",
             "objective.sharpness = 2: does not apply to unigrad; leave it out (it takes balance, correlation_source, "
-            "decay, negative_target, placement; sharpness is of made_up)",
+            "decay, negative_target, placement; sharpness belongs to made_up)",
         ),
         (
             "--objective.method made_up --objective.sharpness 0",
-            "objective.sharpness = 0: allowed is a number above 0",
+            "objective.sharpness = 0: must be a number above 0",
         ),
         (
             "--objective.method made_up --objective.sharpnes 1",
