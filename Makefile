@@ -1,8 +1,8 @@
-# Everything is installed into .venv, once; a change to the files named at $(READY) brings it up to date.
-# Two choices take effect when .venv is made:
-#   make PYTHON=python3.12 ...   the interpreter (3.10 to 3.13; otherwise the first one that fits)
-#   make DALI=cuda12 ...         DALI's flavour (without a GPU either will do)
-# Measurements go into a folder of the user's: make bench OUTPUT=FOLDER
+# Everything is installed into .venv once, and again when a file listed at $(READY) changes.
+# Two choices take effect when .venv is created:
+#   make PYTHON=python3.12 ...   the interpreter (3.10 to 3.13; default: the first one found)
+#   make DALI=cuda12 ...         the CUDA version of DALI (without a GPU either works)
+# Choose where measurements are written: make bench OUTPUT=FOLDER
 
 PYTHON ?=
 DALI ?= cuda13
@@ -16,28 +16,28 @@ DOCS := .venv/ready-for-docs
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make quickstart   draw images, pretrain an encoder on them, judge it"
-	@echo "make test         the tests, but the slow ones"
-	@echo "make test-quick   those that start no processes, in a minute and a half"
-	@echo "make test-slow    the slow tests, or TESTS=FILE::TEST; writes tests/slow-results.md"
-	@echo "make test-processors    the tests that compute, with the kernels of other processors, or TESTS=FILES"
-	@echo "make coverage     the lines that make test reaches"
-	@echo "make bench        micro-benchmarks; writes into bench-results, or OUTPUT=FOLDER"
-	@echo "make bench-compare BASE=COMMIT    the same in turns with another commit: ratios"
+	@echo "make quickstart   draw images, pretrain an encoder on them, evaluate it"
+	@echo "make test         run all tests except the slow ones; TESTS=FILES runs only those"
+	@echo "make test-quick   run only tests that start no processes (a minute and a half)"
+	@echo "make test-slow    run the slow tests, or TESTS=FILE::TEST; writes tests/slow-results.md"
+	@echo "make test-processors    run numerical tests with other processors' kernels; TESTS=FILES runs only those"
+	@echo "make coverage     print which lines the tests reach"
+	@echo "make bench        run micro-benchmarks; writes to bench-results, or to OUTPUT=FOLDER"
+	@echo "make bench-compare BASE=COMMIT    the same, interleaved with another commit; prints ratios"
 	@echo "make lint         Ruff, and mypy on the public interface"
-	@echo "make docs         the documentation as a site, in build/site; a broken link fails"
+	@echo "make docs         build the documentation site in build/site; a broken link fails"
 
 quickstart: $(READY)
 	@$(BIN)/unigrad-fast data synth data/quickstart
 	@run=runs/quickstart; number=1; \
 	while [ -e "$$run" ]; do number=$$((number + 1)); run=runs/quickstart-$$number; done; \
-	[ $$number = 1 ] || echo "runs/quickstart is there: this run goes to $$run"; \
+	[ $$number = 1 ] || echo "runs/quickstart exists; this run goes to $$run"; \
 	$(BIN)/unigrad-fast pretrain --recipe quickstart --output "$$run" && \
 	$(BIN)/unigrad-fast evaluate knn "$$run" --baselines true
 
-# Each of two processes takes whole files; TESTS=tests/objectives runs those alone.
+# Two processes, each takes whole files; TESTS=tests/objectives runs only that folder.
 TESTS ?=
-# Threads that wait without spinning leave the cores to the other process.
+# Passive: waiting threads do not spin, and leave the cores to the other process.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -47,7 +47,7 @@ test: $(READY)
 test-quick: $(READY)
 	@$(PYTEST) $(TWO) --quick -q $(or $(TESTS),tests)
 
-# Lines that the tests reach, in processes that they start too; takes some minutes longer than they do.
+# Includes the processes that tests start; takes some minutes longer than the tests alone.
 coverage: $(READY)
 	@$(PYTEST) $(TWO) --cov --cov-report term:skip-covered $(TESTS)
 
@@ -66,7 +66,7 @@ bench: $(READY)
 bench-compare: $(READY)
 	@$(BIN)/python -m unigrad_fast.benchmarks.micro.compare --base "$(BASE)" --output "$(OUTPUT)"
 
-# mypy sees the package as it is installed, with its three folders in it.
+# mypy sees the installed package, which includes kernels, pipelines and benchmarks.
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
@@ -74,7 +74,7 @@ lint: $(READY)
 	@cp tests/typing/public_interface.py build/lint
 	@cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache --no-error-summary
 
-# The reference is made of the package as it is installed, with its three folders in it.
+# The reference is generated from the installed package, which includes kernels, pipelines and benchmarks.
 docs: $(DOCS)
 	@rm -rf build/docs && $(BIN)/python setup.py -q build_py --build-lib build/docs 2>/dev/null
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

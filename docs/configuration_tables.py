@@ -1,4 +1,4 @@
-"""Every key of the configuration as tables, of the tree in `unigrad_fast/config.py`."""
+"""Tables of all keys of the configuration, generated from the tree in `unigrad_fast/config.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unigrad_fast.runtime.validation import Node, allowed_values, group
 
 # Words in brackets that name where a default comes from.
 SOURCE = re.compile(r" ?\(((?:[^()]*\b)?(?:paper|code|ours|advice|protocol|default)\b[^()]*)\)")
-NOTE = "\nA default without a source is our own choice."
+NOTE = "\nDefaults without a source are our choice."
 
 
 def keys_of_every_group() -> str:
     """A heading and a table per group."""
-    return "\n".join([NOTE, *_group(Config, "", "The keys without a group.")])
+    return "\n".join([NOTE, *_group(Config, "", "Keys without a group.")])
 
 
 def _group(options: type[Node], prefix: str, about: str) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _group(options: type[Node], prefix: str, about: str) -> Iterator[str]:
 
 
 def _parted(description: str) -> tuple[str, str]:
-    """What a key means, and where its default comes from; several sources stay in the meaning, too."""
+    """The meaning of a key, and the source of its default; with several sources the meaning keeps them too."""
     sources = SOURCE.findall(description)
     if len(sources) > 1:
         return description, "; ".join(dict.fromkeys(sources))

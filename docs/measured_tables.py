@@ -1,11 +1,11 @@
-"""The tables of measurements on the pages, each made of the rows that the comment above it names.
+"""The tables of measurements on the pages, generated from the rows that the comment above each table names.
 
-    python docs/measured_tables.py    # writes every table anew from its rows
+    python docs/measured_tables.py    # rewrites every table from its rows
 
-A table stands between `<!-- measured: NAME FILE TIME ... -->` and `<!-- end -->`, with one file or several. FILE has
-the rows: one of `benchmarks/results`, where TIME, as far as it is written, picks those of one measurement, or
-`tests/slow-results.md`, where the rows of a test are its newest. A test compares the pages with what this makes of the
-rows.
+A table is between `<!-- measured: NAME FILE TIME ... -->` and `<!-- end -->`; the comment may name several files. FILE
+is one of `benchmarks/results`, where TIME or the beginning of it selects the rows of one measurement, or
+`tests/slow-results.md`, which has the newest row of each test. A test compares the tables of the pages with those
+generated from the rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Table = list[list[str]]
 
 
 def made(name: str, source: list[str]) -> str:
-    """The Markdown of a table, of rows that are named as in its comment."""
+    """The Markdown of a table, from the rows that its comment names."""
     head, *lines = TABLES[name](rows(source))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *lines]) + "\n"
 
 
 def rows(source: list[str]) -> Rows:
-    """The rows of `FILE TIME ...`, in their order; KeyError where there are none of a time."""
+    """The rows of `FILE TIME ...`, in this order; KeyError if a file has no rows of a time."""
     found, picked, file = [], [], ""
     for word in source:
         if "/" in word:
@@ -49,7 +49,7 @@ def rows(source: list[str]) -> Rows:
 
 
 def slow_rows() -> Rows:
-    """Each row with its columns, what it noted as `noted`."""
+    """Each row as a dictionary of its columns; `noted` has the values that the test noted."""
     lines = [line for line in (ROOT / SLOW).read_text(encoding="utf-8").splitlines() if line.startswith("| tests/")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     keys = ("test", "result", "seconds", "noted", "time", "commit", "machine")
@@ -77,12 +77,12 @@ def spread(row: dict) -> str:
 
 
 def digits(value: float) -> str:
-    """Milliseconds in three digits, or in all before the point."""
+    """Milliseconds with three digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def percent(value: str) -> str:
-    """With one digit behind the point, halves upwards."""
+    """One digit after the decimal point, halves rounded up."""
     return str(Decimal(value).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
@@ -173,7 +173,7 @@ def loader(found: Rows) -> Table:
         cells = [text for row in each for text in (f"{row['median']:,.0f}", f"{row['cpu_ms_median']:.1f}")]
         table.append([name, *(f"**{cell}**" if what == "ours" else cell for cell in cells)])
     best = [one(setting, what="images/s, ours / torchvision v1, its best") for setting in views]
-    table.append(["images/s, ours / best of torchvision", spread(best[0]), "", spread(best[1]), ""])
+    table.append(["images/s, ours / torchvision at its best", spread(best[0]), "", spread(best[1]), ""])
     return table
 
 
@@ -215,7 +215,7 @@ CONVOLUTIONS = {
 
 
 def methods(found: Rows) -> Table:
-    """Times as fast as plain torch, of each objective; a column per width and number of images."""
+    """Speed-up of each objective over plain torch; one column per width and number of images."""
     ratios = [row for row in found if row["unit"] == "ratio"]
     shapes = sorted({(row["width"], row["images"]) for row in ratios})
     head = ["objective", "plain torch", *(f"C {width:,}, N {images}" for width, images in shapes)]
@@ -258,11 +258,11 @@ CARDS = {"h100": "H100", "a100": "A100"}
 
 
 def dry_step(found: Rows) -> Table:
-    """What a step launches and sends, counted; what it takes, expected."""
+    """Counted launches, traffic and memory of a step, and its expected time."""
     table = [
         [
-            "cards, images on each",
-            *("counted: launches", "counted: collectives", "counted: TFLOP per card", "counted: GiB at most"),
+            "GPUs, images on each",
+            *("counted: launches", "counted: collectives", "counted: TFLOP per GPU", "counted: peak GiB"),
             *("expected: ms", "expected: images/s"),
         ]
     ]
@@ -286,10 +286,10 @@ def dry_step(found: Rows) -> Table:
 
 
 def starts(found: Rows) -> Table:
-    """How long 1.3 million files take to be listed."""
-    table = [["start with 1.3 million files", "seconds", "GiB at most"]]
+    """The time in which 1.3 million files are listed."""
+    table = [["start with 1.3 million files", "seconds", "peak memory, GiB"]]
     tree = [row for row in found if row["images"] == 1_300_000]
-    for what, name in (("tree, cold", "without a remembered listing"), ("tree, cached", "with it")):
+    for what, name in (("tree, cold", "without a cached listing"), ("tree, cached", "with a cached listing")):
         each = [row for row in tree if row["what"] == what]
         seconds = sorted(row["seconds"] for row in each)
         shown = " to ".join(dict.fromkeys(f"{value:.1f}" for value in (seconds[0], seconds[-1])))
@@ -298,8 +298,8 @@ def starts(found: Rows) -> Table:
 
 
 def wide(found: Rows) -> Table:
-    """Of the runs with wide projectors; a test's name has width, layers, stage and placement."""
-    table = [["C", "layers", "stage", "F", "counted", "at most in a step", "more while saving"]]
+    """Memory of runs with wide projectors; the name of a test contains width, layers, stage and placement."""
+    table = [["C", "layers", "stage", "F", "counted", "peak in a step", "more while saving"]]
     cases = [(re.search(r"wide_projector\[(.*)\]", row["test"]), row["noted"]) for row in found]
     for setting, noted in sorted((match[1].split("-"), noted) for match, noted in cases if match):
         table.append([*setting, noted["GiB of a rank, counted"], noted["in a step"], noted["more in a save"]])
@@ -307,7 +307,7 @@ def wide(found: Rows) -> Table:
 
 
 def summary(found: Rows) -> Table:
-    """What README says of accuracy and speed."""
+    """Accuracy and speed for the README."""
     quick = [
         row["noted"] for row in found if "test_the_quickstart_beats_all_baselines_by_20_points" in row.get("test", "")
     ]
@@ -328,7 +328,7 @@ def summary(found: Rows) -> Table:
         ],
         [
             "measured",
-            "a training step with its data, ResNet-50, 224 px, images/s",
+            "a training step including its data, ResNet-50, 224 px, images/s",
             f"{speed['ours, bf16']:.1f} in bf16, as shipped, {speed['ours / ceiling, bf16']:.2f} of the ceiling; "
             f"authors' formulation {speed['authors, fp32']:.1f} in fp32, as published (ours is "
             f"{speed['ours as shipped (bf16) / authors, fp32']:.2f} times as fast), and {speed['authors, bf16']:.1f} "
@@ -337,7 +337,7 @@ def summary(found: Rows) -> Table:
         [
             "measured",
             "decoding and augmentation, two views of 224 px, images/s",
-            f"{views['ours']:.0f}; the best of torchvision {views['torchvision v1']:.0f}",
+            f"{views['ours']:.0f}; torchvision at its best {views['torchvision v1']:.0f}",
         ],
         [
             "measured",
@@ -347,17 +347,17 @@ def summary(found: Rows) -> Table:
         ],
         [
             "counted",
-            "a step of ResNet-50 on 8 × H100, 128 images each, of tensors without content",
+            "a step of ResNet-50 on 8 × H100, 128 images each, on tensors without content",
             f"{card['counted: launches']} launches, {card['counted: collectives']} collectives, "
-            f"{card['counted: GiB at most']} GiB; expected of it, by arithmetic alone: "
+            f"{card['counted: peak GiB']} GiB of memory per GPU; expected from these counts: "
             f"{card['expected: images/s']} images/s",
         ],
         [
-            "awaits a card",
+            "needs GPUs",
             "everything on a GPU, and on more than one machine: speed, memory, NCCL, GPU decoding, the Triton kernels",
             "not measured",
         ],
-        ["awaits a card", "ImageNet accuracy; the paper has 70.3 % (linear evaluation, 100 epochs)", "not reproduced"],
+        ["needs GPUs", "ImageNet accuracy; the paper has 70.3 % (linear evaluation, 100 epochs)", "not reproduced"],
     ]
 
 
@@ -380,7 +380,7 @@ COMMON = ("time", "commit", "processor", "matrix_units", "cores", "card", "pytho
 
 
 def all_rows() -> str:
-    """Every row of `benchmarks/results`, a table per measurement with its machine and commit."""
+    """All rows of `benchmarks/results`, one table per measurement, with machine and commit."""
     parts = []
     for file in sorted((ROOT / "benchmarks/results").glob("*.jsonl")):
         parts.append(f"\n### {file.name}\n")
@@ -403,7 +403,7 @@ def _cell(value: object) -> str:
 
 
 def written_anew(text: str) -> str:
-    """A page with every table made of its rows."""
+    """The text of a page with every table generated from its rows."""
     return TABLE.sub(lambda match: match[1] + made(match[2], match[3].split()), text)
 
 

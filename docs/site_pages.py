@@ -1,8 +1,8 @@
-"""What MkDocs does besides rendering: pages of files outside of docs/, links into the repository, and generated tables.
+"""Hooks of MkDocs: pages from files outside of docs/, links into the repository, and generated tables.
 
 README.md, CONTRIBUTING.md, ...    become pages of the site, see `PAGES`
 <!-- all keys: ... -->             in configuration.md becomes the tables of the configuration tree
-<!-- all rows: ... -->             in measurements.md becomes the tables of all rows that were measured
+<!-- all rows: ... -->             in measurements.md becomes the tables of all measured rows
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     for name, tables in GENERATED.items():
-        # The paragraph of the marker says, where there is no site, where the tables are.
+        # Outside of the site the paragraph after the marker says where the tables are.
         before, marker, after = markdown.partition(f"<!-- {name}: ")
         if marker:
             markdown = before + tables() + after.partition("\n\n")[2]
@@ -48,7 +48,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def site_link(source: str, link: str) -> str:
-    """A link of a file of the repository, as it is on the site; what is not there stays, and fails the build."""
+    """A link in a file of the repository as the site has it; the build fails for a target that the site lacks."""
     path, mark, anchor = link.partition("#")
     if not path:
         return link

@@ -1,9 +1,9 @@
-"""The tables of docs/wide.md: what wide projectors take, counted by the dry run; nothing is measured.
+"""The tables of docs/wide.md: memory and time of wide projectors, counted by the dry run; nothing is measured.
 
     python docs/wide_table.py
 
-ResNet-50 at 224 pixels with a projector of 3 layers, in bf16, 128 images on each GPU. Expected times are those of an
-H100, of the objective as `objectives.placement` counts them.
+ResNet-50 at 224 pixels with a projector of 3 layers, in bf16, 128 images on each GPU. Times are expected for an H100;
+`objectives.placement` counts those of the objective.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FEATURES, DEPTH = 2048, 3  # of ResNet-50, and of the paper's projector
 MOST = "activations, gradients and what passes"
 
 SIZES = (
-    "| C | GPUs | GiB at stages 0, 1, 2 | lowest that fits 80 GiB | weights | master weights, momentum | target | F "
-    "| the rest | GB in collectives | objective, ms: replicated | sharded | `auto` |"
+    "| C | GPUs | GiB at stages 0, 1, 2 | lowest stage that fits into 80 GiB | weights | master weights, momentum "
+    "| target | F | the rest | GB in collectives | objective, ms: replicated | sharded | `auto` |"
 )
 RECOMPUTED = (
-    "| C | views | GB kept by the projector | computed again | GiB in all | computed again | expected ms | "
-    "computed again |"
+    "| C | views | GB kept by the projector | with recomputation | GiB in total | with recomputation | expected ms | "
+    "with recomputation |"
 )
 
 

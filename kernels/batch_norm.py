@@ -458,7 +458,7 @@ def normalise(
     """See `batch_norm_reference.normalise`."""
     x_RC, mask = rows_of(x), empty_mask(x, keep_mask)
     y_RC = torch.empty_like(x_RC)
-    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask if keep_mask else None, eps, relu)
+    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, _kept(mask), eps, relu)
     return shaped(y_RC, x), mask
 
 
@@ -506,6 +506,11 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
         )
 
 
+def _kept(mask: Tensor | None) -> Tensor | None:
+    """A mask with elements, which is what the kernels take; else None."""
+    return mask if mask is not None and mask.numel() else None
+
+
 def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
     """Rows of channels as [N, C] or channels-last [N, C, H, W], shaped like `like`."""
     if like.dim() == 2:
@@ -543,7 +548,7 @@ def sums(
         variance_GC,
         weight,
         bias,
-        mask,
+        _kept(mask),
         parts,
         sums_G2C,
         dparameters_2C,
@@ -590,7 +595,7 @@ def gradient(
             variance_GC,
             weight,
             bias,
-            mask,
+            _kept(mask),
             sums_G2C,
             count_G,
             dx_RC,

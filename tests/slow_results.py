@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = """# Slow tests
@@ -84,6 +83,8 @@ def commit() -> str:
 
 
 def _machine() -> str:
+    import torch  # takes seconds
+
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]

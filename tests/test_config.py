@@ -202,7 +202,7 @@ def test_recipes_in_a_circle_are_refused_with_the_chain(tmp_path):
     with pytest.raises(UserError) as caught:
         resolve(tmp_path / "a.yaml")
     chain = " -> ".join(f"{tmp_path}/{name}.yaml" for name in "abcb")
-    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes in a circle: {chain}"
+    assert str(caught.value) == f"recipe = {tmp_path}/a.yaml: recipes refer to each other: {chain}"
 
 
 def test_empty_recipe_file_is_the_default_recipe(tmp_path):
@@ -235,7 +235,7 @@ def test_only_the_first_rank_says_that_a_key_was_renamed(monkeypatch, capsys):
 def test_a_key_and_its_older_name_may_be_given_together_only_with_one_value(tmp_path):
     assert resolve(overrides=["--data.recipe", "byol", "--data.preset", "byol"]).data.preset == "byol"
     assert refusal("--data.recipe", "byol", "--data.preset", "swav") == [
-        "data.recipe = byol: data.preset = swav is given too, and data.recipe is its older name; leave data.recipe out"
+        "data.recipe = byol: the former name of data.preset, which is given too, as swav; leave data.recipe out"
     ]
     (tmp_path / "my.yaml").write_text("data: {recipe: byol}\n")  # a layer below the command line
     assert resolve(tmp_path / "my.yaml", ["--data.preset", "swav"]).data.preset == "swav"
@@ -323,8 +323,8 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--optimizer.lr 3", "optimizer.lr = 3: unknown key; did you mean optimizer.base_lr?"),
         ("--modl.backbone resnet18", "modl.backbone = resnet18: unknown key; did you mean model.backbone?"),
         ("--optimizer.base_lr nan", "optimizer.base_lr = nan: must be a number above 0"),
-        ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: must be a number from 0"),
-        ("--evaluation.knn.k 0", "evaluation.knn.k = 0: must be an integer of at least 1, auto"),
+        ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: must be a number of at least 0"),
+        ("--evaluation.knn.k 0", "evaluation.knn.k = 0: must be an integer of at least 1 or auto"),
         ("--engine.zero_stage 3", "engine.zero_stage = 3: must be an integer from 0 to 2"),
         ("--seed true", "seed = true: must be an integer from 0 to 4294967295"),
         ("--data.batch_size 12.5", "data.batch_size = 12.5: must be an integer from 2"),
@@ -375,7 +375,7 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ),
         ("--recipe quikstart", "recipe = quikstart: no such file or shipped recipe; "),
         ("resnet50", "resnet50: unexpected argument; options are written --key value"),
-        ("--seed 1 --seed.x 2", "--seed.x: seed was given a value before; it is a group of keys"),
+        ("--seed 1 --seed.x 2", "--seed.x: seed was already given a value, but it is a group of keys"),
     ],
 )
 def test_refusal_names_key_value_and_remedy(arguments, message):
@@ -424,11 +424,14 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("recipe: [quickstart]", 'recipe = ["quickstart"]: must be a string'),
         (
             "seed: 1\ndata: {}\nseed: 2",
-            "recipe = FILE: not valid YAML in line 3, column 1: seed stands twice, in lines 1 and 3; leave one",
+            "recipe = FILE: not valid YAML in line 3, column 1: seed is given twice, in lines 1 and 3; remove one",
         ),
-        ("a: {b: 1,\n    b: 1}", "recipe = FILE: not valid YAML in line 2, column 5: b stands twice, in lines 1 and 2"),
-        ("data: &d\n  train: *d", "recipe = FILE: not valid YAML in line 2, column 10: *d stands within what it"),
-        (LAUGHS, "recipe = FILE: not valid YAML in line 5, column 36: more than 100,000 values, with what aliases"),
+        (
+            "a: {b: 1,\n    b: 1}",
+            "recipe = FILE: not valid YAML in line 2, column 5: b is given twice, in lines 1 and 2",
+        ),
+        ("data: &d\n  train: *d", "recipe = FILE: not valid YAML in line 2, column 10: alias *d is inside its own"),
+        (LAUGHS, "recipe = FILE: not valid YAML in line 5, column 36: more than 100,000 values, counting those that"),
         ("a: " + "[" * 5000, "recipe = FILE: not valid YAML: nested too deeply"),
         ("seed: 2020-13-45", "recipe = FILE: not valid YAML: month must be in 1..12"),
     ],

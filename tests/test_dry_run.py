@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from unittest import mock
 
@@ -39,6 +40,13 @@ def configured(ranks: int, images: int = 4, **changes) -> Config:
     return resolve("imagenet_100ep", tree)
 
 
+@cache
+def walked(config: Config, ranks: int) -> Walk:
+    """Of a thin network; what several tests look at is walked once."""
+    with thin():
+        return walk(config, ranks, CARD)
+
+
 CASES = {
     "two views": {},
     "multi-crop": {"data": {"preset": "multicrop", "local_views": {"size": 16}}},
@@ -55,8 +63,7 @@ CASES = {
     ("case", "ranks"), [*((case, 8) for case in CASES), *((case, 1) for case in ("two views", "multi-crop", "MoCo"))]
 )
 def test_the_host_never_waits_inside_a_step(case, ranks):
-    with thin():
-        found = walk(configured(ranks, **CASES[case]), ranks, CARD)
+    found = walked(configured(ranks, **CASES[case]), ranks)
     assert found.waits == []
     assert found.parts["convolution"].flops > 0 and found.parts["normalisation"].launches > 0
     if ranks == 1:
@@ -66,17 +73,13 @@ def test_the_host_never_waits_inside_a_step(case, ranks):
 @pytest.mark.parametrize(("case", "passes"), [("two views", 1), ("multi-crop", 2)])
 def test_a_norm_gathers_once_for_all_groups_of_a_pass(case, passes):
     """Besides, F's rows are gathered, with their flags; gradients are reduced."""
-    with thin():
-        found = walk(configured(8, **CASES[case]), 8, CARD)
+    found = walked(configured(8, **CASES[case]), 8)
     assert found.collectives["gather"].count == NORMS * (passes + 1) + 1
     assert found.collectives["reduce"].count == NORMS * passes + 1
 
 
 def test_a_sharded_correlation_takes_two_gathers_and_an_exchange_and_its_share_of_the_memory():
-    with thin():
-        whole, shard = (
-            walk(configured(8, objective={"placement": each}), 8, CARD) for each in ("replicated", "sharded")
-        )
+    whole, shard = (walked(configured(8, objective={"placement": each}), 8) for each in ("replicated", "sharded"))
     assert shard.waits == [] and whole.collectives["gather"].count + 1 == shard.collectives["gather"].count
     assert shard.collectives["exchange"].count == 1 and "exchange" not in whole.collectives
     assert shard.peak["correlation"] < whole.peak["correlation"] / 4
@@ -88,7 +91,7 @@ def test_a_sharded_correlation_takes_two_gathers_and_an_exchange_and_its_share_o
 def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_70_ms_by_count():
     config = resolve("imagenet_100ep", {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}})
     found = walk(config, 8, CARD)
-    assert found.meetings <= 180
+    assert found.collective_count <= 180
     assert found.seconds <= 0.070 and found.waits == []
 
 
@@ -100,7 +103,7 @@ def test_a_step_with_multi_crop_has_at_most_290_collectives_with_those_of_its_gr
     norms = sum(isinstance(module, GroupedBatchNorm) for module in encoder.modules())
     buckets = len(BucketedReduction(encoder.parameters()).buckets)
     assert buckets > 1 and found.collectives["reduce"].count == 2 * norms + buckets
-    assert found.meetings <= 290 and found.waits == []
+    assert found.collective_count <= 290 and found.waits == []
 
 
 def reading(self, online, target, mix=None):
@@ -137,7 +140,7 @@ def test_flops_are_those_of_closed_forms():
             if isinstance(module, nn.Conv2d):
                 module.register_forward_hook(count)
         encoder([torch.randn(4, 3, 32, 32) for _ in range(2)])
-        found = walk(config, 1, CARD)
+    found = walked(config, 1)
     assert found.parts["convolution"].flops == 2 * sums[0] + sums[1]
     rows, width = 8, 64
     product, update = 2 * rows * width**2, rows * width * (width + 128)
@@ -148,7 +151,7 @@ def test_memory_is_what_the_tensors_take():
     config = configured(1)
     with thin():
         encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
-        found = walk(config, 1, CARD)
+    found = walked(config, 1)
     weights = 4 * sum(p.numel() for p in encoder.parameters())
     assert found.peak["weights"] == found.peak["momentum"] == found.peak["target"] == weights
     assert found.peak["correlation"] >= 4 * 64 * 64 + 8
@@ -238,6 +241,9 @@ def allocations() -> Iterator[list[int]]:
 )
 def test_memory_is_what_the_allocator_gives_the_same_step(case, engine):
     """On the branches of the CPU, which can be computed here."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # Without bf16 in hardware a convolution makes a matrix of patches, memory of its own that no count knows.
+        engine = {**engine, "precision": "fp32"}
     changes = CASES[case] | {"engine": {**CASES[case].get("engine", {}), **engine}}
     config = configured(1, images=8, **changes)
     with thin(), ExitStack() as stack:
@@ -268,8 +274,9 @@ def test_what_cannot_be_walked_is_refused():
 
 def test_times_follow_the_cards_figures():
     slow = replace(CARD, convolution=CARD.convolution / 1000)
+    fast = walked(configured(1), 1).parts["convolution"]
     with thin():
-        fast, found = (walk(configured(1), 1, card).parts["convolution"] for card in (CARD, slow))
+        found = walk(configured(1), 1, slow).parts["convolution"]
     assert fast.flops == found.flops and found.seconds > fast.seconds
 
 
@@ -285,11 +292,10 @@ def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):
 
 
 def test_without_a_momentum_target_a_step_launches_less_and_keeps_no_copy():
-    with thin():
-        found = {
-            target: walk(configured(8, objective={"target": target}), 8, CARD)
-            for target in ("momentum", "stop_gradient")
-        }
+    found = {
+        "momentum": walked(configured(8), 8),
+        "stop_gradient": walked(configured(8, objective={"target": "stop_gradient"}), 8),
+    }
     assert found["momentum"].peak["target"] > 0 == found["stop_gradient"].peak["target"]
     one, both = (found[target].parts["convolution"].launches for target in ("stop_gradient", "momentum"))
     # With backward for inputs and weights, but for the first one's input, it is thrice as much.

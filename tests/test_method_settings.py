@@ -183,7 +183,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.target stop_gradient --engine.target_stream true",
-            "engine.target_stream = true: with objective.target stop_gradient there is no branch that could pass",
+            "engine.target_stream = true: with objective.target stop_gradient there is no target branch to overlap",
         ),
     ],
 )

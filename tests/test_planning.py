@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from unigrad_fast import planning
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import inside_and_between, latency, meeting_seconds, sent, without_data
+from unigrad_fast.dry_run import collective_seconds, inside_and_between, latency, sent, without_data
 from unigrad_fast.dry_run.allocations import stored
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
@@ -61,7 +61,7 @@ def test_the_walk_itself_is_the_plan(base):
     plan, found = base.plan(), base.found
     assert plan.peak == pytest.approx(sum(found.peak.values()), abs=10)
     assert plan.step == pytest.approx(found.seconds)
-    assert plan.meetings == found.meetings and plan.between == 0
+    assert plan.collective_count == found.collective_count and plan.between == 0
     assert base.changed(base.setting()).peak == plan.peak
     assert base.changed(base.setting()).step == pytest.approx(plan.step, rel=0.01)
 
@@ -79,7 +79,7 @@ def test_between_nodes_a_collective_takes_longer_and_a_gather_grows_with_the_nod
     assert far == pytest.approx(8 * near)
     assert latency("reduce", 128, 16, CARD) - CARD.collective == pytest.approx(8 * CARD.tree_hop)
     slow = replace(CARD, network=CARD.network / 100)
-    assert meeting_seconds("reduce", 8e9, 32, 4, slow) == pytest.approx(1e9 / slow.network)
+    assert collective_seconds("reduce", 8e9, 32, 4, slow) == pytest.approx(1e9 / slow.network)
 
 
 def test_fewer_images_are_bound_by_latency_and_more_are_not(base):
@@ -183,5 +183,5 @@ def test_memory_and_bytes_are_those_of_two_real_ranks(workers, stage, placement)
         plan = Counted.of(config, 2, CARD, as_cuda=False).plan()
     bucket = BUCKET if stage else 0
     for lasting, passing, moved, count in workers(2).run(measured, config):
-        assert (moved, count) == (plan.inside, plan.meetings)
+        assert (moved, count) == (plan.inside, plan.collective_count)
         assert lasting + passing - bucket == pytest.approx(plan.peak - bucket, rel=0.1)

@@ -51,12 +51,12 @@ def test_a_run_that_is_killed_has_written_what_ended_and_one_of_all_drops_what_i
     )
     tmp_path.joinpath("pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     tests.joinpath("conftest.py").write_text(
-        "from pathlib import Path\nfrom slow_results import Record\n"
-        "def pytest_configure(config): config.pluginmanager.register(Record(Path('slow.md')))\n"
+        "from pathlib import Path\nimport slow_results\nslow_results._machine = lambda: 'a machine'\n"
+        "def pytest_configure(config): config.pluginmanager.register(slow_results.Record(Path('slow.md')))\n"
     )
     record = slow_results.Record(tmp_path / "slow.md")
     record.pytest_runtest_logreport(report("gone", 1))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for arguments, gone in ((["tests/test_it.py"], ["tests/a.py::gone"]), ([], [])):
         run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         assert subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True).returncode == 9

@@ -1,8 +1,7 @@
-"""The command `unigrad-fast`: finds the sub-command, checks its arguments, turns errors into an exit status.
+"""The command `unigrad-fast`: finds the sub-command, checks its arguments, and turns errors into an exit status.
 
-Exit status: 0 done, 1 a bug (with a traceback), 2 the user's input, 3 the run stopped itself, 75 preempted after
-saving, 130 Ctrl-C, after saving too where there is something to save. Standard output that nobody reads changes none
-of them.
+Exit status: 0 done, 1 a bug (with a traceback), 2 wrong input, 3 the run stopped itself, 75 preempted after saving,
+130 Ctrl-C, also after saving if there is something to save. It does not depend on whether standard output is read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ commands:
 
 
 def positionals(options: type[Node]) -> list[str]:
-    """Arguments that are written without their key: the required ones."""
+    """Arguments that may be written without their key: the required ones."""
     return [name for name, field in options.model_fields.items() if field.is_required()]
 
 
@@ -54,7 +53,7 @@ def usage(name: str) -> str:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The command that the words begin with, and the words behind it."""
+    """The command that the words begin with, and the remaining words."""
     for name in (*COMMANDS, *RENAMED):
         length = len(name.split())
         if list(words[:length]) == name.split():
@@ -71,7 +70,7 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def show_help(name: str, tree: Mapping[str, Any]) -> None:
-    """Prints a command's keys and their defaults, for pretrain those of the recipe beside --help."""
+    """Prints a command's keys and their defaults; for pretrain, those of the recipe given along with --help."""
     options, _ = COMMANDS[name]
     defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
     print(command_help.text(f"unigrad-fast {name}", options, positionals(options), defaults))
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     console.take_over()
     words = sys.argv[1:] if arguments is None else arguments
-    # The deepspeed launcher adds this; LOCAL_RANK says the same.
+    # The deepspeed launcher adds this argument; LOCAL_RANK has the same value.
     words = [word for word in words if not word.startswith("--local_rank=")]
     status = 0
     try:
@@ -120,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         lost = console.end()
     if lost and status == 0:
-        print(f"stopped: standard output cannot be written: {lost}; what was printed is not complete", file=sys.stderr)
+        print(f"stopped: standard output cannot be written: {lost}; the output is incomplete", file=sys.stderr)
         return 3
     return status
 
 
 def explained(error: BaseException) -> tuple[int, str] | None:
-    """The exit status of an error, and what is said of it; None of a bug."""
+    """The exit status and message of an error; None if it is a bug."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     prefix = "error" if rank == "0" else f"error on rank {rank}"
     if isinstance(error, UserError | DataError):
@@ -142,7 +141,7 @@ def explained(error: BaseException) -> tuple[int, str] | None:
     if said := limits.explained(error):
         return 2, f"{prefix}: {said}"
     if is_out_of_memory(error):
-        return 3, f"stopped: out of memory{asked_for(error)}; end other programs, or do it in smaller parts"
+        return 3, f"stopped: out of memory{asked_for(error)}; end other programs, or use smaller parts"
     if isinstance(error, OSError):
         return _explained_file(error, prefix)
     return None

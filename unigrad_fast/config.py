@@ -1,9 +1,9 @@
 """The configuration tree: every field with its meaning, unit, allowed range and the source of its default.
 
-The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file
-that lists what differs; the command line lies on top. Whatever the source of a value, it is checked once,
-by `validation`. "Authors' code" is the code published with the paper. A field's scope (`runtime/scopes.py`) stands in
-its type: without one it decides the result.
+The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file that lists
+the differences; the command line overrides both. Whatever its source, a value is checked once, by `validation`.
+"Authors' code" is the code published with the paper. A field's type includes its scope (`runtime/scopes.py`); a field
+without a scope decides the result.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ LOCAL_RANK = LOCAL | RANK
 
 class CutMixSettings(Node):
     probability: float = Field(default=0.0, ge=0, le=1)
-    """Share of the images of a global view in which a box is replaced by another image's; 0 is no CutMix."""
+    """Share of images whose global view gets a box from another image; 0 turns CutMix off."""
     alpha: float = Field(default=1.0, gt=0, le=100)
-    """The share of the area that stays is drawn from Beta(alpha, alpha) (CutMix paper: 1)."""
+    """The share of the area that is kept is drawn from Beta(alpha, alpha) (CutMix paper: 1)."""
     group: int = Field(default=16, ge=2)
-    """Images that may be partners; divides the images per rank and micro-batch."""
+    """Images that are mixed among each other; must divide the images per rank and micro-batch."""
 
 
 class ViewChanges(Node):
     scale: Pair | None = None
-    """Range of the crop's area as a share of the image's; null is the preset's, as for all of these."""
+    """Range of the crop's area as a share of the image's; null keeps the preset's value, as in this whole group."""
     ratio: Pair | None = None
     """Range of the crop's width / height."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resizing of the crop, with antialiasing."""
     jitter: tuple[float, float, float, float] | None = None
-    """Largest change of brightness, contrast and saturation, and of hue in full turns."""
+    """Largest change of brightness, contrast, saturation and hue (hue in full turns)."""
     jitter_probability: Probability | None = None
     """Share of the views whose colours are jittered."""
     gray_probability: Probability | None = None
-    """Share of the views that turn gray."""
+    """Share of the views that are converted to grayscale."""
     blur_probability: Probability | None = None
     """Share of the views that are blurred."""
     blur_sigma: Pair | None = None
-    """Range of the blur's deviation, pixels of the view."""
+    """Range of the Gaussian blur's standard deviation, in pixels of the view."""
     solarize_probability: Probability | None = None
-    """Share of the views whose values from 128 on are inverted."""
+    """Share of the views that are solarized: pixel values of 128 and above are inverted."""
     flip_probability: Probability | None = None
-    """Share of the views that are mirrored."""
+    """Share of the views that are flipped horizontally."""
 
     def given(self) -> dict[str, Any]:
-        """What differs from the preset."""
+        """The values that differ from the preset."""
         return {key: value for key, value in self if value is not None}
 
 
@@ -83,16 +83,16 @@ class LocalViewChanges(ViewChanges):
 
 class Progressive(Node):
     start_size: int | None = Field(default=None, ge=16, le=1024)
-    """Height and width of the global views in the first epoch; null is data.image_size throughout."""
+    """Height and width of the global views in the first epoch, in pixels; null means data.image_size throughout."""
     epochs: int = Field(default=60, ge=1)
-    """Epochs in which they grow to data.image_size, local views in proportion (60: ours)."""
+    """Epochs over which they grow to data.image_size, and local views in proportion (60: ours)."""
 
 
 class Data(Node):
     train: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
-    """Folder, list or shards with the training images: a tree CLASS/*.jpg, a flat folder, a text file, .tar files."""
+    """Training images: a tree CLASS/*.jpg, a flat folder, a text file that lists them, or .tar shards."""
     val: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
-    """Folder, list or shards with the labelled validation images for kNN; without them evaluation is off."""
+    """Labelled validation images for kNN, given like data.train; without them evaluation is off."""
     preset: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
     """Augmentation preset, see `unigrad-fast data presets` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2, le=2**24)
@@ -100,42 +100,42 @@ class Data(Node):
     image_size: Annotated[int, JUDGMENT] = Field(default=224, ge=16, le=1024)
     """Height and width of a global view in pixels (paper: 224)."""
     local_crops: int | None = Field(default=None, ge=0, le=32)
-    """Local views per image; null is the preset's (simsiam and byol 0, the others 6)."""
+    """Local views per image; null keeps the preset's number (simsiam and byol 0, the others 6)."""
     global_views: ViewChanges = ViewChanges()
-    """What differs from the preset in both global views."""
+    """Changes to the preset in both global views."""
     second_view: ViewChanges = ViewChanges()
-    """What differs besides in the second of them."""
+    """Further changes in the second global view only."""
     local_views: LocalViewChanges = LocalViewChanges()
-    """What differs in the local views."""
+    """Changes to the preset in the local views."""
     photometric: Literal["dali", "torch"] = "dali"
-    """Colour operations: dali is one affine map per image, torch torchvision's one by one, for published numbers."""
+    """Colour operations: dali fuses them into one affine map; torch applies torchvision's, as for published numbers."""
     progressive: Progressive = Progressive()
     """Smaller views in the first epochs, for speed."""
     cutmix: CutMixSettings = CutMixSettings()
     """Mixing of the online branch's global views (paper, section "Application on Data Augmentations")."""
     decode: Annotated[Literal["auto", "cpu", "gpu"], LOCAL_RANK] = "auto"
-    """Where images are decoded and augmented; auto is the GPU where there is one."""
+    """Where images are decoded and augmented; auto uses the GPU if there is one."""
     hw_decoder_load: Annotated[float, RANK] = Field(default=0.65, ge=0, le=1)
-    """Share of the images for the GPU's JPEG unit; the rest goes to its cores (DALI's advice: try 0.5 to 0.9)."""
+    """Share of the images for the GPU's JPEG unit; its cores decode the rest (DALI's advice: try 0.5 to 0.9)."""
     threads: Annotated[int | None, LOCAL_RANK] = Field(default=None, ge=1, le=MOST_THREADS)
-    """Decoding threads per rank; null is the cores per rank less one, at least one (DALI's advice)."""
+    """Decoding threads per rank; null uses one fewer than the cores per rank, at least one (DALI's advice)."""
     read_threads: Annotated[int, LOCAL_RANK] = Field(default=32, ge=1, le=MOST_THREADS)
-    """Files that a rank reads at once, which hides the latency of network storage (32: ours)."""
+    """Files that a rank reads in parallel, to hide the latency of network storage (32: ours)."""
     read_ahead: Annotated[int, LOCAL_RANK] = Field(default=128, ge=0, le=2**20)
-    """MiB of encoded images that a rank reads before they are asked for, and 2 to 64 micro-batches (128: ours)."""
+    """MiB of encoded images that a rank prefetches, within 2 to 64 micro-batches (128: ours)."""
     read_timeout: Annotated[float, LOCAL_RANK] = Field(default=60.0, gt=0, le=86_400)
-    """Seconds after which a file that does not answer is replaced by another image."""
+    """Seconds after which a file that cannot be read yet is replaced by another image."""
     max_bad_fraction: Annotated[float, LOCAL] = Field(default=0.01, ge=0, le=1)
-    """Share of the images that may turn out unusable, and are replaced, before the run stops (0.01: ours)."""
+    """Share of the images that may be unusable before the run stops; until then they are replaced (0.01: ours)."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_current_names(cls, given: Any) -> Any:
-        """Accepts what earlier versions saved."""
+        """Accepts configurations saved by earlier versions."""
         return renamed(given, "recipe", "preset", "data.", quiet=True) if isinstance(given, Mapping) else given
 
     def views(self) -> tuple[View, ...]:
-        """One of each view, the two global ones first. Raises DataError when one is impossible."""
+        """The views of an image, the two global ones first. Raises DataError if one is impossible."""
         return preset_views(
             self.preset,
             self.image_size,
@@ -146,7 +146,7 @@ class Data(Node):
         )
 
     def growth(self) -> Growth | None:
-        """How the views grow over the epochs."""
+        """How the views grow over the epochs; None if they do not."""
         start = self.progressive.start_size
         return None if start is None else Growth(start, self.progressive.epochs)
 
@@ -160,22 +160,22 @@ class Projector(Node):
 
 class Model(Node):
     backbone: Backbone = "resnet50"
-    """torchvision encoder (paper: resnet50)."""
+    """torchvision network without its classifier (paper: resnet50)."""
     stem: Literal["imagenet", "small"] = "imagenet"
-    """First layers: imagenet is a 7x7 convolution and pooling, small one 3x3 convolution for tiny images."""
+    """First layers: imagenet is a 7x7 convolution and pooling; small is one 3x3 convolution, for tiny images."""
     projector: Projector = Projector()
     """Head between the backbone and the objective."""
     sync_batch_norm: bool = True
-    """Share batch statistics over the ranks (paper: on; without it accuracy falls by points)."""
+    """Whether ranks share batch statistics (paper: on; without it accuracy falls by several points)."""
     batch_statistics: Literal["auto", "per_view", "per_size"] = "auto"
-    """Which images share batch statistics; auto: each global view by itself (authors' code)."""
+    """Which images share batch statistics; auto: per global view, and local views by size (authors' code)."""
 
 
 class Target(Node):
     momentum: float = Field(default=0.996, ge=0, le=1)
-    """Share of the old target weights that is kept at the first step (paper: 0.996)."""
+    """Share of the target's weights that is kept in the first step (paper: 0.996)."""
     final_momentum: float = Field(default=1.0, ge=0, le=1)
-    """The same at the last step, reached along a cosine (paper: 1)."""
+    """The same for the last step; in between it follows a cosine (paper: 1)."""
 
 
 class Optimizer(Node):
@@ -184,22 +184,22 @@ class Optimizer(Node):
     base_lr: float = Field(default=0.05, gt=0)
     """Peak learning rate per 256 images: the rate is base_lr * data.batch_size / 256 (paper: 0.05)."""
     bias_base_lr: float | None = Field(default=None, gt=0)
-    """The same for biases and batch norm; null is base_lr (paper: sgd the same, lars 0.05 beside 0.3)."""
+    """The same for biases and batch norm; null uses base_lr (paper: sgd the same, lars 0.05 with base_lr 0.3)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum, of adamw the first moment's (paper: 0.9)."""
+    """Momentum; for adamw, the decay rate of the first moment (paper: 0.9)."""
     second_momentum: float = Field(default=0.999, ge=0, lt=1)
-    """Of adamw, the second moment's (Adam paper: 0.999); sgd and lars have none."""
+    """For adamw only: the decay rate of the second moment (Adam paper: 0.999)."""
     weight_decay: float = Field(default=1e-4, ge=0)
-    """L2 penalty on the weights, of adamw decoupled (paper: sgd 1e-4, lars 1e-6)."""
+    """L2 penalty on the weights; for adamw, decoupled weight decay (paper: sgd 1e-4, lars 1e-6)."""
     exclude_bias_and_norm: bool = False
-    """No decay of biases and batch norm, and no adaptation by lars (authors' code: sgd false; paper: lars true)."""
+    """Biases and batch norm get no decay and no adaptation by lars (authors' code: sgd false; paper: lars true)."""
     trust_coefficient: float = Field(default=0.001, gt=0)
-    """Of lars, the ratio of an update's norm to its weight's at learning rate 1 (LARS paper: 0.001)."""
+    """For lars only: ratio of an update's norm to its weight's norm at learning rate 1 (LARS paper: 0.001)."""
     clip_norm: float = Field(default=0.0, ge=0)
-    """Largest norm of the whole gradient; 0 is no clipping (authors' code)."""
+    """Largest norm of the whole gradient; larger ones are scaled down; 0 turns clipping off (authors' code)."""
 
     def problems(self) -> list[str]:
-        """Values that another optimizer takes, and this one would not."""
+        """Messages about values that apply only to another optimizer."""
         found = []
         for key, owner in (("second_momentum", "adamw"), ("trust_coefficient", "lars")):
             value, unused = getattr(self, key), type(self).model_fields[key].default
@@ -215,61 +215,61 @@ class Schedule(Node):
     epochs: int = Field(default=100, ge=1, le=10**6)
     """Passes over the training images (paper: 100)."""
     warmup_epochs: float = Field(default=5.0, ge=0)
-    """Epochs of linear warm-up, fractions allowed (paper: 5)."""
+    """Epochs of linear warm-up; fractions are allowed (paper: 5)."""
     kind: Literal["cosine", "official"] = "cosine"
-    """Decay after warm-up: cosine ends at min_lr_fraction, official (authors' code) at 0.7 % of the peak."""
+    """Decay after warm-up: cosine ends at min_lr_fraction; official (authors' code) ends at 0.7 % of the peak."""
     min_lr_fraction: float = Field(default=0.001, ge=0, le=1)
     """Learning rate at the first and the last step, as a share of the peak (0.001: ours)."""
 
 
 class Engine(Node):
     device: Annotated[Literal["auto", "cuda", "cpu"], LOCAL] = "auto"
-    """What the ranks compute on, all the same; auto is GPUs, or the CPU where the machine has no NVIDIA card."""
+    """Device of all ranks; auto uses GPUs, or the CPU if the machine has no NVIDIA GPU."""
     timeout: Annotated[float, MACHINE] = Field(default=10.0, ge=0.01, le=1440)
-    """Minutes that ranks wait for one of them in a step before they end and name it (10: NCCL's default)."""
+    """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
     zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Annotated[Literal["auto", "bf16", "fp32"], JUDGMENT] = "auto"
-    """Arithmetic of the networks; auto is bf16 where the hardware has it. The objective reduces in fp32."""
+    """Precision of the networks; auto uses bf16 if the hardware supports it. The objective reduces in fp32."""
     tf32: Annotated[bool, JUDGMENT] = False
-    """Whether a GPU multiplies fp32 matrices and convolves in TF32, which keeps 10 of 23 bits; without it, exactly."""
+    """Whether a GPU uses TF32, with 10 of 23 mantissa bits, for fp32 matrix products and convolutions."""
     compile: bool = False
-    """Whether torch.compile takes the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
+    """Whether to torch.compile the networks; needs a C++ compiler, and one rank or model.sync_batch_norm false."""
     recompute_projector: Annotated[bool, MACHINE] = False
-    """Whether backward computes the projector's norms and casts anew; saves nothing at width 2048 (docs/wide.md)."""
+    """Whether backward recomputes the projector's norms and casts; saves no memory at width 2048 (docs/wide.md)."""
     deterministic: Annotated[bool, MACHINE] = False
-    """Whether a GPU repeats a run bit for bit: slower algorithms alone, and JPEG unit unused; untried on a card."""
+    """Whether runs on a GPU repeat bit for bit: slower algorithms and no JPEG unit; not yet tried on a GPU."""
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step."""
     max_skipped_steps: Annotated[int, MACHINE] = Field(default=10, ge=1)
-    """Steps in a row with non-finite values after which the run stops (10: ours)."""
+    """Consecutive steps with non-finite values after which the run stops (10: ours)."""
     target_stream: Annotated[bool, MACHINE] = False
-    """Whether a GPU runs the target branch beside the online one; for one rank, or model.sync_batch_norm false."""
+    """Whether a GPU overlaps the target branch with the online one; needs one rank or model.sync_batch_norm false."""
     cuda_graph: Annotated[bool, MACHINE] = False
-    """Whether a GPU replays one recorded step per size of the views; for zero_stage 0, without accumulation."""
+    """Whether a GPU captures a step as a CUDA graph and replays it; needs zero_stage 0 and no accumulation."""
 
 
 class Checkpoint(Node):
     every: float = Field(default=1.0, gt=0, le=1e6)
-    """Epochs between two checkpoints, fractions allowed (authors' code: 1)."""
+    """Epochs between two checkpoints; fractions are allowed (authors' code: 1)."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept (2: the newest may turn out damaged)."""
+    """Number of newest checkpoints to keep (2: the newest may turn out damaged)."""
     keep_every: int = Field(default=0, ge=0)
-    """Epochs whose multiples keep their checkpoint for good; 0 is none."""
+    """Epochs between checkpoints that are kept permanently; 0 keeps none."""
 
 
 class KNN(Node):
     k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Neighbours that vote; auto is 200 from 20,000 training images on (the usual protocol), 20 below."""
+    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below."""
     temperature: float = Field(default=0.1, ge=0.001, le=1000)
-    """Temperature of the votes exp(similarity / temperature) (usual protocol: 0.1)."""
+    """Temperature of the vote weights exp(similarity / temperature) (usual protocol: 0.1)."""
 
 
 class Evaluation(Node):
     every: int = Field(default=10, ge=0)
-    """Epochs between two kNN evaluations during training, beside those before the first step and after the last."""
+    """Epochs between kNN evaluations, in addition to the one after the last step; 0 turns these off."""
     at_start: bool = True
-    """Whether the encoder is judged before the first step too, which takes as long as any later time."""
+    """Whether to evaluate the untrained encoder too, which takes as long as any later evaluation."""
     crop_fraction: Annotated[float, JUDGMENT] = Field(default=0.875, gt=0, le=1)
     """Share of the short side that the centre crop keeps (usual protocol: 224 of 256 pixels)."""
     batch_size: Annotated[int, LOCAL] = Field(default=256, ge=1, le=2**16)
@@ -282,7 +282,7 @@ class Telemetry(Node):
     every: int = Field(default=10, ge=1)
     """Optimizer steps between two rows of metrics."""
     tensorboard: bool = True
-    """Write TensorBoard event files into the run folder."""
+    """Whether to write TensorBoard event files into the run folder."""
     effective_rank_every: int = Field(default=100, ge=1)
     """Optimizer steps between two computations of the correlation matrix's effective rank."""
 
@@ -293,33 +293,33 @@ class Config(Node):
     seed: Annotated[int, JUDGMENT] = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of weights, order and augmentations."""
     output: Annotated[AbsolutePath | None, MACHINE] = None
-    """Run folder; null is the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ... with the recipe's name."""
+    """Run folder; null uses the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ..., named after the recipe."""
     recipe: Annotated[str, MACHINE] = DEFAULT_RECIPE
-    """Shipped recipe that the tree starts from; on the command line and in a YAML file also another one's path."""
+    """Recipe to start from: a shipped one or, on the command line and in a YAML file, the path of a YAML file."""
     data: Data = Data()
     """Images and augmentation."""
     model: Annotated[Model, JUDGMENT] = Model()
     """Networks."""
     objective: SerializeAsAny[Annotated[Objective, {"placement": MACHINE}]] = FORMS["unigrad"].model_validate({})
-    """What is minimised."""
+    """Method and loss."""
     target: Target = Target()
     """The target branch, a momentum copy of the online branch."""
     optimizer: Optimizer = Optimizer()
     """Optimizer and learning rate."""
     schedule: Schedule = Schedule()
-    """Length of the run and course of the learning rate."""
+    """Length of the run and learning-rate schedule."""
     engine: Engine = Engine()
     """How a step is computed."""
     checkpoint: Annotated[Checkpoint, MACHINE] = Checkpoint()
-    """What is kept."""
+    """When checkpoints are saved and which are kept."""
     evaluation: Annotated[Evaluation, MACHINE] = Evaluation()
-    """How the encoder is judged."""
+    """kNN evaluation of the encoder."""
     telemetry: Annotated[Telemetry, MACHINE] = Telemetry()
-    """What is reported."""
+    """Metrics and logs."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        """Refuses combinations that are wrong for any number of ranks, all at once."""
+        """Refuses combinations that are wrong for any number of ranks; reports all of them together."""
         problems = []
         if self.recipe not in recipe_names():
             problems.append(f"recipe = {self.recipe}: not a shipped recipe; use one of {', '.join(recipe_names())}")
@@ -349,31 +349,33 @@ class Config(Node):
     def _engine_problems(self) -> list[str]:
         engine, problems = self.engine, []
         if engine.compile and engine.recompute_projector:
-            problems.append("engine.recompute_projector = true: not with engine.compile true; leave one of them out")
+            problems.append(
+                "engine.recompute_projector = true: does not work with engine.compile true; leave one of them out"
+            )
         if engine.cuda_graph:
             steps, method, reasons = engine.accumulation_steps, self.objective.method, []
             if steps > 1:
-                reasons.append(f"engine.accumulation_steps is {steps}, and a graph is one micro-batch; use 1")
+                reasons.append(f"engine.accumulation_steps is {steps}, but a graph holds one micro-batch; use 1")
             if engine.zero_stage:
                 stage = engine.zero_stage
-                reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step is no part of a graph; use 0")
+                reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step cannot be captured; use 0")
             if method != "unigrad":
-                reasons.append(f"objective.method is {method}, whose step has not been recorded yet; use unigrad")
+                reasons.append(f"objective.method is {method}, whose step has not been captured yet; use unigrad")
             if engine.compile:
-                reasons.append("engine.compile is on, and the two have not been tried together; leave one of them out")
+                reasons.append("engine.compile is on, and the two are untested together; leave one of them out")
             problems += [f"engine.cuda_graph = true: {reason}" for reason in reasons]
         return problems
 
     def _objective_problems(self) -> list[str]:
         try:
             views = len(self.data.views())
-        except DataError:  # which is told of the views
+        except DataError:  # `_view_problems` reports it
             views = GLOBALS
         problems = list(self.objective.problems(self.data.cutmix.probability, has_local_crops=views > GLOBALS))
         if self.engine.target_stream and (target := self.objective.target) != "momentum":
             problems.append(
-                f"engine.target_stream = true: with objective.target {target} there is no branch that could pass "
-                "beside the online one; leave it out"
+                f"engine.target_stream = true: with objective.target {target} there is no target branch to overlap "
+                "with the online one; leave it out"
             )
         return problems
 
@@ -406,7 +408,7 @@ class Config(Node):
 
     def _batch_problems(self, world_size: int) -> list[str]:
         batch, steps = self.data.batch_size, self.engine.accumulation_steps
-        # Batch norm needs two values per channel: over all ranks when synchronised, else on every rank.
+        # Batch norm needs two values per channel: over all ranks if synchronised, otherwise on every rank.
         least = 2 * steps * (1 if self.model.sync_batch_norm else world_size)
         parts = world_size * steps
         if batch % parts == 0 and batch >= least:
@@ -418,15 +420,15 @@ class Config(Node):
         return [f"data.batch_size = {batch}: {reason}; use {nearest}"]
 
     def images_at_once(self, world_size: int) -> int:
-        """Images of a rank and micro-batch."""
+        """Images per rank and micro-batch."""
         return self.data.batch_size // (world_size * self.engine.accumulation_steps)
 
     def check_world(self, world_size: int) -> None:
-        """Raises UserError when the run cannot be spread over `world_size` ranks."""
+        """Raises UserError if the run cannot be distributed over `world_size` ranks."""
         problems = self._batch_problems(world_size)
         if self.engine.compile and world_size > 1 and self.model.sync_batch_norm:
             problems.append(
-                f"engine.compile = true: with {world_size} ranks batch norm exchanges statistics, which is not "
+                f"engine.compile = true: with {world_size} ranks batch norm exchanges statistics, which cannot be "
                 "compiled; leave it out, or set model.sync_batch_norm false"
             )
         if problems:
@@ -454,12 +456,12 @@ def resolve(
     """The checked tree: defaults, then the recipe, then the overrides.
 
     Args:
-        recipe: shipped name or path of a YAML file; None takes it from the overrides, else the model's own.
+        recipe: shipped name or path of a YAML file; None takes the overrides' recipe, or else the model's default.
         overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
-        model: Config, or a subclass of it with more keys; its `name` is the recipe's unless it is given.
+        model: Config, or a subclass with more keys; if it has a key `name`, the recipe's name is its default.
 
     Raises:
-        UserError: listing every unknown key, wrong value and impossible combination.
+        UserError: lists every unknown key, wrong value and impossible combination.
     """
     top = current_names(overrides if isinstance(overrides, Mapping) else parse_arguments(overrides))
     named = top.pop("recipe", None)
@@ -475,5 +477,5 @@ def resolve(
 
 
 def to_yaml(config: Node) -> str:
-    """YAML of the whole tree, which `--recipe` accepts."""
+    """The whole tree as YAML that `--recipe` accepts."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,8 +1,9 @@
-"""What a run takes of a cluster, before the job is sent: memory, traffic, time, storage, and what would take less.
+"""Plans a run before the job is submitted: its memory, traffic, time and storage on a cluster, and how to need less.
 
-One walk of the dry run counts the step as it is set. All else is arithmetic on that walk: other stages, placements,
-batches and numbers of cards. A `Plan` says which of the two it is: "counted" are memory, collectives and bytes of the
-step that was walked, "expected" those of another; times are always expected, from the figures of `cards.json`.
+One walk of the dry run counts the step as configured. Everything else is arithmetic on that walk: other stages,
+placements, batches and numbers of cards. A `Plan` says which of the two it is: memory, collectives and bytes are
+"counted" for the step that was walked, and "expected" for any other; times are always expected, from the figures of
+`cards.json`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import (
     Card,
-    Meeting,
+    Collective,
     Walk,
+    collective_seconds,
     inside_and_between,
     latency,
-    meeting_seconds,
     sent,
     walk,
 )
@@ -30,21 +31,22 @@ from unigrad_fast.runtime.wording import byte_size
 from unigrad_fast.training import engine
 
 WIDTHS, CARDS = (2048, 4096, 8192, 16384, 32768, 65536), (8, 16, 32, 64, 128, 256, 512)
-IMAGENET, IMAGE_BYTES = 1_281_167, 110_000  # images of its training set, and bytes of one on average
+IMAGENET, IMAGE_BYTES = 1_281_167, 110_000  # images of its training set, and mean bytes per image
 BUCKET = 4 * engine.BUCKET  # bytes
-PROCESS = 5 << 30  # bytes of the host: torch, CUDA's context, DALI's queues, files read ahead; assumed, not measured
-# Share of the step; chosen so that ResNet-50 on 8 H100 is bound below 96 images (0.114; 0.123 at 88), as a run warns.
+PROCESS = 5 << 30  # host bytes of a rank: torch, CUDA context, DALI's queues, files read ahead; assumed, not measured
+# Share of the step; chosen so that ResNet-50 on 8 H100 is latency-bound below 96 images (0.114; 0.123 at 88), the limit
+# below which a run warns.
 LATENCY_BOUND = 0.12
-PER_IMAGE = ("convolution", "normalisation", "activation", "linear", "other")  # parts that grow with the images
+PER_IMAGE = ("convolution", "normalisation", "activation", "linear", "other")  # parts proportional to the images
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the arithmetic may change of a step.
+    """The settings of a step that the arithmetic can change.
 
     Attributes:
-        nodes: that share the ranks equally.
-        images: at once on each rank; accumulation: micro-batches.
+        nodes: number of nodes, with equally many ranks each.
+        images: images per rank and micro-batch; accumulation: micro-batches.
     """
 
     ranks: int
@@ -65,11 +67,11 @@ class Plan:
     """A step on a cluster.
 
     Attributes:
-        origin: of memory, collectives and bytes, "counted" or "expected".
-        memory: bytes of a rank at its fullest moment, by kind; most: of each kind at its own.
-        seconds: expected, by part, the collectives among them; nothing overlaps.
-        inside, between: bytes that a rank sends to its own node, and its part of what the node sends to others.
-        waiting: of the seconds those of launches and of the collectives' latency, however few images there are.
+        origin: whether memory, collectives and bytes are "counted" or "expected".
+        memory: bytes of a rank at its peak, by kind; most: bytes of each kind at that kind's own peak.
+        seconds: expected, by part, including collectives; nothing overlaps.
+        inside, between: bytes that a rank sends inside its node, and its share of what the node sends to others.
+        waiting: the part of the seconds that does not depend on the images: launches and latency of collectives.
     """
 
     setting: Setting
@@ -79,7 +81,7 @@ class Plan:
     seconds: dict[str, float]
     inside: float
     between: float
-    meetings: int
+    collective_count: int
     waiting: float
 
     @property
@@ -88,7 +90,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Expected seconds."""
+        """Expected seconds per step."""
         return sum(self.seconds.values())
 
     @property
@@ -100,7 +102,7 @@ class Plan:
         return self.waiting > LATENCY_BOUND * self.step
 
     def hours(self, images: int, epochs: int = 100) -> float:
-        """Of so many epochs over so many images, without evaluations."""
+        """Expected hours for so many epochs over so many images, without evaluations."""
         return epochs * (images // self.setting.batch) * self.step / 3600
 
     def as_json(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Plan:
             "peak": self.peak,
             "inside": round(self.inside),
             "between": round(self.between),
-            "meetings": self.meetings,
+            "meetings": self.collective_count,
             "times": "expected",
             "seconds": self.seconds,
             "step_seconds": self.step,
@@ -125,7 +127,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Counted:
-    """A walk, what was walked, and for which card."""
+    """A walk, with the configuration and the card that it was made for."""
 
     config: Config
     ranks: int
@@ -134,10 +136,10 @@ class Counted:
 
     @classmethod
     def of(cls, config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Counted:
-        """Walks; see `dry_run.walk`.
+        """Walks a step; see `dry_run.walk`.
 
         Raises:
-            UserError: besides, for an objective other than UniGrad.
+            UserError: as `walk` does, and for an objective other than UniGrad.
         """
         if config.objective.method != "unigrad":
             raise UserError(
@@ -162,22 +164,22 @@ class Counted:
         return Setting(self.ranks, nodes, stage, self.found.placement, images, accumulation)
 
     def plan(self, nodes: int = 1) -> Plan:
-        """Of the step that was walked."""
-        passing = list(self.found.fullest.values())
-        return self._plan(self.setting(nodes), "counted", self.found.peak, passing, self.found.met)
+        """The plan of the step that was walked."""
+        transient = list(self.found.fullest.values())
+        return self._plan(self.setting(nodes), "counted", self.found.peak, transient, self.found.each_collective)
 
     def changed(self, setting: Setting) -> Plan:
-        """Of the same networks in another setting, of no lower stage, by arithmetic."""
+        """The plan of the same networks in another setting, by arithmetic; the stage must not be lower."""
         base = self.setting()
-        lasting = self._lasting(base, setting)
-        passing = [self._passing(phase, kinds, base, setting) for phase, kinds in self.found.fullest.items()]
-        return self._plan(setting, "expected", lasting, passing, list(self._meetings(base, setting)))
+        persistent = self._persistent(base, setting)
+        transient = [self._transient(phase, kinds, base, setting) for phase, kinds in self.found.fullest.items()]
+        return self._plan(setting, "expected", persistent, transient, list(self._collectives_in(base, setting)))
 
     def remedies(self, plan: Plan, usable: float) -> Iterator[tuple[str, Plan]]:
-        """Keys that need less than the plan does, in words and as plans; those that fit, the cheapest first.
+        """Changes of the configuration that make the plan fit, as text and as plans, the cheapest first.
 
-        The stages and the placement by themselves, then together, with them the smallest accumulation that fits, and
-        alone the largest batch.
+        Tried are the stages and the placement alone, then together, then these with the smallest accumulation that
+        fits, and finally the largest batch that fits with nothing else changed.
         """
         base, width = plan.setting, self.width
         stages = [stage for stage in (1, 2) if stage > base.stage and base.ranks > 1]
@@ -208,9 +210,9 @@ class Counted:
                 yield key, found
 
     def around(self, plan: Plan, images: int, image_bytes: float) -> dict[str, float]:
-        """What the run takes beside its steps: bytes of hosts, disk and, while kNN judges, of a card; reads per second.
+        """Further needs of the run: bytes on hosts, on disk and, during kNN evaluation, on a card; reads per second.
 
-        A checkpoint's bytes are counted; the rest is expected.
+        The size of a checkpoint is counted; the rest is expected.
         """
         ranks, nodes = plan.setting.ranks, plan.setting.nodes
         bank = 2 * math.ceil(images / ranks) * self.found.features if self.config.evaluation.every else 0
@@ -219,20 +221,21 @@ class Counted:
         reads = plan.images_per_second
         return {
             "checkpoint": self.found.checkpoint,
-            "disk": self.found.checkpoint * (keep + 1 + kept_for_good),  # one is written before the oldest goes
+            "disk": self.found.checkpoint
+            * (keep + 1 + kept_for_good),  # a new one is written before the oldest is deleted
             "host_per_node": ranks // nodes * (PROCESS + self.found.checkpoint / ranks),
-            "bank": bank,  # a rank's part, in half precision
+            "bank": bank,  # a rank's share, in half precision
             "reads": reads,
             "reads_per_node": reads / nodes,
             "read_bytes": reads * image_bytes,
         }
 
     def _divides(self, images: int) -> bool:
-        """Whether a rank may have so many images at once."""
+        """Whether a rank's micro-batch may have so many images."""
         cutmix = self.config.data.cutmix
         return not cutmix.probability or images % cutmix.group == 0
 
-    def _lasting(self, base: Setting, new: Setting) -> dict[str, float]:
+    def _persistent(self, base: Setting, new: Setting) -> dict[str, float]:
         """`Walk.peak` in another setting."""
         peak = dict(self.found.peak)
         share = (base.ranks if base.stage else 1) / (new.ranks if new.stage else 1)
@@ -243,7 +246,7 @@ class Counted:
             peak["master weights"] = peak["weights"] / new.ranks
         return peak
 
-    def _passing(self, phase: str, kinds: Mapping[str, int], base: Setting, new: Setting) -> dict[str, float]:
+    def _transient(self, phase: str, kinds: Mapping[str, int], base: Setting, new: Setting) -> dict[str, float]:
         """`Walk.fullest` of a phase in another setting."""
         images = new.images / base.images
         found: dict[str, float] = dict(kinds)
@@ -251,8 +254,9 @@ class Counted:
         had, has = (sum(self._gathered(phase, each)) for each in (base, new))
         found["gathered"] = has * kinds["gathered"] / had if had and kinds["gathered"] else has
         if phase == "backward" and new.stage > base.stage:
-            # Fitted to walks of ResNet-50 at widths 16384 to 65536 on 8 cards, not derived: where a gradient is larger
-            # than a bucket, stage 1 has half of it less than stage 0, and stage 2 all of it, with a second bucket.
+            # Fitted to walks of ResNet-50 at widths 16384 to 65536 on 8 cards, not derived: if a gradient is larger
+            # than a bucket, stage 1 saves half of it compared with stage 0; stage 2 saves all of it but needs a second
+            # bucket.
             large = 4 * self.found.largest if 4 * self.found.largest > BUCKET else 0
             buckets = (BUCKET * (stage if large else min(stage, 1)) for stage in (new.stage, base.stage))
             found["buckets"] += next(buckets) - next(buckets)
@@ -263,52 +267,52 @@ class Counted:
         return found
 
     def _gathered(self, phase: str, setting: Setting) -> list[int]:
-        """Bytes of what the objective gathers that are there in a phase; the exchanged columns are not."""
+        """Bytes of each tensor gathered by the objective that exists in a phase, without the exchanged columns."""
         sizes = exchanged(setting.placement, self.width, setting.images, self.views, setting.ranks)
         gathers = [size for kind, size in sizes if kind == "gather"]
-        ahead = setting.placement == "sharded"  # the update of its targets begins before the online branch
+        ahead = setting.placement == "sharded"  # its update with the targets begins before the online branch
         return {"objective": gathers, "online": gathers[:1] if ahead else []}.get(phase, [])
 
-    def _meetings(self, base: Setting, new: Setting) -> Iterator[Meeting]:
-        """`Walk.met` in another setting."""
+    def _collectives_in(self, base: Setting, new: Setting) -> Iterator[Collective]:
+        """`Walk.each_collective` in another setting."""
         times = new.accumulation // base.accumulation
-        for each in self.found.met:
+        for each in self.found.each_collective:
             if each.whose == "norms":
                 size = each.size * new.ranks // base.ranks if each.kind == "gather" else each.size
                 yield from [replace(each, size=size)] * times
             elif each.whose == "weights":
                 yield each
         for kind, size in exchanged(new.placement, self.width, new.images, self.views, new.ranks):
-            yield from [Meeting(kind, size, "objective")] * new.accumulation
-        if new.stage and not base.stage:  # the moved weights
-            yield Meeting("gather", 4 * self.found.parameters, "weights")
+            yield from [Collective(kind, size, "objective")] * new.accumulation
+        if new.stage and not base.stage:  # the updated weights
+            yield Collective("gather", 4 * self.found.parameters, "weights")
 
     def _plan(
         self,
         setting: Setting,
         origin: str,
-        lasting: Mapping[str, float],
+        persistent: Mapping[str, float],
         phases: Sequence[Mapping[str, float]],
-        met: Sequence[Meeting],
+        collectives: Sequence[Collective],
     ) -> Plan:
         ranks, nodes, card = setting.ranks, setting.nodes, self.card
-        memory = [_by_kind(lasting, passing) for passing in phases]
+        memory = [_by_kind(persistent, transient) for transient in phases]
         fullest = max(memory, key=lambda kinds: sum(kinds.values()))
         most = {kind: max(kinds[kind] for kinds in memory) for kind in fullest}
         launches = sum(part.launches for part in self.found.parts.values())
         seconds = self._seconds(setting)
         floor, inside, between = launches * card.launch, 0.0, 0.0
-        for each in met:
+        for each in collectives:
             moved = sent(each.kind, each.size, ranks)
             within, without = inside_and_between(each.kind, moved, ranks, nodes)
             inside, between = inside + within, between + without
             floor += latency(each.kind, ranks, nodes, card)
             name = f"collectives: {each.kind}"
-            seconds[name] = seconds.get(name, 0.0) + meeting_seconds(each.kind, moved, ranks, nodes, card)
-        return Plan(setting, origin, fullest, most, seconds, inside, between, len(met), floor)
+            seconds[name] = seconds.get(name, 0.0) + collective_seconds(each.kind, moved, ranks, nodes, card)
+        return Plan(setting, origin, fullest, most, seconds, inside, between, len(collectives), floor)
 
     def _seconds(self, new: Setting) -> dict[str, float]:
-        """Expected of each part; those of the walk where nothing is changed."""
+        """Expected seconds of each part; those of the walk if the setting is unchanged."""
         base = self.setting()
         images = new.images / base.images
         times = new.accumulation / base.accumulation
@@ -323,7 +327,7 @@ class Counted:
             each.accumulation * compute_seconds(each.placement, self.width, each.images, self.views, each.ranks)
             for each in (base, new)
         )
-        # What is gathered passes memory some three times: fitted to walks of width 16384 on 64 and 512 cards.
+        # Gathered tensors cross memory about three times: fitted to walks of width 16384 on 64 and 512 cards.
         had, has = (
             seconds + 3 * each.accumulation * sum(self._gathered("objective", each)) / self.card.memory
             for seconds, each in ((had, base), (has, new))
@@ -334,24 +338,24 @@ class Counted:
         return seconds
 
 
-def _by_kind(lasting: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, int]:
-    """`Plan.memory` of what lasts, by the kinds of `Walk.peak`, and what passes, by those of `PASSING`."""
+def _by_kind(persistent: Mapping[str, float], transient: Mapping[str, float]) -> dict[str, int]:
+    """`Plan.memory` from persistent memory, by the kinds of `Walk.peak`, and transient, by those of `TRANSIENT`."""
     kinds = {
-        "parameters": lasting["weights"],
-        "master weights": lasting.get("master weights", 0),
-        "momentum": lasting["momentum"],
-        "gradients": passing["gradients"],
-        "target": lasting["target"] + lasting["the target's weights in bf16"],
-        "F": lasting["correlation"],
-        "activations": passing["activations"] + passing["gathered"],
-        "buckets": passing["buckets"],
-        "other": lasting["running statistics"] + passing["weights in bf16"] + passing["temporaries"],
+        "parameters": persistent["weights"],
+        "master weights": persistent.get("master weights", 0),
+        "momentum": persistent["momentum"],
+        "gradients": transient["gradients"],
+        "target": persistent["target"] + persistent["the target's weights in bf16"],
+        "F": persistent["correlation"],
+        "activations": transient["activations"] + transient["gathered"],
+        "buckets": transient["buckets"],
+        "other": persistent["running statistics"] + transient["weights in bf16"] + transient["temporaries"],
     }
     return {kind: round(size) for kind, size in kinds.items()}
 
 
 def require_cluster(ranks: int, nodes: int) -> None:
-    """Raises UserError unless the nodes have equally many cards."""
+    """Raises UserError unless all nodes have the same number of cards."""
     if ranks % nodes:
         candidates = dict.fromkeys(max(nodes, each) for each in (ranks // nodes * nodes, (ranks // nodes + 1) * nodes))
         raise UserError(
@@ -362,10 +366,11 @@ def require_cluster(ranks: int, nodes: int) -> None:
 def sweep(
     config: Config, widths: Sequence[int], cards: Sequence[int], images: int, card: Card, per_node: int
 ) -> Iterator[tuple[int, Plan, bool]]:
-    """Width, plan and whether it fits: each width on each number of cards, with so many images on every one.
+    """Plans each width on each number of cards, with so many images per card; yields width, plan and whether it fits.
 
-    One walk of each width on a node's cards at stage 0, the rest by arithmetic; at the lowest stage that fits, or the
-    highest. F lies where `objective.placement` says, "auto" by its own counting.
+    Each width is walked once, on one node's cards at stage 0; the rest is arithmetic. The stage is the lowest that
+    fits, or the highest. F is placed as `objective.placement` says; "auto" is decided for each width and number of
+    cards.
     """
     walked_on = max(2, per_node)
     for width in widths:
@@ -394,16 +399,16 @@ def sweep(
 
 
 def advice_here(config: Config, ranks: int, size: float | None) -> Iterator[str]:
-    """What a run that had too little memory is told: what its step takes by kind, and what would take less.
+    """Advice for a run that ran out of memory: the memory of its step by kind, and changes that need less.
 
     Args:
-        size: bytes of the card that it ran on; None is a host, of which nothing is known.
+        size: bytes of the card that it ran on; None for a CPU, whose memory is unknown.
     """
     counted = Counted.of(config, ranks, replace(Card.of("h100"), size=math.inf if size is None else size))
     plan = counted.plan()
     kinds = ", ".join(f"{kind} {byte_size(size)}" for kind, size in plan.memory.items() if 100 * size > plan.peak)
-    yield f"counted for a GPU, a rank at its fullest moment: {byte_size(plan.peak)}; {kinds}"
-    # Where that is less than the card has, other things lie beside it.
+    yield f"counted for a GPU, peak memory of a rank: {byte_size(plan.peak)}; {kinds}"
+    # If the card has more than that, something else was in its memory too.
     usable = min(counted.card.usable_memory, 0.8 * plan.peak)
     remedies = [f"{key} ({byte_size(found.peak)})" for key, found in counted.remedies(plan, usable)]
-    yield f"expected to be enough: {'; '.join(remedies) or 'a smaller model.projector.width, or more GPUs'}"
+    yield f"expected to fit: {'; '.join(remedies) or 'a smaller model.projector.width, or more GPUs'}"

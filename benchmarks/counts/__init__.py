@@ -1,1 +1,1 @@
-"""What is counted and not measured: FLOPs and bytes of the kernels, a step without a card, what the compiler makes."""
+"""Counts instead of measurements: FLOPs and bytes of the kernels, a step without a GPU, compiled kernels."""

@@ -1,12 +1,12 @@
-"""What the compiler makes of the kernels, for GPUs that need not be there.
+"""Compiles the kernels for GPUs that need not be present, and reports the result.
 
     unigrad-fast bench kernels --compile_only true [--output FOLDER]
 
-Every kernel is compiled as its launcher launches it: the launchers themselves run, on tensors without memory, and a
-launch ends after compilation. So tiles, constants and what Triton assumes of each argument are those of training.
+Every kernel is compiled through its launcher: the launchers run on meta tensors, and a launch ends after compilation.
+So tiles, constants and Triton's specialisation of each argument are those of training.
 
-Registers and stack come from the binary; a stack is what registers could not hold. Accesses and matrix instructions
-are counted in PTX, each access at the load or store of the source that it belongs to.
+Registers and stack come from the binary; stack means spilled registers. Memory accesses and matrix instructions are
+counted in PTX, each access at the load or store in the source that it belongs to.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from unigrad_fast.kernels import heuristics
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 
-# Triton is imported in the worker processes alone, where its interpreter is off.
+# Triton is imported only in the worker processes, where its interpreter is off.
 
-SHARED_MEMORY = {80: 163, 86: 99, 90: 227, 100: 227}  # KiB that a program can have
+SHARED_MEMORY = {80: 163, 86: 99, 90: 227, 100: 227}  # KiB available to a program
 ARCHITECTURES = tuple(SHARED_MEMORY)
 MATRIX_INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = tuple(2**power for power in range(7, 15))
 LONG_ROW = 2 * heuristics.WHOLE_ROW
-ODD_WIDTHS = (2047, LONG_ROW - 1)  # of which nothing can be assumed
-# Blocks, but of what a whole launch reads once: flags of rows, terms of the objective, sums of chunks.
+ODD_WIDTHS = (2047, LONG_ROW - 1)  # without any divisibility
+# Pointers to blocks that a whole launch reads only once: flags of rows, terms of the objective, sums of chunks.
 SMALL = {"p_flags", "p_cosine", "p_negative", "p_sums"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A launch: of which kernel, for which architecture (90 is sm_90), in which arithmetic, [rows, width] units."""
+    """A launch: kernel, architecture (90 is sm_90), precision, and shape [rows, width] of the unit embeddings."""
 
     kernel: str
     variant: str
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What a kernel became; one launch may have several. Stack and shared memory in bytes."""
+    """A compiled kernel; one launch may have several. Stack and shared memory in bytes."""
 
     case: Case
     name: str
@@ -80,12 +80,12 @@ class Row:
     shared: int
     instructions: dict[str, int]
     widths: dict[str, dict[int, int]]
-    """By pointer, how many accesses of how many bits load or store its blocks; scalars and `SMALL` left out."""
+    """By pointer, the number of accesses to its blocks, by width in bits; without scalars and `SMALL`."""
     error: str = ""
 
     @property
     def wide(self) -> float:
-        """Share of the accesses that have 128 bits."""
+        """Share of the accesses that are 128 bits wide."""
         counts = [(bits, count) for accesses in self.widths.values() for bits, count in accesses.items()]
         return sum(count for bits, count in counts if bits >= 128) / max(1, sum(count for _, count in counts))
 
@@ -108,7 +108,7 @@ def dot_cases(architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Case]:
 
 
 def problems(kernel: str, arch: str, kind: str) -> list[tuple[int, int]]:
-    """The least (rows, width) that takes each tile of the table."""
+    """The smallest (rows, width) for which each tile of the table is chosen."""
     found = {}
     for least_width, least_rows, tile in heuristics.tiles(kernel, arch, kind):
         rows, width = least_rows or 128, least_width or 1024
@@ -120,9 +120,9 @@ def problems(kernel: str, arch: str, kind: str) -> list[tuple[int, int]]:
 
 
 def row_cases(architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Case]:
-    """What has one program per row, and the passes over many tensors."""
+    """Kernels with one program per row, and multi-tensor kernels."""
     for architecture in architectures:
-        for arithmetic in ("bf16", "fp32"):  # fp16 is converted elsewhere, and no more
+        for arithmetic in ("bf16", "fp32"):  # fp16 differs from bf16 only in the conversion
             for width in (*WIDTHS, LONG_ROW, *ODD_WIDTHS):
                 for variant in ("one positive", "pair of positives"):
                     yield Case("embedding_gradient", variant, architecture, arithmetic, 512, width)
@@ -137,7 +137,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def launch(case: Case) -> None:
-    """Call the launcher with what training gives it."""
+    """Call the launcher with the arguments that training would pass."""
     from unigrad_fast.kernels import correlation, gradient, multi_tensor, normalize
 
     precision = case.arithmetic if case.dtype == torch.float32 else "tf32"
@@ -202,19 +202,19 @@ def launch(case: Case) -> None:
 
 @contextmanager
 def compiling_for(architecture: int) -> Iterator[list]:
-    """Launches compile for an architecture and end there; what they compiled stands in the list."""
+    """Inside, launches only compile for an architecture; yields the list of compiled kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     class Driver:
-        """What Triton asks of a driver before it loads a kernel."""
+        """The part of a driver that Triton uses before it loads a kernel."""
 
         def get_current_target(self):
             return GPUTarget("cuda", architecture, 32)
 
         def get_current_device(self):
-            return architecture  # compiled kernels are kept by device
+            return architecture  # Triton caches compiled kernels by device
 
         def get_current_stream(self, device):
             return 0
@@ -225,7 +225,7 @@ def compiling_for(architecture: int) -> Iterator[list]:
     def compile_only(self, *arguments, grid, warmup, **keywords):
         compiled.append(run(self, *arguments, grid=grid, warmup=True, **keywords))
 
-    driver.set_active(Driver())  # for good: the process compiles and does nothing else
+    driver.set_active(Driver())  # never reset, because the process does nothing but compile
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(heuristics, "architecture_of", lambda _: str(architecture)),
@@ -234,7 +234,7 @@ def compiling_for(architecture: int) -> Iterator[list]:
 
 
 def compile_case(case: Case) -> list[Row]:
-    """Compile what one launcher launches."""
+    """Compile the kernels of one launcher."""
     from triton.errors import TritonError
 
     try:
@@ -270,7 +270,7 @@ def describe(case: Case, kernel) -> Row:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack."""
+    """Registers and stack bytes per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -285,10 +285,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def access_widths(ptx: str) -> dict[str, dict[int, int]]:
-    """By pointer, how many accesses to global memory of how many bits load or store its blocks."""
+    """By pointer, the number of global-memory accesses to its blocks, by width in bits."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(.+)"$', ptx, re.MULTILINE))
     counts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    # Within inline assembly LLVM counts lines on for each instruction, whatever the source.
+    # Within inline assembly LLVM increments the line number for each instruction, whatever the source.
     text = re.sub(r"// begin inline asm.*?// end inline asm", _without_places, ptx, flags=re.DOTALL)
     place = r"\.loc\s+(?P<file>\d+) (?P<line>\d+)"
     plain = r"\b(?P<operation>ld|st)\.global(?:\.\w+)*?(?:\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)\s"
@@ -310,9 +310,9 @@ def _without_places(match: re.Match) -> str:
 
 @cache
 def block_pointers(name: str) -> dict[int, dict[str, str]]:
-    """By line of a file of kernels, the pointers through which blocks are loaded ("ld") and stored ("st") there.
+    """By line of a kernel file, the pointers through which blocks are loaded ("ld") and stored ("st") there.
 
-    Blocks are what has a mask.
+    Accesses with a mask count as blocks.
     """
     found: dict[int, dict[str, str]] = defaultdict(dict)
     path = heuristics.TABLE.with_name(name)  # Triton's cache may hold the path of another copy of the same source
@@ -326,7 +326,7 @@ def block_pointers(name: str) -> dict[int, dict[str, str]]:
 
 
 def compile_all(cases: Sequence[Case], console: Console | None = None) -> list[Row]:
-    """Compile cases in one process per core, shown as progress where there is a console."""
+    """Compile cases in one process per core, with a progress bar if a console is given."""
     context = multiprocessing.get_context("spawn")
     workers = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker) as pool:
@@ -345,17 +345,17 @@ def main(output: Path) -> None:
     """Compile everything, print a line per kernel, architecture and arithmetic, and write all lines to a CSV file.
 
     Args:
-        output: folder of the file, compile_report.csv, which is written anew.
+        output: folder for compile_report.csv, which is overwritten.
 
     Raises:
-        UserError: `output` is a file, or holds a compile_report.csv that is no such report.
-        RunStopped: a kernel does not compile, or wants more shared memory than its architecture has.
+        UserError: `output` is a file, or holds a compile_report.csv that is not such a report.
+        RunStopped: a kernel does not compile, or needs more shared memory than its architecture has.
     """
     make_folder(output)
     path = output / "compile_report.csv"
     if path.exists() and not is_report(path):
         raise UserError(
-            f"output = {output}: its compile_report.csv is another one; give another folder, or move that away"
+            f"output = {output}: its compile_report.csv is a different file; give another folder, or move it away"
         )
     console = new_console()
     rows = compile_all([*dot_cases(), *row_cases()], console)
@@ -368,15 +368,15 @@ def main(output: Path) -> None:
 
 
 def failure_of(row: Row) -> str:
-    """Why a GPU could not run a kernel, or nothing."""
+    """Why a GPU could not run a kernel; empty if it could."""
     limit = SHARED_MEMORY[row.case.architecture]
     if row.shared > limit * 1024:
-        return f"{row.shared / 1024:.0f} KiB of shared memory, of which there are {limit}"
+        return f"{row.shared / 1024:.0f} KiB of shared memory, but only {limit} are available"
     return row.error
 
 
 def summary(rows: Iterable[Row]) -> Table:
-    """A line per kernel, architecture, arithmetic, and whether C divides by 16."""
+    """A line per kernel, architecture, arithmetic, and whether C is divisible by 16."""
     groups = defaultdict(list)
     for row in rows:
         groups[row.name, row.case.architecture, row.case.arithmetic, row.case.width % 16 == 0].append(row)
@@ -399,14 +399,14 @@ def columns() -> list[str]:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file begins as one that `write_csv` has written."""
+    """Whether a file begins like one written by `write_csv`."""
     with suppress(OSError), path.open("rb") as file:
         return file.readline(10_000).strip() == ",".join(columns()).encode()
     return False
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
-    """Write all that is known of each kernel."""
+    """Write all fields of each kernel."""
     keys = columns()
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -1,8 +1,8 @@
-"""FLOPs and bytes of the objective's kernels by count, the peaks of a device, and the least time that follows.
+"""Counted FLOPs and bytes of the objective's kernels, measured peaks of a device, and the resulting roofline.
 
-Counted is what the design computes and moves, whoever is measured: a variant's TFLOP/s and GB/s are those counts over
-its time, so that they compare. Counted FLOPs are those of matrix products; counted bytes are every array once, F and
-its working copy by halves where one triangle is enough.
+The counts are those of our design, also for other variants: a variant's TFLOP/s and GB/s are these counts divided by
+its time, so that variants can be compared. FLOPs are those of matrix products; bytes count every array once, and only
+half of F and of its working copy if one triangle is enough.
 
 M: rows that a kernel takes, C: embedding width, N: images per view.
 """
@@ -20,17 +20,17 @@ from unigrad_fast.kernels.heuristics import TRIANGLE
 from unigrad_fast.kernels.reference import PANEL_ROWS
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TRIES = 5  # of which the best is the peak
+TRIES = 5  # the best one is the peak
 
 
 @dataclass(frozen=True)
 class Design:
-    """In which precisions (keys of DTYPES) the kernels work.
+    """The precisions (keys of DTYPES) of the kernels.
 
     Attributes:
-        embedding: of the embeddings and of the gradient that they get.
-        unit: of the unit embeddings, and so of the update's product.
-        product: of the product u·F; half precision reads a working copy of F.
+        embedding: precision of the embeddings and their gradient.
+        unit: precision of the unit embeddings, and so of the update's product.
+        product: precision of the product u·F; in half precision it reads a working copy of F.
         block: rows of the blocks in which the upper triangle of F is computed.
     """
 
@@ -41,7 +41,7 @@ class Design:
 
     @classmethod
     def of(cls, precision: str, device: torch.device) -> Design:
-        """What the objective does on a device: on the CPU embeddings and unit embeddings stay fp32."""
+        """The objective's design on a device: on the CPU, embeddings and unit embeddings stay fp32."""
         if device.type == "cuda":
             return cls(precision, precision, precision, TRIANGLE)
         return cls("fp32", "fp32", precision, PANEL_ROWS)
@@ -60,7 +60,7 @@ class Design:
         """Bytes that a kernel of `launches` reads and writes."""
         embedding, unit, copy = (DTYPES[p].itemsize for p in (self.embedding, self.unit, self.product))
         has_copy = copy < 4
-        # Half of F read and half written, and the other half too or half of the copy.
+        # Half of F is read and written; then the other half of F, or half of the copy, is written.
         correlation = (4 + 4 + (copy if has_copy else 4)) * C * C // 2
         return {
             "unit_embeddings": (embedding + unit) * M * C,
@@ -71,12 +71,12 @@ class Design:
         }[kernel]
 
     def precision(self, kernel: str) -> str:
-        """What a kernel's matrix product is computed in."""
+        """The precision of a kernel's matrix product."""
         return self.product if kernel == "correlation_product" else self.unit
 
 
 def launches(N: int) -> dict[str, int]:
-    """The kernels of a step of two global views, and the rows that each takes."""
+    """The kernels of a step with two global views, and the number of rows that each processes."""
     return {
         "unit_embeddings": 4 * N,
         "update_correlation": 2 * N,
@@ -88,13 +88,13 @@ def launches(N: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a device does at most: FLOP/s of a large matrix product by precision, bytes/s of a copy."""
+    """Peaks of a device: FLOP/s of a large matrix product by precision, bytes/s of a copy."""
 
     flops: dict[str, float]
     copy: float
 
     def least_seconds(self, design: Design, N: int, C: int) -> float:
-        """The roofline: the sum over the kernels of what their FLOPs or their bytes take, whichever is more."""
+        """The roofline in seconds: for each kernel the longer of the times for its FLOPs and for its bytes, summed."""
         return sum(
             max(
                 design.flops(kernel, M, C) / self.flops[design.precision(kernel)],
@@ -106,7 +106,7 @@ class Peaks:
 
 @contextlib.contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """While inside, fp32 matrices are multiplied in TF32 where `precision` is "tf32", else exactly."""
+    """Inside, fp32 matrix products use TF32 if `precision` is "tf32", and full fp32 otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -116,12 +116,12 @@ def float32_products(precision: str) -> Iterator[None]:
 
 
 def measure_peaks(precisions: set[str], device: torch.device, side: int, elements: int) -> Peaks:
-    """Peaks of a device.
+    """Measure the peaks of a device.
 
     Args:
         precisions: keys of DTYPES.
-        side: rows and columns of the matrices that are multiplied.
-        elements: fp32 numbers that are copied.
+        side: rows and columns of the matrices to multiply.
+        elements: number of fp32 values to copy.
     """
     flops = {}
     for precision in sorted(precisions):

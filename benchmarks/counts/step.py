@@ -1,9 +1,9 @@
-"""What a training step on so many cards launches, moves, computes and sends, counted without one.
+"""Launches, memory traffic, FLOPs and communication of a training step on several GPUs, counted without any.
 
     unigrad-fast bench step --dry_run true [--ranks 8] [--images 128] [--card h100|a100] [--recipe NAME]
 
 See `unigrad_fast.dry_run`. Milliseconds are expected from the figures of `cards.json`, one operator after the other,
-without the loader; nothing here is measured. Rows go to OUTPUT/dry_step.jsonl.
+without the loader; nothing is measured. Rows are appended to OUTPUT/dry_step.jsonl.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ def show(console: Console, found: Walk, card: Card, title: str, images: int) -> 
             f"collectives: {kind}", f"{each.count:,}", "", f"{each.bytes / 1e9:.3f}", "", f"{1e3 * each.seconds:.2f}"
         )
     table.add_section()
-    launches = sum(part.launches for part in found.parts.values()) + found.meetings
+    launches = sum(part.launches for part in found.parts.values()) + found.collective_count
     flops = sum(part.flops for part in found.parts.values())
     table.add_row("sum", f"{launches:,}", f"{flops / 1e12:.2f}", "", "", f"{1e3 * found.seconds:.2f}", style="bold")
     console.print(table)
     console.print(
-        f"{found.meetings} collectives; {images / found.seconds:,.0f} images/s expected without loader and overlap"
+        f"{found.collective_count} collectives; {images / found.seconds:,.0f} images/s expected without loader and "
+        "overlap"
     )
     waits = f"the host waits for the device: {', '.join(found.waits)}" if found.waits else "the host never waits"
-    console.print(f"{waits}; figures of {card.name}: see cards.json, each with its source")
+    console.print(f"{waits}; cards.json has the figures of {card.name}, with their sources")
     memory = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in found.peak.items())
-    console.print(
-        f"memory at the fullest moment, GiB: {memory}; in all {sum(found.peak.values()) / 2**30:.2f}", soft_wrap=True
-    )
+    console.print(f"peak memory, GiB: {memory}; total {sum(found.peak.values()) / 2**30:.2f}", soft_wrap=True)
 
 
 def main(ranks: int, images: int, card: str, recipe: str, output: Path) -> None:
-    """Walk through a step, print the table and append a row, with the options of the command.
+    """Walk a step, print the table and append a row, with the options of the command.
 
     Raises:
-        UserError: an unknown card or recipe, or a setting that is not walked.
+        UserError: an unknown card or recipe, or a setting that cannot be walked.
     """
     require_folder(output)
     figures = Card.of(card)

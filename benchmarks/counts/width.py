@@ -1,9 +1,9 @@
-"""A training step by the width of its projector, counted on so many cards without one.
+"""A training step at several projector widths on several GPUs, counted without any.
 
     unigrad-fast bench width --dry_run true --recipe imagenet_100ep [--ranks 8] [--images 128] [--card h100|a100]
 
-See `unigrad_fast.dry_run`. The objective's share is of the expected time, without its collectives. Rows go to
-OUTPUT/dry_width.jsonl.
+See `unigrad_fast.dry_run`. The objective's share is that of the expected time, without its collectives. Rows are
+appended to OUTPUT/dry_width.jsonl.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from unigrad_fast.runtime.tables import table_of_figures
 
 
 def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, card: str, output: Path) -> None:
-    """Walk through a step of every width, print the table and append the rows, with the options of the command.
+    """Walk a step of every width, print the table and append the rows, with the options of the command.
 
     Args:
-        config: what is trained, with this batch in place of its own.
+        config: configuration of the step; its batch size is replaced.
 
     Raises:
-        UserError: a setting that is not walked.
+        UserError: a setting that cannot be walked.
     """
     require_folder(output)
     figures, console = Card.of(card), new_console()
@@ -55,7 +55,7 @@ def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, 
             f"{each.peak['correlation'] / 2**30:.2f}",
         )
     console.print(table)
-    console.print("ms are expected, one operator after the other; GiB are those at the fullest moment", soft_wrap=True)
+    console.print("ms are expected, one operator after the other; GiB are peak memory", soft_wrap=True)
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
     setting |= {"placement": getattr(config.objective, "placement", None), "zero_stage": config.engine.zero_stage}
     rows = [{**setting, "width": w, "objective_share": shares[w], **each.as_json()} for w, each in found.items()]

@@ -1,14 +1,14 @@
-"""Proves and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
+"""Checks and times kernels and data path on a GPU, on a machine with torch, Triton, NumPy, pytest and this checkout.
 
     python -m unigrad_fast.benchmarks.device_check [--only kernels|step|data] [--seconds 170] [--images PHOTOGRAPHS]
         [--output FOLDER] [--cpu]
 
-The kernels: `kernels`; then `measures.objective` for as many shapes as the seconds allow, the most telling ones first.
+The kernels: `kernels`; then `measures.objective` for as many shapes as the seconds allow, the most informative first.
 The step: `step` and `graph`, which need torchvision and pydantic.
-The data path: `data`, which takes about two minutes, and DALI. A short table comes last; rows go to
+The data path: `data`, which takes about two minutes and needs DALI. A short table comes last; rows are appended to
 OUTPUT/objective.jsonl, OUTPUT/device_step.jsonl and OUTPUT/device_data.jsonl with card, versions and commit.
 
-With `--cpu` everything that the interpreter and DALI's CPU backend can do runs at small sizes, and nothing is recorded.
+With `--cpu`, everything that the interpreter and DALI's CPU backend support runs at small sizes; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unigrad_fast.benchmarks.harness.record import OUTPUT, make_folder
 
 
 def shown(found: Iterator[Finding]) -> list[Finding]:
-    """The findings, each printed when it comes."""
+    """Print each finding as soon as it is available, and return all."""
     findings = []
     for finding in found:
         print(finding, flush=True)
@@ -39,19 +39,24 @@ def shown(found: Iterator[Finding]) -> list[Finding]:
 def main() -> int:
     program = "python -m unigrad_fast.benchmarks.device_check"
     parser = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n")[0])
-    parser.add_argument("--cpu", action="store_true", help="in the interpreter, at small sizes; records nothing")
+    parser.add_argument("--cpu", action="store_true", help="run in the interpreter, at small sizes; record nothing")
     parser.add_argument(
-        "--seconds", type=float, default=170.0, help="after which no new shape is measured (one takes up to a minute)"
+        "--seconds",
+        type=float,
+        default=170.0,
+        help="seconds after which no further shape starts (one takes up to a minute)",
     )
-    parser.add_argument("--only", choices=("kernels", "step", "data"), help="leave the others out")
-    parser.add_argument("--images", type=Path, help="photographs for the data path, as Manifest.open takes them")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder that the rows are appended to")
+    parser.add_argument("--only", choices=("kernels", "step", "data"), help="run only these checks")
+    parser.add_argument(
+        "--images", type=Path, help="photographs for the data path, in any form that Manifest.open takes"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the rows")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     if options.cpu:
         os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported
     elif not torch.cuda.is_available():
-        parser.error("no GPU; with --cpu what the interpreter can do is tried")
+        parser.error("no GPU; use --cpu to run the checks that the interpreter supports")
     scene = kernels.Scene(torch.device("cpu" if options.cpu else "cuda"))
 
     from unigrad_fast.benchmarks.device_check import data, graph, step
@@ -68,7 +73,7 @@ def main() -> int:
     if options.only in (None, "kernels"):
         findings += shown(kernels.check(scene))
         if options.cpu:
-            os.environ["UNIGRAD_KERNELS"] = "torch"  # what the interpreter takes says nothing
+            os.environ["UNIGRAD_KERNELS"] = "torch"  # times of the interpreter are meaningless
         rows = objective.bench(
             scene.device,
             ((40, 4),) if options.cpu else kernels.SHAPES,

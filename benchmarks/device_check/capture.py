@@ -1,4 +1,4 @@
-"""CUDA graphs of what is checked."""
+"""CUDA graphs for the checks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 def captured(
     run: Callable[[], Result], times: int = 1, error_mode: str = "global"
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of a function, and the result that each replay writes anew; it runs once before, on a stream aside.
+    """A CUDA graph of a function, and the result that each replay overwrites; the function first runs once uncaptured.
 
     Args:
-        run: compiles, and makes what is kept from step to step, when it runs for the first time.
-        times: runs in the graph.
+        run: the function; its first run may compile, and allocate persistent memory.
+        times: number of runs in the graph.
         error_mode: `capture_error_mode` of `torch.cuda.graph`.
     """
     stream = torch.cuda.Stream()

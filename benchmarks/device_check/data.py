@@ -1,11 +1,11 @@
-"""Checks of the data path: what the GPU makes of images against the CPU's result, and how fast.
+"""Checks of the data path: the GPU's results against the CPU's, and their speed.
 
-Where DALI cannot be imported, the photometric operations in torch are all that is checked. Otherwise: every operation
-and every recipe, the graph against the CPU's path with the same parameters; decoding, also alone against in a batch,
-and again and again; files that cannot be used; `Loader` for several shares of the GPU's JPEG unit and for small and
-full views. On images that are drawn, or the user's.
+If DALI cannot be imported, only the photometric operations in torch are checked. Otherwise: every operation and every
+preset, the graph against the CPU's path with the same parameters; decoding, also of single images against batches, and
+repeatedly; unusable files; `Loader` with several shares for the GPU's JPEG unit and with small and full views. The
+images are drawn, or the user's.
 
-On a CPU the graph's CPU backend stands for the GPU's, at small sizes.
+On a CPU the graph's CPU backend replaces the GPU's, at small sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from unigrad_fast.pipelines.parameters import Parameters, sample
 from unigrad_fast.pipelines.presets import DEVIATION, GLOBALS, MEAN, Growth
 from unigrad_fast.runtime.torch_private import spin
 
-DRAWN, DRAWN_SIZE = 64, (500, 375)  # images; width and height, those of a photograph of ImageNet
-COMPARED = 32  # images of a comparison
+DRAWN, DRAWN_SIZE = 64, (500, 375)  # images; width and height as in ImageNet
+COMPARED = 32  # images per comparison
 LOADS = (0.0, 0.5, 0.65, 0.8, 0.9)
 TIMED = ("simsiam", "multicrop")
 BLOCKS, BLOCK_SECONDS = 3, 1.0
@@ -43,14 +43,14 @@ PLAIN = preset_views("simsiam", jitter_probability=0, gray_probability=0, blur_p
 
 @dataclass(frozen=True)
 class Bound:
-    """Levels of 0..255: most on average, most in 99 of 100 values, most at all."""
+    """Limits of differences, in levels of 0..255: of the mean, of the 99th percentile, of the maximum."""
 
     mean: float
     most_of_all: float
     most: float
 
     def judge(self, what: str, ours: list[Tensor], theirs: list[Tensor]) -> Finding:
-        """Compares arrays, pair by pair."""
+        """Compare tensors pair by pair."""
         apart = torch.cat(
             [(a.float().cpu() - b.float().cpu()).abs().flatten() for a, b in zip(ours, theirs, strict=True)]
         )
@@ -61,21 +61,21 @@ class Bound:
 
 
 EXACT, ANY = Bound(0.01, 0.01, 0.01), 255.0
-RESIZE = Bound(0.3, 2.01, 20.01)  # each is within half as many levels of torchvision's
+RESIZE = Bound(0.3, 2.01, 20.01)  # each path is within half of these limits of torchvision's result
 # The graph rounds to levels after each operation, the CPU's path once at the end.
 ROUNDED, VIEW = Bound(0.51, 1.01, 2.01), Bound(0.8, 4.01, ANY)
-DECODED, DECODED_VIEW = Bound(3.0, ANY, ANY), Bound(4.0, ANY, ANY)  # colours are upsampled in another way
-TORCH = Bound(0.05, 1.01, 8.01)  # other sums and products, and TF32 in the blur; the jitter multiplies differences
+DECODED, DECODED_VIEW = Bound(3.0, ANY, ANY), Bound(4.0, ANY, ANY)  # chroma is upsampled differently
+TORCH = Bound(0.05, 1.01, 8.01)  # different order of sums, TF32 in the blur; the jitter amplifies differences
 
 
 @dataclass(frozen=True)
 class Ground:
-    """Where the checks run, and on what.
+    """The device and data of the checks.
 
     Attributes:
         manifest: the images; None without DALI.
-        folder: for more files.
-        rows: measurements, to be recorded.
+        folder: folder for further files.
+        rows: measurements to record.
     """
 
     device: torch.device
@@ -101,7 +101,7 @@ class Ground:
 
     @property
     def index(self) -> np.ndarray:
-        """The images that are compared."""
+        """Indices of the images to compare."""
         good = np.setdiff1d(np.arange(len(self.manifest)), self.manifest.unreadable())
         return good[: COMPARED if self.on_gpu else 3]
 
@@ -128,7 +128,7 @@ class Ground:
 
 
 def of_graph(ground: Ground, data: list[np.ndarray], views: tuple[View, ...], drawn: list[Parameters]) -> list[Tensor]:
-    """Views by the graph, levels, fp32 [N, S, S, 3] each."""
+    """Views made by the graph, in levels, fp32 [N, S, S, 3] each."""
     from unigrad_fast.pipelines import graph
 
     fed = [array for view, p in zip(views, drawn, strict=True) for array in graph.feed(view, p)]
@@ -140,7 +140,7 @@ def of_graph(ground: Ground, data: list[np.ndarray], views: tuple[View, ...], dr
 
 
 def of_crops(data: list[np.ndarray], views: tuple[View, ...], drawn: list[Parameters]) -> list[Tensor]:
-    """The same by the CPU's path."""
+    """The same, made by the CPU's path."""
     from unigrad_fast.pipelines import crops, graph
 
     decoded, _ = graph.build_decoder(lambda info: [data], batch_size=len(data)).run()
@@ -163,7 +163,7 @@ def draw_all(ground: Ground, views: tuple[View, ...]) -> list[Parameters]:
 
 
 def torch_operations(ground: Ground) -> Iterator[Finding]:
-    """`photometric = torch` on the device against the CPU, from the same crops; needs no DALI."""
+    """`photometric = torch` on the device against the CPU, on the same crops; does not need DALI."""
     generator = torch.Generator().manual_seed(0)
     count, side = (64, 224) if ground.on_gpu else (4, 40)
     for name in ("simsiam", "byol", "swav"):
@@ -183,7 +183,7 @@ def torch_operations(ground: Ground) -> Iterator[Finding]:
 
 
 def operations(ground: Ground) -> Iterator[Finding]:
-    """Each operation alone; all but the resizing on boxes that keep their size."""
+    """Each operation on its own; all except resizing on crops that keep their size."""
     data = ground.lossless()
     side = min(224 if ground.on_gpu else 40, int(ground.sizes.min()))
     for interpolation in ("bilinear", "bicubic"):
@@ -203,8 +203,8 @@ def compared(ground: Ground, data: list[np.ndarray], view: View, drawn: list[Par
 
 
 def recipes(ground: Ground) -> Iterator[Finding]:
-    """All operations together, from the same pixels and from each decoder's own."""
-    for kind, data, bound in (("", ground.lossless(), VIEW), (", as they come", ground.data(), DECODED_VIEW)):
+    """All operations together, on the same pixels and on each decoder's own."""
+    for kind, data, bound in (("", ground.lossless(), VIEW), (", own decoder", ground.data(), DECODED_VIEW)):
         for name in PRESETS:
             views = ground.views(name)
             drawn = draw_all(ground, views)
@@ -228,7 +228,7 @@ def decoding(ground: Ground) -> Iterator[Finding]:
 
 
 def decode(data: list[np.ndarray], ground: Ground | None = None, fancy: bool = False) -> list[Tensor]:
-    """uint8 [height, width, 3] each, by the ground's decoder, or the CPU's."""
+    """uint8 [height, width, 3] each, from the ground's decoder or the CPU's."""
     from nvidia.dali import fn, pipeline_def, types
 
     device_id = ground.device_id if ground else None
@@ -249,7 +249,7 @@ def decode(data: list[np.ndarray], ground: Ground | None = None, fancy: bool = F
 
 
 def decodings(data: list[np.ndarray], ground: Ground, repeats: int) -> Iterator[bool]:
-    """Whether each decoding of one batch is the first one again."""
+    """Whether each repeated decoding of one batch equals the first."""
     from unigrad_fast.pipelines import graph
 
     pipeline = graph.build_decoder(
@@ -264,7 +264,7 @@ def decodings(data: list[np.ndarray], ground: Ground, repeats: int) -> Iterator[
 
 
 def bad_files(ground: Ground) -> Iterator[Finding]:
-    """What the decoder says of damaged and odd files, and a loader that meets them."""
+    """Check the decoder on damaged and unusual files, and a loader that encounters them."""
     from unigrad_fast.pipelines.reading.damage import defects
 
     data = draw(0, (80, 60))
@@ -288,7 +288,7 @@ def judge_names(what: str, found: set[str], expected: set[str]) -> Finding:
 
 
 def loading(ground: Ground) -> Iterator[Finding]:
-    """A loader on the device against one on the CPU, and against itself; also where the CPU decodes for the GPU."""
+    """A loader on the device against one on the CPU, and against itself; also if the CPU decodes for the GPU."""
     from unigrad_fast.pipelines.reading.damage import as_png
 
     def views(stop: int, start: int = 0, device: torch.device = ground.device, **change: object) -> list[Tensor]:
@@ -304,7 +304,7 @@ def loading(ground: Ground) -> Iterator[Finding]:
 
 
 def read_views(ground: Ground, wait: bool) -> list[Tensor]:
-    """Copies of some steps' views; with `wait` the device reads each long after the host has let go of it."""
+    """Copies of several steps' views; with `wait` the device reads each long after the host has released it."""
     from unigrad_fast.pipelines import Loader
 
     copies = []
@@ -329,7 +329,7 @@ def first_batches(
     device: torch.device | None = None,
     prepared: Callable | None = None,
 ) -> list:
-    """Batches of the device's loader, or of another's, with two small views."""
+    """Batches of the device's loader, or of another device's, with two small views."""
     from unigrad_fast.pipelines import Loader
 
     loader = Loader(manifest, "simsiam", batch_size, device=device or ground.device, image_size=64)
@@ -380,7 +380,7 @@ def speed(ground: Ground) -> Iterator[Finding]:
 
 
 def growth(ground: Ground) -> Iterator[Finding]:
-    """Images/s of small views and of full ones."""
+    """Images/s with small views and with full ones."""
     full = ground.views("simsiam")[0].size
     start, epochs = full * 4 // 7 // 16 * 16, 1_000_000
     for side, epoch in ((start, 0), (full, epochs)):
@@ -421,7 +421,7 @@ def timed(ground: Ground, what: str, name: str, load: float = LOADS[2], epoch: i
 
 
 def used_memory() -> dict[str, float]:
-    """MiB: of the GPU, by all (DALI keeps what it once took), and the most of this process on the host."""
+    """MiB used on the GPU by all programs (DALI never frees memory), and peak MiB of this process on the host."""
     free, total = torch.cuda.mem_get_info()
     return {
         "gpu_mib": (total - free) / 2**20,
@@ -430,7 +430,7 @@ def used_memory() -> dict[str, float]:
 
 
 def draw(number: int, size: tuple[int, int]) -> bytes:
-    """A JPEG file of smooth colours, sharp edges and a little noise: what a photograph has."""
+    """A JPEG file with smooth colours, sharp edges and a little noise, like a photograph."""
     from PIL import Image, ImageDraw
 
     random, (width, height) = np.random.default_rng(number), size
@@ -448,7 +448,7 @@ def draw(number: int, size: tuple[int, int]) -> bytes:
 
 
 def find_images(device: torch.device, images: Path | None, folder: Path) -> tuple[Manifest, str]:
-    """A manifest, and what is in it."""
+    """A manifest, and a description of its images."""
     if images is not None:
         found = Manifest.open(images, folder)
         return found, f"{len(found):,} images of {images.name}"
@@ -476,7 +476,7 @@ def check(device: torch.device, images: Path | None = None, output: Path | None 
             import nvidia.dali
             import PIL  # noqa: F401
         except ImportError as error:
-            yield Finding("data path", f"not checked, but for torch's operations: {error}", True)
+            yield Finding("data path", f"only torch's operations checked: {error}", True)
             checks, ground = (torch_operations,), Ground(device, None, folder)
         else:
             manifest, what = find_images(device, images, folder)

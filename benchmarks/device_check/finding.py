@@ -1,4 +1,4 @@
-"""What a check finds, and how checks are run one after the other."""
+"""Findings of checks, and running checks one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Where = TypeVar("Where")
 
 
 class Finding(NamedTuple):
-    """One line of the table: what was checked, what was found, and whether it is as it should be."""
+    """One line of the table: what was checked, what was found, and whether that is as expected."""
 
     what: str
     found: str
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 
 def findings(checks: Iterable[Callable[[Where], Iterator[Finding]]], where: Where) -> Iterator[Finding]:
-    """What each check finds, or the error that it ends with; the others still say what they find."""
+    """The findings of each check, or the error that it ends with; an error does not stop the other checks."""
     for check in checks:
         try:
             yield from check(where)

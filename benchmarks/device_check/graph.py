@@ -1,6 +1,6 @@
-"""Training whose steps are replayed on a GPU beside training whose steps are launched: bit for bit, and by time.
+"""Compares training with replayed CUDA graphs and with launched steps on a GPU: bitwise equality and time.
 
-The trainer is a run's own, DeepSpeed included, without a loader: its images are noise that lies on the device.
+The trainer is a run's own, including DeepSpeed, but without a loader: its images are noise on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.benchmarks.harness.turns import seconds, spread, take_turns
 
 WHAT = "training with engine.cuda_graph"
-STEPS, SPOILED = 10, 6  # the image of one step is not finite
+STEPS, SPOILED = 10, 6  # steps, and the one with a non-finite image
 ROUNDS, TIMED = 5, 10
 WAYS = ("launched", "replayed")
 SMALL = Size("resnet18", 32, 32, 512)
@@ -46,9 +46,9 @@ def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]
 
 
 def equal(world, size: Size = SMALL, record: Callable | None = None) -> Finding:
-    """All that a checkpoint holds, after steps with other rates each, one of them dropped.
+    """Compare the whole state of a checkpoint after several steps with varying rates, one of them dropped.
 
-    With the small stem, as the backward pass of torch's pooling adds up in no fixed order.
+    Uses the small stem, because the backward pass of torch's pooling sums in no fixed order.
     """
     from unigrad_fast.training import checkpoint
 
@@ -69,7 +69,7 @@ def equal(world, size: Size = SMALL, record: Callable | None = None) -> Finding:
 
 
 def timed(world, size: Size, rows: list[dict], record: Callable | None = None) -> Finding:
-    """Steps of both in turns; rows are added to `rows`."""
+    """Time steps of both in turns; appends rows to `rows`."""
     batches = itertools.repeat(noise(size, 0, world.device))
     trainers = {way: make_trainer(world, size, way, record) for way in WAYS}
 
@@ -81,7 +81,7 @@ def timed(world, size: Size, rows: list[dict], record: Callable | None = None) -
         return lambda: seconds(step, world.device, TIMED)
 
     for trainer in trainers.values():
-        for step in range(STEPS):  # by now one of them replays
+        for step in range(STEPS):  # enough for one of them to replay
             trainer.step(step, batches)
     blocks = take_turns({way: block(trainer) for way, trainer in trainers.items()}, ROUNDS)
     where = f"{size.backbone}, {size.side} px, {size.images} images"
@@ -106,12 +106,12 @@ def configured(size: Size, stem: str = "imagenet"):
 
 
 def make_trainer(world, size: Size, way: str, record: Callable | None, stem: str = "imagenet"):
-    """A trainer without images, whose steps are launched or replayed."""
+    """A trainer without images whose steps are launched or replayed."""
     from unigrad_fast.training import trainer as training
     from unigrad_fast.training.step_graph import StepGraph
 
     config = configured(size, stem)
-    engine = config.engine.model_copy(update={"cuda_graph": False})  # asked for below, on any device
+    engine = config.engine.model_copy(update={"cuda_graph": False})  # set up below instead, on any device
     with (
         mock.patch.object(training, "BadImages"),
         mock.patch.object(training, "identity"),

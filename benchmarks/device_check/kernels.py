@@ -1,8 +1,8 @@
 """Checks of the kernels on a GPU, or in the interpreter.
 
 Correctness against float64 in every arithmetic, determinism over 100 runs, a second stream, a CUDA graph, the number of
-launches, no recompilation when scalars change, the multi-tensor passes, batch norm by groups beside torch's, the target
-branch on a stream of its own, the time of each kernel beside its least time by count.
+launches, no recompilation when scalars change, the multi-tensor kernels, grouped batch norm against torch's, the target
+branch on its own stream, the time of each kernel compared with its roofline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unigrad_fast.benchmarks.harness.turns import distance
 
 BALANCE = 100.0
 GATES = {"ieee": 1e-6, "tf32x3": 1e-5, "tf32": 2e-3, "fp16": 1e-3, "bf16": 5e-3}  # relative norm of dz's error
-SLACK = 1.5  # and no more than so many times plain torch's error in the same arithmetic, where that is above 1e-7
+SLACK = 1.5  # also at most so many times plain torch's error in the same arithmetic, if the bound is above 1e-6
 REPEATS = 100
 MOST_LAUNCHES = 6
 SHAPES = ((16384, 512), (2048, 512), (8192, 512), (4096, 512), (2048, 128), (16384, 128), (1024, 512), (8192, 128))
@@ -28,7 +28,7 @@ SHAPES = ((16384, 512), (2048, 512), (8192, 512), (4096, 512), (2048, 128), (163
 
 @dataclass(frozen=True)
 class Scene:
-    """Where the checks run and how large they may be."""
+    """The device of the checks, and their sizes."""
 
     device: torch.device
 
@@ -37,18 +37,18 @@ class Scene:
         return self.device.type == "cuda"
 
     def arithmetics(self) -> tuple[str, ...]:
-        """The interpreter computes fp32 exactly whatever it is told, and cannot compute bf16."""
+        """The interpreter computes fp32 exactly whatever the setting, and cannot compute bf16."""
         return tuple(GATES) if self.on_gpu else ("ieee", "fp16")
 
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Views, images, width: the last ones are no multiple of any tile."""
+        """Views, images, width; the last ones are not multiples of any tile."""
         if self.on_gpu:
             return (2, 512, 2048), (2, 128, 16384), (8, 64, 4096), (3, 37, 1000)
         return (2, 9, 136), (3, 5, 40)
 
 
 def embeddings(scene: Scene, views: int, images: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Online embeddings of all views, then two of the target; related, [N, C] each."""
+    """Online embeddings of all views, then two of the target; correlated, [N, C] each."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(images, width, generator=generator)
     noise = (torch.randn(images, width, generator=generator) for _ in range(views + 2))
@@ -56,7 +56,7 @@ def embeddings(scene: Scene, views: int, images: int, width: int, dtype: torch.d
 
 
 def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor:
-    """dz of plain whole-matrix expressions, sums in `dtype`, operands of matrix products rounded to `product`."""
+    """dz from plain whole-matrix expressions, sums in `dtype`, operands of matrix products rounded to `product`."""
     *online, first, second = [torch.nn.functional.normalize(each.to(dtype), dim=-1) for each in z]
     target = torch.cat([first, second]).to(product)
     correlation = (target.to(dtype).T @ target.to(dtype) / len(target)).to(product)
@@ -85,7 +85,7 @@ DTYPES = {
 
 
 def kernels_once(z: list[Tensor], arithmetic: str) -> tuple[Tensor, Tensor, Tensor]:
-    """dz, the terms and F of one step by the kernels' own functions."""
+    """dz, the terms and F of one step, computed by calling the kernels directly."""
     from unigrad_fast.kernels import mirror_, unigrad_gradient, unit_embeddings, update_correlation_
 
     images, width, views = *z[0].shape, len(z) - 2
@@ -129,14 +129,14 @@ def correctness(scene: Scene) -> Iterator[Finding]:
             worst, worst_torch = max(worst, distance(gradient, exact)), max(worst_torch, plain)
             symmetric &= torch.equal(correlation, correlation.T)
         bound = min(GATES[arithmetic], max(SLACK * worst_torch, 1e-6))
-        if arithmetic in ("tf32", "tf32x3"):  # torch rounds to TF32 what the matrix units truncate here
+        if arithmetic in ("tf32", "tf32x3"):  # torch rounds operands to TF32; here the matrix units truncate them
             bound = GATES[arithmetic]
         found = f"{worst:.1e} (gate {GATES[arithmetic]:.0e}, plain torch {worst_torch:.1e})"
         yield Finding(f"error of dz, {arithmetic}", found, worst <= bound and symmetric)
 
 
 def steps(objective, z: list[Tensor], count: int) -> list[Tensor]:
-    """Losses and gradients of some steps on the same embeddings, and F after them."""
+    """Losses and gradients of several steps on the same embeddings, and F after them."""
     out, online = [], [each.detach().requires_grad_() for each in z[:2]]
     for _ in range(count):
         loss = objective(online=online, target=z[2:]).loss
@@ -154,7 +154,7 @@ def determinism(scene: Scene) -> Iterator[Finding]:
 
 
 def second_stream(scene: Scene) -> Iterator[Finding]:
-    """Two objectives at once on two streams give what each gives alone."""
+    """Two objectives running concurrently on two streams give the same results as each alone."""
     z = embeddings(scene, 2, 256, 2048, torch.float32)
     expected = steps(fresh_objective(scene, 2048, "bf16"), z, 20)
     one, two = fresh_objective(scene, 2048, "bf16"), fresh_objective(scene, 2048, "bf16")
@@ -170,7 +170,7 @@ def second_stream(scene: Scene) -> Iterator[Finding]:
 
 
 def cuda_graph(scene: Scene) -> Iterator[Finding]:
-    """A captured step, replayed, moves F and gives gradients as one that is launched."""
+    """A replayed CUDA graph of a step updates F and gives gradients like a launched step."""
     width, images = 2048, 256
     launched, replayed = (fresh_objective(scene, width, "bf16") for _ in range(2))
     z = embeddings(scene, 2, images, width, torch.bfloat16)
@@ -209,7 +209,7 @@ def launches(scene: Scene) -> Iterator[Finding]:
 
 
 def recompilation(scene: Scene) -> Iterator[Finding]:
-    """Another ρ, λ or number of images of the same divisibility compiles nothing."""
+    """A change of ρ, λ or the number of images (with the same divisibility) compiles nothing."""
     from unigrad_fast.kernels import correlation, gradient, normalize
 
     if not scene.on_gpu:  # the interpreter compiles nothing
@@ -278,7 +278,7 @@ def batch_norm(scene: Scene) -> Iterator[Finding]:
 
 
 def times(scene: Scene) -> Iterator[Finding]:
-    """Microseconds of each launch and of a step, replayed from CUDA graphs, beside their least time by count."""
+    """Microseconds of each launch and of a step, replayed from CUDA graphs, compared with the roofline."""
     from unigrad_fast.benchmarks.counts.roofline import measure_peaks
 
     peaks = measure_peaks({"bf16"}, scene.device, 8192, 2**28)
@@ -317,7 +317,7 @@ def times_of(scene: Scene, peaks, width: int, images: int) -> Iterator[Finding]:
         kernel: max(design.flops(kernel, M, width) / peaks.flops["bf16"], design.bytes(kernel, M, width) / peaks.copy)
         for kernel, M in counted(images).items()
     }
-    # By itself this operator keeps its argument: a copy of the product, which a step does not make, is timed with it.
+    # Called on its own, this operator copies its argument, the product, which a step does not do.
     least["embedding_gradient"] += 2 * product.nbytes / peaks.copy
     least["step"] = peaks.least_seconds(design, images, width)
     for name, run in runs.items():
@@ -327,7 +327,7 @@ def times_of(scene: Scene, peaks, width: int, images: int) -> Iterator[Finding]:
 
 
 def replayed(run: Callable[[], object], times: int = 20) -> float:
-    """Seconds of a run without the host's part: the mean over the replays of a graph of several."""
+    """Seconds of a run without host time: the mean over replays of a graph with several runs."""
     graph, _ = captured(run, times)
     graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -340,7 +340,7 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
 
 
 def target_stream(scene: Scene) -> Iterator[Finding]:
-    """The target branch beside the online one."""
+    """The target branch on its own stream."""
     yield overlap.target_stream(scene.device)
 
 

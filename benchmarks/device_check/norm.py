@@ -1,4 +1,4 @@
-"""The batch-norm kernels on a device: errors against float64, bitwise repetition, and on a GPU times beside torch's."""
+"""The batch-norm kernels on a device: errors against float64, bitwise repeatability and, on a GPU, times vs torch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unigrad_fast.benchmarks.harness.turns import distance, seconds
 
 GATE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative norm of an error
 GROUPS = 2
-# Images per group, channels, side: a layer of each stage of ResNet-50 at 64 images, where a GPU is there.
+# Images per group, channels, side: a layer of each stage of ResNet-50 at 64 images; timed on a GPU only.
 LAYERS = ((64, 64, 112), (64, 256, 56), (64, 512, 28), (64, 1024, 14), (64, 2048, 7))
 ROUNDS = 20
 
@@ -73,8 +73,10 @@ def separately(norm: nn.Module, x: Tensor, shortcut: Tensor, dy: Tensor) -> list
 
 
 def times(images: int, channels: int, side: int, device: torch.device) -> Iterator[Finding]:
-    """Forward and backward with addition and ReLU, ours and torch's, in milliseconds, and ours as a share of a copy's
-    bandwidth by the bytes that it has to move."""
+    """Time forward and backward with addition and ReLU, ours and torch's, in milliseconds.
+
+    Ours is also given as a share of a copy's bandwidth, from the bytes that it has to move.
+    """
     x, shortcut, dy = drawn(GROUPS * images, channels, side, torch.bfloat16, device)
     norm, _ = norms(channels, device)
     torchs = nn.BatchNorm2d(channels, device=device)
@@ -82,7 +84,7 @@ def times(images: int, channels: int, side: int, device: torch.device) -> Iterat
     copy = milliseconds(lambda: target.copy_(x), device)
     ours = milliseconds(lambda: step(norm, x, shortcut, dy), device)
     theirs = milliseconds(lambda: separately(torchs, x, shortcut, dy), device)
-    # Forward: x twice, the shortcut, y; backward: dy and x twice, dx and the shortcut's gradient. A copy is two.
+    # Forward: x twice, shortcut, y; backward: dy and x twice, dx and the shortcut's gradient. A copy moves two tensors.
     least = copy * 10 / 2
     said = (
         f"ours {ours:.3f} ms, torch {theirs:.3f}, {theirs / ours:.2f} times; {least / ours:.0%} of a copy's bandwidth"

@@ -1,4 +1,4 @@
-"""Whether what runs on two streams of a GPU at once is what it is one after the other."""
+"""Checks that running two branches concurrently on two CUDA streams gives the same results as in sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ REPEATS = 20
 
 
 def target_stream(device: torch.device, backbone: str = "resnet50", images: int = 32, side: int = 224) -> Finding:
-    """Embeddings and running buffers of both branches, with `engine.target_stream` and without: bitwise equal."""
-    what = "the target branch beside the online one"
+    """Check that embeddings and running buffers are bitwise equal with and without `engine.target_stream`."""
+    what = "the target branch on its own stream"
     try:
         import pydantic  # noqa: F401
         import torchvision  # noqa: F401
@@ -37,7 +37,7 @@ def target_stream(device: torch.device, backbone: str = "resnet50", images: int 
         copies, results = make_copies(target, torch.bfloat16), []
         for _ in range(REPEATS):
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-                inputs = [view + 0 for view in views]  # let go while the target may still read them
+                inputs = [view + 0 for view in views]  # freed while the target may still read them
                 if stream is None:
                     ours = embed(target, copies, inputs)
                 else:

@@ -1,9 +1,9 @@
-"""The training step on a device: what the host waits for, a replayed graph beside launched steps, times by part.
+"""The training step on a device: waits of the host, a replayed graph against launched steps, times by part.
 
-A step is what `training.Trainer.step` does on the device, without loader, reports and DeepSpeed: target branch, online
-branch, objective with its update of F, backward, SGD, target update. It is timed whole and by part, beside the same
-step with a pass for each view, with torchvision's networks and torch's norms, and beside the networks alone. Without
-torchvision or pydantic nothing can be checked, and that is said.
+A step is the device's part of `training.Trainer.step`, without loader, reports and DeepSpeed: target branch, online
+branch, objective with its update of F, backward, SGD, target update. Its time, whole and by part, is compared with the
+same step with one pass per view, with torchvision's networks and torch's norms, and with only the networks. Without
+torchvision or pydantic a finding says that nothing was checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Size:
-    """A network and its input: images of `side` pixels, so many per rank."""
+    """A network and its input: `images` per rank, with `side` pixels per side."""
 
     backbone: str
     side: int
@@ -68,10 +68,10 @@ def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]
 
 
 class Step:
-    """A step by one of `VARIANTS`, on images that lie in memory.
+    """A step of one of `VARIANTS`, on images in memory.
 
     Attributes:
-        moments: where parts of the last step ended, if `timed`.
+        moments: events at the ends of the last step's parts, if `timed`.
     """
 
     def __init__(self, variant: str, size: Size, device: torch.device):
@@ -151,7 +151,7 @@ class Step:
             self.moments[-1].record()
 
     def milliseconds(self, steps: int) -> dict[str, float]:
-        """Of a step, and on a GPU of its parts: means over so many."""
+        """Mean milliseconds of a step and, on a GPU, of its parts."""
         self.timed = True
         sums = dict.fromkeys(("step", *PARTS), 0.0)
         for _ in range(steps):
@@ -166,7 +166,7 @@ class Step:
 
 
 class TorchsEncoder(nn.Module):
-    """The same networks as torchvision has them, with torch's norms, a pass for each view."""
+    """The same networks with torchvision's modules and torch's norms, and one pass per view."""
 
     def __init__(self, backbone: nn.Module, projector: nn.Module):
         super().__init__()
@@ -177,7 +177,7 @@ class TorchsEncoder(nn.Module):
 
 
 def torchs_encoder(config, synchronised: bool) -> nn.Module:
-    """With torch's norms, or those that it synchronises over ranks, which the CPU has not."""
+    """An encoder with torch's norms, or with its synchronised norms, which the CPU does not support."""
     from unigrad_fast.networks.backbones import build_backbone
     from unigrad_fast.networks.encoder import build_projector
 
@@ -218,7 +218,7 @@ def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Itera
 
 
 def graph(device: torch.device, size: Size) -> Finding:
-    """The networks of a captured step, replayed, give what launched ones give."""
+    """Check that the networks of a replayed CUDA graph give the same results as launched ones."""
     from unigrad_fast.training.target import refresh_
 
     launched, replayed = Step("networks alone", size, device), Step("networks alone", size, device)
@@ -245,15 +245,15 @@ def graph(device: torch.device, size: Size) -> Finding:
 
 
 def waits(device: torch.device, size: Size) -> Iterator[Finding]:
-    """What the host waits for in a step on each of two ranks, over gloo, since NCCL refuses two on one card."""
+    """Count the host's waits in a step on each of two ranks, over gloo because NCCL refuses two ranks on one GPU."""
     variants = ("ours", "torch's norms") if device.type == "cuda" else ("ours",)
     with TemporaryDirectory() as folder:
         for variant in variants:
             context = multiprocessing.get_context("spawn")
             with context.Manager() as manager:
                 found = manager.dict()
-                meeting = str(Path(folder) / f"{len(variant)}")
-                arguments = (meeting, variant, size, str(device), found)
+                rendezvous = str(Path(folder) / f"{len(variant)}")
+                arguments = (rendezvous, variant, size, str(device), found)
                 ranks = [context.Process(target=count_waits, args=(rank, *arguments)) for rank in range(RANKS)]
                 for rank in ranks:
                     rank.start()
@@ -267,12 +267,12 @@ def waits(device: torch.device, size: Size) -> Iterator[Finding]:
             yield Finding(f"waits of the host, {variant}", said, good)
 
 
-def count_waits(rank: int, meeting: str, variant: str, size: Size, device: str, found: Any) -> None:
-    """In a process of its own: how often torch reports that an operator made the host wait; or what went wrong."""
+def count_waits(rank: int, rendezvous: str, variant: str, size: Size, device: str, found: Any) -> None:
+    """In its own process: count how often torch reports that an operator made the host wait; or record the error."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
         step = Step(variant, size, torch.device(device))
         step()
         step()

@@ -1,1 +1,1 @@
-"""What the benchmarks share: turns and ratios, rows with their machine, memory, processes, images, tables."""
+"""Shared parts of the benchmarks: taking turns, ratios, rows with their machine, memory, processes, images, tables."""

@@ -1,4 +1,4 @@
-"""The images that a benchmark reads: the user's or drawn ones, as files, linked as often as it takes."""
+"""Images for a benchmark: the user's or drawn ones, as files, linked repeatedly if there are too few."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.files.headers import EXTENSIONS
 from unigrad_fast.runtime.errors import DataError
 
-DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # pixels, about those of a photograph of ImageNet
-ENTRIES = 2048  # files, at most, of those that are looked at
+DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # images, and pixels per side, about as in ImageNet
+ENTRIES = 2048  # files at most that are used of a source
 
 
 def draw(folder: Path) -> tuple[Path, str]:
-    """A folder of drawn images, and what they are."""
+    """A folder of drawn images, and a description of them."""
     return drawing.draw(folder, 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train", f"drawn images of {DRAWN_SIZE} pixels"
 
 
 def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
-    """Up to ENTRIES images as files, those that are none yet written into `folder`, and what they are.
+    """Up to ENTRIES image files, and a description of them; images from archives are written into `folder`.
 
     Args:
-        given: what `Manifest.open` takes, or a tar with images in folders; None draws some.
-        folder: is made.
+        given: anything that `Manifest.open` takes, or a tar with images in folders; None draws images.
+        folder: a folder to make.
 
     Raises:
-        DataError: there is none that can be decoded.
+        DataError: no image can be decoded.
     """
     folder.mkdir()
     if given is None:
@@ -50,12 +50,12 @@ def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
     if not usable:
         raise DataError(f"images = {given}: none of {len(paths)} images can be decoded; give a folder of images")
     if len(usable) < len(paths):
-        what += f" ({len(paths) - len(usable)} left out, they cannot be decoded)"
+        what += f" ({len(paths) - len(usable)} ignored because they cannot be decoded)"
     return usable, f"{len(usable):,} {what}"
 
 
 def extract(archive: Path, folder: Path) -> list[Path]:
-    """The first ENTRIES images of a tar, at any depth, written into a folder."""
+    """Write the first ENTRIES images of a tar, at any depth, into a folder."""
     paths: list[Path] = []
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -69,7 +69,7 @@ def extract(archive: Path, folder: Path) -> list[Path]:
 
 
 def choose(found: Manifest, folder: Path) -> list[Path]:
-    """Up to ENTRIES images of a manifest, spread evenly; those that are no files are written into a folder."""
+    """Up to ENTRIES images of a manifest, spread evenly; those inside archives are written into a folder."""
     positions = np.setdiff1d(np.arange(len(found)), found.unreadable())
     paths = []
     for index in positions[:: -(-len(positions) // ENTRIES)].tolist():
@@ -81,7 +81,7 @@ def choose(found: Manifest, folder: Path) -> list[Path]:
 
 
 def is_decodable(path: Path) -> bool:
-    """Whether Pillow decodes a file, which is in the page cache afterwards."""
+    """Whether Pillow can decode a file; afterwards the file is in the page cache."""
     try:
         read_image(path.read_bytes())
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
@@ -94,12 +94,12 @@ def read_image(data: bytes) -> Image.Image:
 
 
 def spread_evenly(available: int, count: int) -> list[int]:
-    """`count` of the numbers below `available`: some of them, spread evenly, or each equally often or once more."""
+    """`count` numbers below `available`: a subset spread evenly, or, if `count` is larger, all of them cyclically."""
     return [number * available // count if count < available else number % available for number in range(count)]
 
 
 def link_images(paths: Iterable[Path], folder: Path) -> Path:
-    """A new flat folder of links to images, in their order."""
+    """A new flat folder of links to images, in the given order."""
     folder.mkdir(parents=True)
     for number, path in enumerate(paths):
         (folder / f"{number:06}{path.suffix}").symlink_to(path)

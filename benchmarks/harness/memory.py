@@ -1,4 +1,4 @@
-"""Memory: what a piece of code takes at its peak through torch's allocators, and what this process holds."""
+"""Memory: peak usage of a piece of code through torch's allocators, and memory of this process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MEASURED = "measured"
 
 
 def peak_bytes(run: Callable[[], object], release: Callable[[], object], device: torch.device, warmup: int = 1) -> int:
-    """The most bytes that a run holds at a time beyond what was held before it, custom operators included.
+    """Peak bytes that a run holds beyond those held before it, including custom operators.
 
-    On the CPU it is the sum of the allocator's own reports, so what oneDNN or MKL take for themselves is not seen.
+    On the CPU this sums the allocator's own reports, so memory that oneDNN or MKL allocate themselves is not included.
 
     Args:
         run: the code.
-        release: lets go of what a run leaves behind, so that it counts.
+        release: frees what a run leaves behind, so that the next run's allocations count.
         device: where the memory is.
-        warmup: runs before the measured one. The allocator knows of a block that it frees only when it was taken
-            here: what a run replaces must be from one of these.
+        warmup: runs before the measured one. The profiler attributes a freed block only if it saw the allocation, so
+            anything that the measured run replaces must have been allocated by one of these.
     """
     if device.type == "cuda":
         for _ in range(warmup):
@@ -36,14 +36,14 @@ def peak_bytes(run: Callable[[], object], release: Callable[[], object], device:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes of its start and end, and of missing GPUs
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs its start and end, and missing GPUs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(warmup):
             run()
         release()
         with record_function(MEASURED):
             run()
-    # The profiler's tables add up each operator's balance; only the raw events know the order.
+    # The profiler's tables sum up each operator's balance; only the raw events have the order.
     events = profiler.profiler.kineto_results.events()
     start = next(event.start_ns() for event in events if event.name() == MEASURED)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -51,21 +51,21 @@ def peak_bytes(run: Callable[[], object], release: Callable[[], object], device:
 
 
 def process_bytes(field: str) -> int:
-    """Bytes of this process by Linux's count: "VmRSS" is what it holds, "VmHWM" the most that it held.
+    """Memory of this process in bytes, from Linux: "VmRSS" is the current amount, "VmHWM" the peak.
 
-    `ru_maxrss` would also know the process that this one was forked from.
+    `ru_maxrss` would include the process that this one was forked from.
     """
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[field].split()[0]) * 1024
 
 
 def give_back_free_memory() -> None:
-    """Returns memory that is free and was kept for later to the system."""
+    """Return free memory that the allocator holds to the system."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_bytes() -> int:
-    """Bytes that programs may still take: of the GPU, or of the host by Linux's count."""
+    """Free memory in bytes, of the GPU or, without one, of the host as reported by Linux."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     status = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Variants in processes of their own, in which each is the only one; blocks begin and end with the process at rest."""
+"""Runs each variant in its own process; blocks of work begin and end with the process idle."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeVar
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 
-QUIET, WORK = 0.3, 0.01  # seconds that count as rest, with no more processor time than this
-MOST_REST = 60.0  # seconds that a process may take to come to rest
+QUIET, WORK = 0.3, 0.01  # idle means: in so many seconds, no more than so much processor time
+MOST_REST = 60.0  # seconds to wait for a process to become idle
 
 Variant = TypeVar("Variant")
 
 
 class Worker(Protocol):
-    """What a process does: blocks, until it is closed."""
+    """The work of a process: blocks, until it is closed."""
 
     def block(self, *arguments: Any) -> Any: ...
 
@@ -34,14 +34,14 @@ class Worker(Protocol):
 def in_processes(
     workers: Mapping[Variant, Callable[[], Worker]], new_process: Callable[[], ProcessPoolExecutor]
 ) -> Iterator[dict[Variant, Callable[..., Any]]]:
-    """Makes each worker in a process of its own, which ends with the context.
+    """Make each worker in its own process, which ends with the context.
 
     Args:
-        workers: by variant, what makes the worker there; picklable.
+        workers: by variant, a picklable function that makes the worker in its process.
         new_process: starts a process.
 
     Returns:
-        By variant, what runs a block there and returns its result.
+        By variant, a function that runs a block in its process and returns the result.
     """
     with ExitStack() as stack:
         pools = {variant: stack.enter_context(new_process()) for variant in workers}
@@ -51,7 +51,7 @@ def in_processes(
 
 
 def results(futures: Sequence[Future]) -> list[Any]:
-    """What all of them return, or the error that says most: where one rank fails, the others do for want of it."""
+    """The results of all futures. On errors raises the most telling one, since other ranks fail as a consequence."""
     wait(futures)
     errors = [error for future in futures if (error := future.exception())]
     if errors:
@@ -60,13 +60,13 @@ def results(futures: Sequence[Future]) -> list[Any]:
 
 
 def require_one_process(command: str) -> None:
-    """Raises UserError where the environment says that this is one process of several."""
+    """Raises UserError if the environment says that this is one of several processes."""
     if process_group.launch_environment(os.environ).size > 1:
-        raise UserError(f"{command} starts its processes itself; start it without torchrun, deepspeed or srun")
+        raise UserError(f"{command} starts its own processes; run it without torchrun, deepspeed or srun")
 
 
 def new_process() -> ProcessPoolExecutor:
-    """A process that has nothing of this one's memory."""
+    """A process that shares no memory with this one."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
@@ -92,28 +92,30 @@ def _close() -> None:
 
 
 def _end_with_parent() -> None:
-    """A process of a pool would outlive a parent that is killed, and keep its memory."""
+    """Without this, a pool's process would outlive a killed parent and keep its memory."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and its living children."""
+    """Processor time of this process and its running children."""
     children = multiprocessing.active_children()
     return time.process_time() + sum(time.clock_gettime(_cpu_clock(child.pid)) for child in children)
 
 
 def _cpu_clock(pid: int) -> int:
-    """Linux's clock of the processor time of a process and all its threads, for `clock_gettime`."""
+    """Linux's clock ID for the processor time of a process with all its threads, for `clock_gettime`."""
     return ~pid << 3 | 2
 
 
 def rest() -> None:
-    """Returns when this process and its children compute no more, say because all queues are full."""
+    """Wait until this process and its children are idle, for example because all queues are full."""
     end = time.monotonic() + MOST_REST
     while time.monotonic() < end:
         before = cpu_seconds()
         time.sleep(QUIET)
         if cpu_seconds() - before <= WORK:
             return
-    warnings.warn(f"a variant still computes {MOST_REST:g} s after its block, beside the next one", stacklevel=2)
+    warnings.warn(
+        f"a variant is still busy {MOST_REST:g} s after its block and may slow down the next one", stacklevel=2
+    )

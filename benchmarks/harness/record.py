@@ -1,4 +1,4 @@
-"""Rows of measurements: what was measured, on what, with which code; appended to a file and never changed."""
+"""Rows of measurements with their machine and commit; appended to a file and never changed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from unigrad_fast.runtime.links import require_folder
 
 OUTPUT = Path("bench-results")
-"""Where rows go unless the user says otherwise; the project's own lie in benchmarks/results."""
+"""Default folder of rows; the project's own are in benchmarks/results."""
 
 
 def machine() -> dict[str, str | int]:
-    """Processor, cores, card, versions, commit and time."""
-    import torch  # here: the command line names OUTPUT in its help, which is to answer at once
+    """Processor, cores, GPU, versions, commit and time."""
+    import torch  # here, because the help of the command line imports OUTPUT and must be fast
 
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     flags = Path("/proc/cpuinfo").read_text()
@@ -44,7 +44,7 @@ def machine() -> dict[str, str | int]:
 
 
 def make_folder(output: Path) -> None:
-    """Make the folder of the rows, if it is not there; called before anything is measured.
+    """Make the folder of the rows if it does not exist; call before measuring.
 
     Raises:
         UserError: see `require_folder`.
@@ -54,7 +54,7 @@ def make_folder(output: Path) -> None:
 
 
 def append(output: Path, name: str, rows: Iterable[Mapping]) -> Path:
-    """Append rows, with the machine in each, to OUTPUT/NAME.jsonl."""
+    """Append rows, each with the machine, to OUTPUT/NAME.jsonl."""
     make_folder(output)
     path, where = output / f"{name}.jsonl", machine()
     with path.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The configurations that benchmarks train with: the user's, with some keys changed, and images if there are none."""
+"""Configurations for benchmarks: the user's, with some keys changed, and with drawn images if there are none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import validate
 
-SELDOM = 10**9  # steps between reports of a run that makes none
+SELDOM = 10**9  # steps between reports, so large that there are none
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with a tree of changes in it.
+    """The configuration with a tree of changes applied.
 
     Raises:
-        UserError: they do not fit together.
+        UserError: the changes do not fit the configuration.
     """
     return validate(Config, merge(config.model_dump(), changes))
 
@@ -29,13 +29,13 @@ def at_width(config: Config, width: int) -> Config:
 
 
 def lacks_images(config: Config) -> bool:
-    """Whether nobody has named images: none are given, or those of the quickstart, which are not drawn yet."""
+    """Whether there are no images: none are given, or those of the quickstart, which have not been drawn yet."""
     train = config.data.train
     return train is None or (train == resolve("quickstart").data.train and not train.exists())
 
 
 def with_images(config: Config, output: Path) -> tuple[Config, str]:
-    """The configuration with the images of the quickstart, drawn into `output`, if it lacks some; what they are."""
+    """The configuration and a description of its images; if it lacks some, the quickstart's are drawn in `output`."""
     if not lacks_images(config):
         return config, f"images of {config.data.train}"
     folder = drawing.draw(output / "quickstart-images")
@@ -44,7 +44,7 @@ def with_images(config: Config, output: Path) -> tuple[Config, str]:
 
 
 def long_enough(config: Config, steps: int) -> Config:
-    """The configuration of a run that has so many steps and one more."""
+    """The configuration with enough epochs for at least `steps` + 1 steps."""
     images = len(Manifest.open(config.data.train))
     per_epoch = max(1, images // config.data.batch_size)
     epochs = max(config.schedule.epochs, -(-(steps + 1) // per_epoch))

@@ -1,4 +1,4 @@
-"""The command line of a benchmark that is started as `python -m unigrad_fast.benchmarks.ROOM.NAME`."""
+"""The command line of a benchmark that is started as `python -m unigrad_fast.benchmarks.FOLDER.NAME`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KINDS = {"int": int, "str": str, "Path": Path, "Path | None": Path}  # by annota
 
 
 def run(main: Callable[..., int | None], arguments: list[str] | None = None) -> int:
-    """Calls `main` with what the command line says; `--help` shows the module's docstring and that of each argument.
+    """Call `main` with the command line's options; `--help` shows the module's and the arguments' docstrings.
 
     Returns:
-        The exit status: what `main` returns, or that of `unigrad-fast` where it ends early.
+        The exit status: the value that `main` returns, or as for `unigrad-fast` if it fails.
     """
     take_over()
     options = vars(_parser(main).parse_args(arguments))
@@ -38,7 +38,7 @@ def run(main: Callable[..., int | None], arguments: list[str] | None = None) -> 
 
 
 def _parser(main: Callable[..., int | None]) -> argparse.ArgumentParser:
-    """An option for each argument of a function, whose annotations are strings."""
+    """A parser with an option for each argument of a function whose annotations are strings."""
     module = sys.modules[main.__module__]
     parser = argparse.ArgumentParser(
         prog=f"python -m {module.__spec__.name}",

@@ -1,4 +1,4 @@
-"""Steps that are measured in turns: the memory of each first, then blocks of as many steps as take a while."""
+"""Measures steps in turns: first the memory of each, then blocks long enough to time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from unigrad_fast.runtime.quiet import without_warnings
 
 WARMUP = 2  # steps before the one whose memory is measured
 LEAST_ROUNDS = 3
-MOST_STEPS = 1000  # of a block
+MOST_STEPS = 1000  # per block
 
 
 class Timed:
-    """A step.
+    """A step to measure.
 
     Args:
-        name: what is measured.
+        name: name of the variant.
         step: the step.
-        release: lets go of what it leaves behind.
+        release: frees what the step leaves behind.
         device: where it computes.
 
     Attributes:
-        milliseconds: what was found, one per round.
-        memory: bytes at the peak of a step beyond what it starts with; None until it is taken.
+        milliseconds: time per step, one value per round.
+        memory: peak bytes of a step beyond those before it; None until measured.
     """
 
     def __init__(self, name: str, step: Callable[[], object], release: Callable[[], object], device: torch.device):
@@ -43,13 +43,13 @@ class Timed:
         return self.memory
 
     def plan_block(self, block_seconds: float) -> None:
-        """Set how many steps make a block."""
-        self.step()  # what was looked at meanwhile is there again
+        """Choose the number of steps per block."""
+        self.step()  # recreates what was released after the measurement of memory
         self.estimate = seconds(self.step, self.device)
         self.steps = min(MOST_STEPS, max(1, int(block_seconds / self.estimate)))
 
     def block(self) -> float:
-        """Milliseconds per step of a block; of short ones, a step before it fills the caches."""
+        """Milliseconds per step of a block; a block of several steps is preceded by one that fills the caches."""
         if self.steps > 1:
             self.step()
         return seconds(self.step, self.device, self.steps) * 1e3
@@ -58,7 +58,7 @@ class Timed:
 def time_in_turns(
     timed: Sequence[Timed], repetitions: int, most_seconds: float, report: Callable[[str], object]
 ) -> None:
-    """All of them, block by block in turn; fewer rounds than `repetitions` where they would take `most_seconds`."""
+    """Time all of them, taking turns block by block; fewer rounds than `repetitions` if they exceed `most_seconds`."""
     round_seconds = sum(each.estimate * (each.steps + (each.steps > 1)) for each in timed)
     rounds = min(repetitions, max(LEAST_ROUNDS, int(most_seconds / round_seconds)))
     for each, milliseconds in take_turns({each: each.block for each in timed}, rounds, report=report).items():

@@ -1,6 +1,6 @@
-"""How variants are compared: they take turns, a block each, round after round; ratios are those of one round.
+"""Compares variants: they take turns, one block each per round, and ratios are taken within a round.
 
-What slows the machine for a while then slows all of them, and a ratio knows little of it.
+So a temporary slowdown of the machine hits all variants, and hardly affects ratios.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Turns:
-    """How often and how long the variants of a training step have their turn.
+    """Number and length of the turns of a training step's variants.
 
     Attributes:
-        repetitions: rounds, in each of which every variant has a block.
-        steps, warmup: measured steps of a block, and those before them.
+        repetitions: number of rounds; in each, every variant runs one block.
+        steps, warmup: measured steps per block, and unmeasured steps before them.
     """
 
     repetitions: int = 3
@@ -46,13 +46,13 @@ def take_turns(
     warmup: int = 0,
     report: Callable[[str], object] = lambda what: None,
 ) -> dict[Variant, list[Result]]:
-    """One block of every variant, round after round.
+    """Run one block of every variant per round.
 
     Args:
-        blocks: by variant, what runs a block and returns its result.
-        rounds: blocks of each.
+        blocks: by variant, a function that runs a block and returns its result.
+        rounds: number of blocks of each variant.
         warmup: rounds before them, whose results are dropped.
-        report: is told whose turn it is.
+        report: called with the variant whose turn it is.
 
     Returns:
         The results of each variant, one per round.
@@ -68,7 +68,7 @@ def take_turns(
 
 
 def seconds(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Mean seconds of some runs, until the device is done with them."""
+    """Mean seconds per run, until the device has finished."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -83,7 +83,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of an error, relative to what is exact."""
+    """The norm of the error relative to the norm of the exact tensor."""
     return (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
 
 
@@ -92,18 +92,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio_row(what: str, above: Sequence[float], below: Sequence[float], **more: object) -> dict:
-    """A row of the ratios of two variants' figures, one per round: median, least and most.
+    """A row with the ratios of two variants' figures, one per round: median, least and most.
 
     Args:
-        what: names the ratio.
-        above, below: figures of the same rounds.
-        more: what else the row says.
+        what: name of the ratio.
+        above, below: numerators and denominators of the same rounds.
+        more: further entries of the row.
     """
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     return {"what": what, "unit": "ratio", **more, **spread(ratios)}
 
 
 def median_and_range(row: Mapping, digits: int, prefix: str = "") -> tuple[str, str]:
-    """Two cells of a row's spread; `prefix` stands before the keys of another one than its first."""
+    """Two table cells for a row's spread; `prefix` selects another spread of the row by its keys' prefix."""
     median, least, most = (f"{row[prefix + key]:,.{digits}f}" for key in ("median", "least", "most"))
     return median, f"{least} to {most}"

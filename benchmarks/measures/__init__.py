@@ -1,1 +1,1 @@
-"""What `unigrad-fast bench` measures. A module `…_blocks` has what runs in the measured processes."""
+"""The measurements of `unigrad-fast bench`. Modules `…_blocks` contain the code that runs in measured processes."""

@@ -1,26 +1,25 @@
-"""Images per second and processor time of decoding and augmentation, against torchvision and decoding alone.
+"""Images per second and processor time of decoding and augmentation, against torchvision and against only decoding.
 
     unigrad-fast bench loader [--photographs FOLDER] [--preset simsiam] [--device gpu] [--output FOLDER]
 
-    ours                     `Loader` as shipped, on as many threads as there are cores
-    torchvision v1           `transforms` on Pillow images, as SimSiam's published code has them
+    ours                     `Loader` as shipped, with as many threads as there are cores
+    torchvision v1           `transforms` on Pillow images, as in SimSiam's published code
     torchvision v2, Pillow   `transforms.v2` on Pillow images
     torchvision v2, tensors  `transforms.v2` on uint8 tensors that torchvision decoded
-    DALI, decoding alone     on the threads and the device of ours
-    Pillow, decoding alone   in the processes of torchvision's
+    DALI, decoding alone     with the same threads and device as ours
+    Pillow, decoding alone   in the same processes as torchvision
 
-torchvision and Pillow work in a DataLoader with as many worker processes as there are cores. All decode a file once
-per image, with the numbers of the same preset. torchvision's operations are those that cost it least: Pillow images
-are blurred by Pillow, tensors with the narrowest window that holds three deviations.
+torchvision and Pillow run in a DataLoader with as many worker processes as there are cores. All variants decode a file
+once per image and use the parameters of the same preset. torchvision uses its cheapest operations: Pillow images are
+blurred by Pillow, tensors with the narrowest window that covers three standard deviations.
 
-Each variant lives in a process of its own, and they take turns: one block of batches each, round after round. A
-process begins and ends its block at rest, with full queues, so that the processor time in between (that of its
-worker processes included) belongs to as many images as were taken. The wall clock starts when the batches that lay
-in the queues are used up. Memory is that of a fresh process of ours, after each epoch of a small manifest in small
-batches: DALI's buffers grow to the largest image that each place of a batch has met, which takes long in large ones
-and would look like a leak.
+Each variant runs in its own process, and they take turns: one block of batches each per round. A process is idle, with
+full queues, before and after its block, so the processor time in between (including its worker processes) belongs to
+exactly the images taken. The wall clock starts when the batches already in the queues are used up. Memory is measured
+in a fresh process of ours, after each epoch over a small manifest in small batches: DALI's buffers grow to the largest
+image seen at each position in a batch, which takes long with large batches and would look like a leak.
 
-The images lie as files in a temporary folder and are in the page cache before anything is measured. Rows go to
+The images are files in a temporary folder, in the page cache before measuring starts. Rows are appended to
 OUTPUT/loader.jsonl.
 """
 
@@ -49,8 +48,8 @@ from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.tables import table_of_figures
 
-PRESETS = ("simsiam", "multicrop")  # measured unless one is named
-SMALL_ENTRIES, SMALL_BATCH = 256, 8  # images of an epoch and of a batch that memory is measured with
+PRESETS = ("simsiam", "multicrop")  # measured by default
+SMALL_ENTRIES, SMALL_BATCH = 256, 8  # images per epoch and per batch when memory is measured
 
 
 def rows_of(blocks: dict[str, list[Block]], views: int) -> list[dict]:
@@ -74,7 +73,7 @@ def rows_of(blocks: dict[str, list[Block]], views: int) -> list[dict]:
 
 
 def memory_row(resident: list[float]) -> dict:
-    """Memory after each epoch, and the slope of the straight line through it, MiB per epoch."""
+    """Memory after each epoch, and the slope of a line fitted to it, MiB per epoch."""
     slope = float(np.polyfit(np.arange(len(resident)), resident, 1)[0])
     return {"what": "ours, memory", "unit": "MiB", **spread(resident), "after_epochs": resident, "slope": slope}
 
@@ -96,13 +95,13 @@ def show(console: Console, title: str, rows: list[dict], memory: dict) -> None:
 
 
 def require_shared_memory(setting: Setting) -> None:
-    """Raises UserError where the batches in torchvision's queues would not fit into shared memory."""
+    """Raises UserError if the batches in torchvision's queues would not fit in shared memory."""
     batch = setting.batch_size * sum(4 * 3 * view.size**2 for view in setting.views)
     needed = len(TORCHVISION) * (QUEUE * setting.threads + 1) * batch
     free = shutil.disk_usage("/dev/shm").free
     if needed > free:
         raise UserError(
-            f"torchvision's worker processes need {needed / 2**30:.1f} GiB of shared memory and /dev/shm has "
+            f"torchvision's worker processes need {needed / 2**30:.1f} GiB of shared memory, but /dev/shm has "
             f"{free / 2**30:.1f}; use a smaller batch_size than {setting.batch_size}, fewer threads than "
             f"{setting.threads}, or give the container more (docker run --shm-size)"
         )
@@ -123,7 +122,7 @@ def main(
     """Measure, print the tables and append the rows, with the options of `unigrad-fast bench loader`.
 
     Raises:
-        UserError: there is no GPU, or too little shared memory; `output` is a file.
+        UserError: no GPU is found, or shared memory is too small; `output` is a file.
         DataError: the images or the preset cannot be used.
     """
     if device == "gpu" and not torch.cuda.is_available():
@@ -134,7 +133,7 @@ def main(
     make_folder(output)
     console = new_console()
     if photographs is None:
-        console.print("images are drawn and unlike photographs; give --photographs for figures that mean something")
+        console.print("the images are drawn and unlike photographs; give --photographs for meaningful figures")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths, what = find_images(photographs, folder / "found")

@@ -1,4 +1,4 @@
-"""Measures the data path: every variant in a process of its own, block by block in turn; the memory of ours."""
+"""Measures the data path: every variant in its own process, taking turns block by block; and the memory of ours."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unigrad_fast.pipelines import Loader
 
 @dataclass(frozen=True)
 class Block:
-    """A block of batches: images/s by the wall clock, and processor time per image in ms."""
+    """Results of a block of batches: images/s by the wall clock, and processor time per image in ms."""
 
     images_per_s: float
     cpu_ms: float
 
 
 class LoaderWorker:
-    """A variant in a process of its own."""
+    """A variant in its own process."""
 
     def __init__(self, what: str, setting: Setting):
         self.setting = setting
@@ -35,7 +35,7 @@ class LoaderWorker:
         rest()
 
     def block(self, steps: int) -> Block:
-        """Measures a block of batches; the process is at rest before and after it."""
+        """Measure a block of batches; the process is idle before and after it."""
         warmup, batch_size = self.setting.warmup, self.setting.batch_size
         device = torch.device("cuda" if self.setting.device == "gpu" else "cpu")
         before = cpu_seconds()
@@ -57,13 +57,13 @@ def measure(setting: Setting, rounds: int, steps: int, report: Callable[[str], N
 
 
 def measure_memory(setting: Setting, epochs: int) -> list[float]:
-    """`resident_after_epochs` of a fresh process."""
+    """`resident_after_epochs` in a fresh process."""
     with new_process() as pool:
         return pool.submit(resident_after_epochs, setting, epochs).result()
 
 
 def resident_after_epochs(setting: Setting, epochs: int) -> list[float]:
-    """MiB of this process after each epoch of ours, a first one left out."""
+    """Memory of this process in MiB after each epoch of our loader, not counting the first epoch."""
     loader = Loader(
         setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
     )
@@ -79,7 +79,7 @@ def resident_after_epochs(setting: Setting, epochs: int) -> list[float]:
 
 
 def new_process() -> ProcessPoolExecutor:
-    """A process forked from one that has imported this module and done nothing else."""
+    """A process forked from one that has only imported this module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return ProcessPoolExecutor(1, context)

@@ -2,14 +2,15 @@
 
     unigrad-fast bench methods [--methods moco,vicreg] [--width C] [--images N] [--bank K] [--output FOLDER]
 
-Plain torch is `peers.methods`: the method as one writes it, with whole-matrix expressions and autograd, in eager mode.
-Against it stand the method's gradient form and rows, and its original; rows that have another loss than the method have
-their own, (g), (h) and (j). All take the same fp32 embeddings of two views; MoCo's bank is full. DirectPred's W_h is
-given: the decomposition, which is the same for all and takes seconds, is left out.
+Plain torch is `peers.methods`: the method in a straightforward implementation, with whole-matrix expressions and
+autograd, in eager mode. It is compared with the method's gradient form, its rows and its original form; the rows (g),
+(h) and (j), whose loss differs from the method's, have their own plain versions. All use the same fp32 embeddings of
+two views; MoCo's bank is full. DirectPred's W_h is given: its eigendecomposition, which is the same for all and takes
+seconds, is not measured.
 
-A method's objectives and its plain torch take turns, a block of steps each, round after round; a ratio is that of one
-round. Memory is that of a step at its peak beyond what it starts with, gradients included; what stays, banks and F, is
-not in it. Rows go to OUTPUT/methods.jsonl.
+A method's objectives and its plain version take turns, one block of steps each per round; ratios are taken within a
+round. Memory is a step's peak beyond what it starts with, including gradients; persistent tensors such as banks and F
+are not included. Rows are appended to OUTPUT/methods.jsonl.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import byte_size
 
 WIDTHS, IMAGES = (2048, 8192), (128, 512)
-NEVER = 2**31  # steps until W_h is decomposed
-# What is measured of each method, by name and arguments of `build`, against which plain torch.
+NEVER = 2**31  # steps between decompositions, so large that there are none
+# By plain version: the objectives compared with it, by name, with the arguments of `build`.
 GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "moco": {"moco": {"method": "moco"}, "moco, original": {"method": "moco", "form": "original"}},
     "simclr": {
@@ -67,7 +68,7 @@ METHODS = tuple(group for group in GROUPS if group not in METHOD_OF)
 
 
 def objectives(group: str, width: int, bank: int, device: torch.device) -> dict[str, nn.Module]:
-    """Plain torch, and what is compared with it, by name; what is kept is as in the middle of a run."""
+    """The plain version and the objectives compared with it, by name, with state as in the middle of a run."""
     sizes = {"bank": bank} if group == "moco" else {}
     made = {f"plain {group}": PLAIN[group](width, **sizes)}
     for name, arguments in GROUPS[group].items():
@@ -83,7 +84,7 @@ def objectives(group: str, width: int, bank: int, device: torch.device) -> dict[
 
 @torch.no_grad()
 def fill_(objective: nn.Module, state: list[torch.Tensor], generator: torch.Generator) -> None:
-    """A full bank, the same for all; a W_h that is given."""
+    """Fill an objective's bank or set its W_h, to the same values for all."""
 
     def drawn(like: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if not state:
@@ -98,7 +99,7 @@ def fill_(objective: nn.Module, state: list[torch.Tensor], generator: torch.Gene
     elif (direct := getattr(objective, "direct", None)) is not None:
         direct.matrix.copy_(drawn(direct.matrix, lambda: _predictor(len(direct.matrix), generator)))
         direct.largest.fill_(1.0)
-        objective.average.updates.fill_(1)  # the first batch would decompose it
+        objective.average.updates.fill_(1)  # otherwise the first batch would decompose it
     elif hasattr(objective, "matrix"):
         objective.matrix.copy_(drawn(objective.matrix, lambda: _predictor(len(objective.matrix), generator)))
 
@@ -114,7 +115,7 @@ def _predictor(width: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def needed_bytes(group: str, images: int, width: int, bank: int) -> int:
-    """About what a group takes: banks, a clone and similarities, or matrices of F's size."""
+    """Approximate memory of a group: banks, a clone and similarities, or matrices of F's size."""
     if group == "moco":
         return 4 * ((len(GROUPS[group]) + 2) * bank * width + 10 * images * bank)
     return 4 * (3 * (len(GROUPS[group]) + 1) * width**2 + 30 * images * width)
@@ -131,7 +132,7 @@ def measure(
     most_seconds: float,
     report: Callable[[str], object],
 ) -> list[Timed]:
-    """Plain torch first."""
+    """Measure a group; the plain version is first."""
     online, target = draw_embeddings(images, width, device, torch.float32)
     timed = []
     for name, objective in objectives(group, width, bank, device).items():
@@ -157,7 +158,7 @@ def measure(
 
 
 def rows_of(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """A row of each, and the ratios to plain torch, above 1 where ours is faster, or takes less."""
+    """A row per objective, and ratios to plain torch; above 1 ours is faster, or needs less memory."""
     plain, *ours = timed
     rows = [
         {"what": str(each), "unit": "ms", **spread(each.milliseconds), "memory_mib": each.memory / 2**20}
@@ -196,7 +197,7 @@ def main(
     """Measure, print the tables and append the rows, with the options of `unigrad-fast bench methods`.
 
     Raises:
-        UserError: the environment says that this is one process of several; `output` is a file; memory would not do.
+        UserError: the environment says that this is one of several processes; `output` is a file; memory is too small.
     """
     require_one_process("bench methods")
     require_folder(output)
@@ -208,7 +209,7 @@ def main(
         if (needed := needed_bytes(group, N, C, bank)) > free:
             raise UserError(
                 f"{group} at width = {C}, images = {N}{f', bank = {bank}' if group == 'moco' else ''} takes about "
-                f"{byte_size(needed)}, and {byte_size(free)} are free; give a smaller one, or other methods"
+                f"{byte_size(needed)}, but {byte_size(free)} are free; give smaller values, or other methods"
             )
     make_folder(output)
     console = new_console()
@@ -223,6 +224,6 @@ def main(
                 where |= {"bank": bank if group == "moco" else None, "rounds": len(timed[0].milliseconds)}
                 found.append([{**where, **row} for row in rows_of(timed)])
                 path = append(output, "methods", found[-1])
-                del timed  # it holds banks, and the next ones come before these would go
+                del timed  # frees its banks before the next ones are made
             show(console, f"C = {C}, N = {N}", found)
     console.print(f"rows appended to {path}")

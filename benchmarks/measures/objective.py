@@ -1,20 +1,20 @@
-"""Speed and memory of the objective alone, forward and backward, against plain torch and against the limit.
+"""Speed and memory of only the objective, forward and backward, against plain torch and against the roofline.
 
     unigrad-fast bench kernels [--width C] [--images N] [--output FOLDER]
 
     authors          the authors' formulation: whole-matrix expressions and autograd; under autocast, as published, F is
                      in half precision too
-    torch            the best of plain torch: F moved by one in-place product over both views, the gradient by hand
+    torch            optimised plain torch: F updated by one in-place product over both views, the gradient by hand
     torch lerp       the same with bf16 operands and fp32 results: a product, then `lerp_`; on a GPU only
     torch addmm      the same as one product that adds bf16 operands into F in fp32; on a GPU only
-    ours             `UniGrad`; on the CPU also with the product u·F in bf16, where the processor multiplies it
+    ours             `UniGrad`; on the CPU also with the product u·F in bf16, if the processor supports it
 
-Each but the authors' and ours is measured as it is and compiled. All take the same embeddings of two views, and turns:
-one block of steps each, round after round. A row has milliseconds per step; TFLOP/s and GB/s by the counts of our
-design (`roofline.Design`) for the variant's precision; the share of that design's roofline, with peaks measured in the
-same run; the peak memory of a step beyond what it starts with, gradients included, in fp32 elements per N·C (8 are the
-gradients and three more of their size); the bytes of F and its copies, which stay; and the gradient's relative error
-against float64. Rows go to OUTPUT/objective.jsonl.
+The torch variants are measured both eager and compiled. All use the same embeddings of two views and take turns, one
+block of steps each per round. A row has milliseconds per step; TFLOP/s and GB/s, from the counts of our design
+(`roofline.Design`) for the variant's precision; the share of that design's roofline, with peaks measured in the same
+run; the peak memory of a step beyond what it starts with, including gradients, in fp32 elements per N·C (8 are the
+gradients and three more tensors of their size); the bytes of F and its copies, which are persistent; and the gradient's
+relative error against float64. Rows are appended to OUTPUT/objective.jsonl.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def bench(
     """Measure, print the tables and append the rows.
 
     Args:
-        device: where to.
+        device: device to measure on.
         shapes: C and N of each measurement.
-        repetitions: rounds at most, in each of which every variant has a block.
-        block_seconds: what a block takes at least, in whole steps.
-        most_seconds: of the rounds of one shape; at least `timed.LEAST_ROUNDS` are made all the same.
-        compiled: whether torch.compile has its turn.
+        repetitions: largest number of rounds; in each, every variant runs one block.
+        block_seconds: approximate seconds per block, in whole steps.
+        most_seconds: limit for the rounds of one shape, but at least `timed.LEAST_ROUNDS` are run.
+        compiled: whether to measure compiled variants too.
         output: folder of the rows; None writes none.
-        end: by `time.monotonic`; no shape is begun after it.
-        progress: is told what is being done.
+        end: time by `time.monotonic` after which no further shape is started.
+        progress: called with a description of the current activity.
 
     Returns:
         The rows.
@@ -101,10 +101,10 @@ def bench(
     products = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {precision}" for precision, flops in peaks.flops.items())
     print(f"peaks: {products}; copy {peaks.copy / 1e9:.3g} GB/s", flush=True)
     if missing := left_out(device):
-        print(f"left out, as fp32 results of bf16 matrices need a GPU that has bf16: {', '.join(missing)}")
+        print(f"not measured, because fp32 results of bf16 matrices need a GPU with bf16: {', '.join(missing)}")
     print("limit: share of the roofline; N·C: peak memory beyond F in fp32 arrays of that size; F: with its copies")
     for C, N in itertools.takewhile(lambda _: time.monotonic() < end, shapes):
-        torch.compiler.reset()  # it gives up after some shapes
+        torch.compiler.reset()  # torch.compile gives up after a number of shapes
         measured = measure(variants(C, device, compiled), N, C, repetitions, block_seconds, most_seconds, progress)
         setting = {
             "width": C,
@@ -116,7 +116,7 @@ def bench(
             "peak_gb_per_s": peaks.copy / 1e9,
         }
         found = [{**setting, **row} for row in (*(each.row(peaks) for each in measured), *ratio_rows(measured))]
-        del measured  # every variant holds an F, and the next ones come before these would go
+        del measured  # frees every variant's F before the next ones are made
         print("\n".join(lines(f"C = {C}, N = {N}", found)), flush=True)
         rows += found
         if output is not None:
@@ -130,10 +130,10 @@ def main(width: int | None, images: int | None, output: Path, **settings) -> Non
     """`bench` on this machine's device, with the options of `unigrad-fast bench kernels`.
 
     Raises:
-        UserError: the environment says that this is one process of several; `output` is a file.
+        UserError: the environment says that this is one of several processes; `output` is a file.
     """
     if process_group.launch_environment(os.environ).size > 1:
-        raise UserError("bench kernels measures one process; start it without torchrun, deepspeed or srun")
+        raise UserError("bench kernels measures one process; run it without torchrun, deepspeed or srun")
     shapes = itertools.product([width] if width else WIDTHS, [images] if images else IMAGES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -141,7 +141,7 @@ def main(width: int | None, images: int | None, output: Path, **settings) -> Non
     except ValueError as error:
         raise UserError(str(error)) from None
     make_folder(output)
-    from rich.console import Console  # here: `bench` runs where torch and Triton are all there is
+    from rich.console import Console  # here, so that `bench` needs only torch and Triton
 
     with Console().status("starting") as status:
         bench(device, shapes, output=output, progress=status.update, **settings)

@@ -1,4 +1,4 @@
-"""Measures ways to compute the objective on the same embeddings: time, block by block in turn, memory and error."""
+"""Measures variants of the objective on the same embeddings: time, taking turns block by block, memory and error."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from unigrad_fast.benchmarks.peers.objective import (
     release,
 )
 
-EXACTNESS = ("fp32", "tf32", "fp16", "bf16")  # from the most exact on
+EXACTNESS = ("fp32", "tf32", "fp16", "bf16")  # most exact first
 
 
 def draw_embeddings(images: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Views, Views]:
-    """Two views' online embeddings, which take gradients, and target embeddings: related, of unit deviation, [N, C]."""
+    """Online embeddings of two views, requiring gradients, and target embeddings: correlated, unit variance, [N, C]."""
     generator = torch.Generator().manual_seed(0)
     image_NC = torch.randn(images, width, generator=generator)
     noise = (torch.randn(images, width, generator=generator) for _ in range(4))
@@ -36,9 +36,9 @@ def draw_embeddings(images: int, width: int, device: torch.device, dtype: torch.
 
 
 def exact_gradient(online: Views, target: Views) -> Tensor:
-    """dz [2·N, C] in float64 where F is this batch's correlation, as it is after any number of equal batches.
+    """dz [2·N, C] in float64 if F is this batch's correlation, as after any number of identical batches.
 
-    u·F is (u·mᵀ)·m / (2·N): no matrix of size C×C.
+    u·F is computed as (u·mᵀ)·m / (2·N), without a C×C matrix.
     """
     z = torch.cat([*online]).detach().double()
     norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
@@ -49,22 +49,22 @@ def exact_gradient(online: Views, target: Views) -> Tensor:
 
 
 def gradient_error(online: Views, target: Views) -> float:
-    """Relative norm of what the gradients of the online embeddings lack to those of float64."""
+    """Relative error norm of the online embeddings' gradients against float64."""
     return distance(torch.cat([z.grad for z in online]), exact_gradient(online, target))
 
 
 class Measured(Timed):
-    """A variant on its embeddings, and what was found: `milliseconds`, one per round, or why it `failed`."""
+    """A variant with its embeddings, and its results: `milliseconds`, one per round, or why it `failed`."""
 
     def __init__(self, variant: Variant, images: int, width: int):
         self.variant, self.images, self.width = variant, images, width
         self.views = views = draw_embeddings(images, width, variant.device, DTYPES[variant.design.embedding])
-        # Without `self` in them: it would keep itself, and an F, until the collector comes.
+        # These closures must not hold `self`: a cycle would keep it, and an F, alive until garbage collection.
         super().__init__(str(variant), lambda: variant.step(*views), lambda: release(views[0]), variant.device)
         self.error = self.correlation_bytes = self.failed = None
 
     def prepare(self, block_seconds: float) -> None:
-        """Warm up, take memory and error, and set how many steps make a block."""
+        """Warm up, measure memory and error, and choose the number of steps per block."""
         try:
             self.take_memory()
         except Exception as problem:
@@ -102,7 +102,7 @@ def measure(
     most_seconds: float,
     report: Callable[[str], None],
 ) -> list[Measured]:
-    """All variants, block by block in turn; fewer rounds than `repetitions` where they would take `most_seconds`."""
+    """Measure all variants in turns; fewer rounds than `repetitions` if they would exceed `most_seconds`."""
     shape = f"C = {width}, N = {images}"
     measured = [Measured(variant, images, width) for variant in chosen]
     for each in measured:
@@ -114,10 +114,10 @@ def measure(
 
 
 def ratio_rows(measured: Sequence[Measured]) -> list[dict]:
-    """How many times as fast ours is, one ratio per round: median, least and most.
+    """Speed of ours relative to others, one ratio per round: median, least and most.
 
-    In each precision against the authors' in the same one (else in fp32), against the best of plain torch's that are
-    no less exact, and against ours in fp32.
+    Ours in each precision is compared with the authors' in the same one (or in fp32), with the fastest plain-torch
+    variant that is at least as exact, and with ours in fp32.
     """
     of = {kind: [each for each in measured if each.milliseconds and isinstance(each.variant, kind)] for kind in KINDS}
     rows = []

@@ -1,15 +1,15 @@
-"""Bytes, memory and time of a training step on 1 to 4 ranks of this machine, F on every rank and in shards.
+"""Bytes, memory and time of a training step on 1 to 4 ranks of this machine, with F replicated and sharded.
 
     unigrad-fast bench scaling [--ranks 1,2,3,4] [--images 16] [--recipe NAME] [--model.projector.width C] [...]
 
-Every rank is a process, and has as many images whatever the ranks are. Both placements of F take turns: a block of
-steps each, round after round. The collectives of a step are counted by a spy in the real step, once per block, and
-beside them stands what the dry run counts for the same configuration without any rank (`unigrad_fast.dry_run`): bytes
-of a kind are those of its largest operand on rank 0. Ranks on one machine share its cores: what scales here is bytes
-and memory, not speed. Without a GPU for each rank they compute on the CPU and talk through gloo.
+Every rank is a process, with the same number of images however many ranks there are. Both placements of F take turns,
+one block of steps each per round. A spy counts the collectives of one real step per block; they are shown next to those
+that the dry run counts for the same configuration without starting ranks (`unigrad_fast.dry_run`). The bytes of a
+collective are those of its largest operand on rank 0. Because ranks on one machine share its cores, this shows how
+bytes and memory scale, not speed. Without a GPU per rank they use the CPU and gloo.
 
-Memory is that of the rank's process at its peak beyond what its libraries take, of the rank with most, on GPUs that of
-torch's allocator. Rows go to OUTPUT/scaling.jsonl.
+Memory is the peak of a rank's process beyond what its libraries take or, on GPUs, of torch's allocator; of all ranks,
+the largest is shown. Rows are appended to OUTPUT/scaling.jsonl.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import count
 
 KINDS = ("gather", "exchange", "reduce")
-SHARED = "ranks on one machine share its cores: what scales here is bytes and memory, not speed"
+SHARED = "ranks on one machine share its cores, so this shows how bytes and memory scale, not speed"
 
 
 def row_of(ranks: int, placement: str, blocks: Sequence[Sequence[RankBlock]], walked: Walk) -> dict[str, Any]:
-    """What was measured and counted of a number of ranks with F in a placement.
+    """The row of a number of ranks and a placement of F, with measured and counted figures.
 
     Args:
-        blocks: of every round, those of all ranks.
-        walked: what the dry run counts.
+        blocks: for each round, the blocks of all ranks.
+        walked: the counts of the dry run.
     """
     return {
         "what": f"{count(ranks, 'rank')}, {placement}",
@@ -76,12 +76,12 @@ def show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
     console.print(table)
     for row in rows:
         if not agrees(row):
-            said = f"{row['what']}: the spy found {row['collectives']}, the dry run counts {row['counted']}"
+            said = f"{row['what']}: the real step made {row['collectives']}, the dry run counts {row['counted']}"
             console.print(said, soft_wrap=True)
 
 
 def agrees(row: Mapping[str, Any]) -> bool:
-    """Whether the spy found the collectives that the dry run counts, in number and bytes."""
+    """Whether the real step made the collectives that the dry run counts, in number and bytes."""
     return row["collectives"] == row["counted"]
 
 
@@ -89,11 +89,11 @@ def main(config: Config, ranks: Sequence[int], images: int, turns: Turns, output
     """Measure, print the table and append the rows, with the options of `unigrad-fast bench scaling`.
 
     Args:
-        config: what is trained; its batch and placement of F are set here, and images drawn if it has none.
+        config: configuration to train with; its batch and placement of F are replaced, and images drawn if it has none.
 
     Raises:
-        UserError: the environment says that this is one process of several; `output` is a file; a setting that the
-            dry run does not walk; more ranks than rows of F.
+        UserError: the environment says that this is one of several processes; `output` is a file; the dry run cannot
+            walk a setting; there are more ranks than rows of F.
         DataError: the images cannot be used.
     """
     require_one_process("bench scaling")
@@ -124,7 +124,7 @@ def main(config: Config, ranks: Sequence[int], images: int, turns: Turns, output
 
 
 def _walk(config: Config, ranks: int, images: int, placement: str) -> Walk:
-    """What the dry run counts of the same step, on the branches that it takes here."""
+    """The dry run's counts of the same step, on the code paths that it takes on this machine."""
     with without_warnings():
         chosen = configure(config, ranks, images, placement)
         return walk(chosen, ranks, Card.of("h100"), as_cuda=torch.cuda.device_count() >= ranks)

@@ -1,4 +1,4 @@
-"""Measures training steps on several ranks of this machine, F on every rank and in shards, in turn."""
+"""Measures training steps on several ranks of this machine, with F replicated and sharded, in turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
 
 @dataclass(frozen=True)
 class RankBlock:
-    """What a block of steps took on a rank: seconds of a step, bytes at the peak until now, collectives of a step."""
+    """A block of steps on a rank: seconds per step, peak bytes so far, collectives of one step."""
 
     seconds: float
     peak: int
@@ -30,15 +30,15 @@ class RankBlock:
 
 
 class RankWorker(StepWorker):
-    """A rank of a run in a process of its own.
+    """A rank of a run, in its own process.
 
     Args:
-        launch: what a launcher would set in the environment.
+        launch: environment variables that a launcher would set.
     """
 
     def __init__(self, config: Config, launch: Mapping[str, str]):
         os.environ.update(launch)
-        import unigrad_fast.training.trainer  # noqa: F401  # what its libraries take is no rank's
+        import unigrad_fast.training.trainer  # noqa: F401  # now, so that `before` includes its libraries
 
         self.before = process_bytes("VmRSS")
         super().__init__("ours", config)
@@ -53,7 +53,7 @@ class RankWorker(StepWorker):
             with CollectiveSpy() as spy:
                 self.variant.step()
         except BaseException:
-            self.session.close()  # else the others would wait for this rank
+            self.session.close()  # otherwise the others would wait for this rank
             raise
         held = 0 if self.device.type == "cuda" else self.before
         block = RankBlock(each, self.peak() - held, dict(spy.found))
@@ -62,14 +62,15 @@ class RankWorker(StepWorker):
 
 
 def placements(ranks: int) -> tuple[str, ...]:
-    """Those that differ: one rank has all of F."""
+    """The placements of F that differ; a single rank always holds all of F."""
     return ("replicated", "sharded") if ranks > 1 else ("replicated",)
 
 
 def configure(config: Config, ranks: int, images: int, placement: str) -> Config:
-    """So many images on each rank, and no reports, whose collectives only some steps have.
+    """The configuration with so many images per rank, and without reports, because only some steps make collectives
+    for them.
 
-    Where there are fewer GPUs than ranks, all compute on the CPU.
+    If there are fewer GPUs than ranks, all ranks use the CPU.
     """
     changes = {
         "output": None,
@@ -84,7 +85,7 @@ def configure(config: Config, ranks: int, images: int, placement: str) -> Config
 def measure(
     config: Config, ranks: int, images: int, turns: Turns, report: Callable[[str], object]
 ) -> dict[str, list[list[RankBlock]]]:
-    """By placement of F the blocks of every round, those of all ranks."""
+    """By placement of F, the blocks of each round, one per rank."""
     workers = {}
     for placement in placements(ranks):
         chosen = long_enough(configure(config, ranks, images, placement), turns.all_steps + turns.repetitions)

@@ -5,15 +5,15 @@
     authors   images decoded and augmented by Pillow and torchvision in 2 worker processes, contiguous memory, the
               objective in whole-matrix torch expressions, torch's SGD, a target update parameter by parameter
     ours      a step of `pretrain` as shipped: DALI, channels-last memory, our objective, DeepSpeed, all reports
-    ceiling   our networks alone on images that lie in memory: target forward, online forward, backward of a sum
+    ceiling   only our networks, on images in memory: target forward, online forward, backward of a sum
 
-All start from the same weights and read the same images. Each variant lives in a process of its own and they take
-turns: one block of steps each, round after round, every block begun by steps that are not measured. A process may
-still fill its queues of images after its block; the next one starts when it has come to rest. Where data is slower
-than the networks, take as many `--warmup` steps as those queues hold batches (4), or a block begins with a gift.
+All start from the same weights and read the same images. Each variant runs in its own process, and they take turns:
+one block of steps each per round, where each block starts with unmeasured steps. After its block a process may still
+fill its queues of images; the next one starts when it is idle. If data is slower than the networks, set `--warmup` to
+at least the batches that the queues hold (4); otherwise a block profits from batches prepared before it.
 
-Peak memory is that of the variant's process (without the authors' worker processes), on a GPU that of torch's
-allocator (without DALI's). Rows go to OUTPUT/step.jsonl.
+Peak memory is that of the variant's process (without the authors' worker processes) or, on a GPU, of torch's allocator
+(without DALI's). Rows are appended to OUTPUT/step.jsonl.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rows_of(blocks: dict[Subject, list[Block]], shipped: str) -> list[dict]:
     """A row per variant (images/s) and per ratio: median, least and most over the rounds.
 
     Args:
-        blocks: of every variant, one per round.
-        shipped: the precision that ours chooses by itself.
+        blocks: blocks of every variant, one per round.
+        shipped: the precision that ours chooses by default.
     """
     rows = []
     for subject, measured in blocks.items():
@@ -78,14 +78,14 @@ def show(console: Console, title: str, rows: list[dict]) -> None:
 
 
 def open_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
-    """The images to use, drawn into `folder` where none are given, and what they are."""
+    """The images to use, drawn in `folder` if none are given, and a description of them."""
     source, what = (given, f"images of {given.name}") if given else draw(folder / "drawn")
     found = Manifest.open(source)
     return found, f"{len(found):,} {what}"
 
 
 def link_tree(found: Manifest, folder: Path, count: int) -> Path:
-    """An ImageFolder tree of `count` links to images: some of them, spread evenly, or all of them repeatedly."""
+    """An ImageFolder tree of `count` links to images: a subset spread evenly, or all of them repeatedly."""
     link_images((Path(found.path(number)) for number in spread_evenly(len(found), count)), folder / "images")
     return folder
 
@@ -96,7 +96,7 @@ def main(
     """Measure, print the table and append the rows, with the options of `unigrad-fast bench step`.
 
     Raises:
-        UserError: the environment says that this is one process of several; `output` is a file.
+        UserError: the environment says that this is one of several processes; `output` is a file.
         DataError: the images cannot be used.
     """
     require_one_process("bench step")

@@ -1,4 +1,4 @@
-"""Measures the training step: every variant in a process of its own, block by block in turn."""
+"""Measures the training step: every variant in its own process, taking turns block by block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SUBJECTS = [Subject(who, precision) for who in VARIANTS for precision in ("fp32"
 
 @dataclass(frozen=True)
 class Case:
-    """A network and its input: images of `image_size` pixels a side, `batch_size` of them per step."""
+    """A network and its input: `batch_size` images per step, with `image_size` pixels per side."""
 
     backbone: str
     image_size: int
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of steps took: images/s (two views each), GiB at the peak until now, ms per phase of a step."""
+    """Results of a block of steps: images/s (two views each), peak GiB so far, ms per phase of a step."""
 
     images_per_s: float
     peak_gib: float
@@ -53,11 +53,11 @@ class Block:
 
 
 class StepWorker:
-    """A variant in a process of its own."""
+    """A variant in its own process."""
 
     def __init__(self, who: str, config: Config):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        with ExitStack() as session:  # which ends here if the variant cannot be made: others may wait for this process
+        with ExitStack() as session:  # closed here if the variant cannot be made, because others may wait for this one
             world = session.enter_context(process_group.session(config.engine.device))
             self.device = world.device
             session.enter_context(tensor_float32(config.engine.tf32))
@@ -67,7 +67,7 @@ class StepWorker:
             self.session = session.pop_all()
 
     def block(self, warmup: int, steps: int) -> Block:
-        """Measures a block of steps, and returns when the process is at rest again."""
+        """Measure a block of steps; returns when the process is idle again."""
         for _ in range(warmup):
             self.variant.step()
         each = seconds(self.variant.step, self.device, steps)
@@ -90,12 +90,12 @@ class StepWorker:
         self.session.close()
 
     def peak(self) -> int:
-        """Bytes of memory at the peak."""
+        """Peak memory in bytes."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else process_bytes("VmHWM")
 
 
 def configure(case: Case, images: Path, precision: str, least_steps: int) -> Config:
-    """The recipe `imagenet_100ep`, long enough for `least_steps`; every step is reported."""
+    """The recipe `imagenet_100ep` with enough epochs for `least_steps`; every step reports metrics."""
     per_epoch = len(list(images.glob("*/*"))) // case.batch_size
     return resolve(
         "imagenet_100ep",

@@ -2,9 +2,9 @@
 
     unigrad-fast bench kernels --tune
 
-For each arithmetic and each of `measures.objective`'s shapes every candidate works on scratch data, never on a live F;
-one that does not fit the chip is passed over, one whose result is not plain torch's is refused and named. The table is
-a file of the package: what is written there is used from then on, and belongs into a commit with the card's name.
+For each precision and each shape of `measures.objective`, every candidate runs on scratch data, never on a live F. One
+that does not fit the chip is skipped; one whose result differs from plain torch's is refused and named. The table is a
+file of the package: entries take effect immediately and should be committed, with the card's name in the message.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from unigrad_fast.runtime.errors import UserError
 
 ROUNDS, STEPS = 5, 10
 ARITHMETICS = ("bf16", "tf32")  # fp16 takes bf16's tiles
-GATES = {"bf16": 5e-3, "tf32": 2e-3}  # of the worst row's error
+GATES = {"bf16": 5e-3, "tf32": 2e-3}  # largest accepted error of the worst row
 
 
 def candidates(kernel: str, precision: str) -> Iterator[Tile]:
-    """Tiles worth trying; those of the update are square, and the product's columns divide a block of the triangle."""
+    """Tiles worth trying; the update's are square, and the product's columns divide a block of the triangle."""
     depths = (32, 64) if precision == "bf16" else (16, 32)
     rows = (64, 128) if kernel == "update" else (64, 128, 256)
     for row, column, depth, warps, stages in itertools.product(rows, (64, TRIANGLE), depths, (4, 8, 16), (2, 3, 4, 5)):
@@ -47,9 +47,9 @@ class Problem:
     """Scratch data of a kernel.
 
     Attributes:
-        launch: runs the kernel with a tile, and returns its results.
-        expected: the same in plain torch.
-        upper: whether only the upper triangle counts.
+        launch: runs the kernel with a tile and returns its results.
+        expected: the result of plain torch.
+        upper: whether to compare only the upper triangle.
     """
 
     launch: Callable[[Tile], list[Tensor]]
@@ -57,9 +57,9 @@ class Problem:
     upper: bool
 
     def error(self, tile: Tile) -> float:
-        """Of the worst row: a tile that is missing is much of a row, and little of the whole."""
+        """Relative error of the worst row: a missing tile is a large part of a row, but a small part of the whole."""
         for result in self.launch(tile):
-            result.fill_(torch.nan)  # of this memory what is not written shows
+            result.fill_(torch.nan)  # so that unwritten memory shows
         norm, errors = torch.linalg.vector_norm(self.expected, dim=-1), []
         for result in self.launch(tile):
             found = result.float().triu() if self.upper else result.float()
@@ -68,7 +68,7 @@ class Problem:
 
 
 def problem(kernel: str, precision: str, rows: int, width: int, device: torch.device) -> Problem:
-    """A kernel on scratch data of a size."""
+    """A kernel with scratch data of a given size."""
     from unigrad_fast.kernels import correlation, gradient
 
     dtype = DTYPES[precision]
@@ -93,7 +93,7 @@ def problem(kernel: str, precision: str, rows: int, width: int, device: torch.de
 
 
 def fastest(kernel: str, precision: str, rows: int, width: int, report: Callable[[str], None]) -> Tile:
-    """The candidate of the least median among those whose results are right; candidates take turns."""
+    """The candidate with the lowest median time among those with correct results; candidates take turns."""
     device = torch.device("cuda")
     scratch = problem(kernel, precision, rows, width, device)
     blocks: dict[Tile, Callable[[], float]] = {}
@@ -105,20 +105,20 @@ def fastest(kernel: str, precision: str, rows: int, width: int, report: Callable
                 continue
             blocks[tile] = partial(seconds, partial(scratch.launch, tile), device, STEPS)
     if not blocks:
-        raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card and computes what torch does")
+        raise RuntimeError(f"no tile of {kernel} in {precision} compiles for this card and agrees with torch")
     times = take_turns(blocks, ROUNDS)
     return min(times, key=lambda tile: statistics.median(times[tile]))
 
 
 def entries(kernel: str, precision: str, report: Callable[[str], None]) -> list[dict]:
-    """The table's list for a kernel and an arithmetic."""
+    """The table's entries for a kernel and a precision."""
     found: list[dict] = []
     for number, width in enumerate(WIDTHS):
         for place, images in enumerate(IMAGES):
             tile = fastest(kernel, precision, 2 * images, width, report)
             report(f"{kernel}, {precision}, C = {width}, M = {2 * images}: {tile}")
             shape = [tile.rows, tile.columns, tile.depth, tile.warps, tile.stages]
-            # The smallest shapes stand for all below them.
+            # The smallest shapes also apply to all smaller ones.
             found.append({"width": width if number else 0, "rows": 2 * images if place else 0, "tile": shape})
     return found
 
@@ -126,7 +126,7 @@ def entries(kernel: str, precision: str, report: Callable[[str], None]) -> list[
 def main(report: Callable[[str], None] = print) -> None:
     """Measure and rewrite the table's entries for this architecture."""
     if not torch.cuda.is_available():
-        raise UserError("--tune measures on a GPU, and this machine has none that torch can use")
+        raise UserError("--tune needs a GPU, and this machine has none that torch can use")
     arch = heuristics.architecture(torch.cuda.get_device_capability())
     table = json.loads(heuristics.TABLE.read_text(encoding="utf-8"))
     for kernel, precision in itertools.product(("update", "product"), ARITHMETICS):
@@ -137,7 +137,7 @@ def main(report: Callable[[str], None] = print) -> None:
 
 
 def rendered(table: dict) -> str:
-    """JSON with one line per entry."""
+    """The table as JSON with one line per entry."""
     text = json.dumps(table, indent=2)
     for kernels in table.values():
         for kinds in kernels.values():

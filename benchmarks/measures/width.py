@@ -1,16 +1,16 @@
-"""A training step by the width of its projector: time, memory, share of the objective; accuracy of short runs.
+"""A training step at several projector widths: time, memory, the objective's share; accuracy of short runs.
 
     unigrad-fast bench width [--widths 512,1024,2048] [--recipe NAME] [--data.train FOLDER] [--train true] [...]
 
-Each width's step is that of `pretrain`, in a process of its own, and they take turns: a block of steps each, round
-after round. Peak memory is that of the width's process, on a GPU that of torch's allocator. The objective's share is
-that of its phase in the step, by the run's own clock.
+The step of each width is that of `pretrain` and runs in its own process; widths take turns, one block of steps each per
+round. Peak memory is that of the width's process or, on a GPU, of torch's allocator. The objective's share is its
+phase's share of the step, by the run's own clock.
 
-`--train true` then trains a run of each width as the configuration says, one after the other in OUTPUT/width-C, and
-reports their kNN accuracy; a run that is there goes on, or is done. The objective's balance is the recipe's at every
-width, as in the paper's table of widths.
+`--train true` then trains one run per width with the given configuration, one after the other in OUTPUT/width-C, and
+reports their kNN accuracy; an existing run is resumed, or kept if it is complete. The objective's balance is the
+recipe's at every width, as in the paper's table of widths.
 
-Rows go to OUTPUT/width.jsonl.
+Rows are appended to OUTPUT/width.jsonl.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run
 
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-LIBRARIES = 3 << 29  # bytes of a process
+LIBRARIES = 3 << 29  # bytes per process
 COPIES = 5  # weights, gradients, momentum, target and its bf16 copy, activations
 
 
 def needed_bytes(config: Config, width: int) -> int:
-    """About what a width's process takes."""
+    """Approximate memory of a width's process."""
     with torch.device("meta"):
         weights = sum(parameter.nbytes for parameter in Encoder(at_width(config, width).model).parameters())
     return LIBRARIES + COPIES * weights + 6 * width**2  # F and its copy
 
 
 def that_fit(config: Config, widths: Sequence[int] | None, free: int) -> list[int]:
-    """The widths, or those of the usual ones whose processes fit into free memory together.
+    """The given widths, or the default widths whose processes fit in free memory together.
 
     Raises:
         UserError: the widths do not fit.
@@ -67,16 +67,16 @@ def that_fit(config: Config, widths: Sequence[int] | None, free: int) -> list[in
         elif widths is not None:
             given = ",".join(map(str, widths))
             raise UserError(
-                f"widths = {given}: those up to {width} hold about {byte_size(total)} together, as they take turns, "
-                f"and {byte_size(free)} are free; give fewer or smaller ones"
+                f"widths = {given}: the processes up to width {width}, which run side by side, need about "
+                f"{byte_size(total)}, but {byte_size(free)} are free; give fewer or smaller widths"
             )
     if not fitting:
-        raise UserError(f"widths = null: {byte_size(free)} of free memory hold none of the usual ones; give --widths")
+        raise UserError(f"widths = null: no default width fits in {byte_size(free)} of free memory; give --widths")
     return fitting
 
 
 def measure(config: Config, widths: Sequence[int], turns: Turns, report) -> dict:
-    """The blocks of every width, one per round; every step is reported, for its phases."""
+    """The blocks of every width, one per round; every step reports metrics, for its phases."""
     reports = {"every": 1, "effective_rank_every": SELDOM, "tensorboard": False}
     config = long_enough(changed(config, {"output": None, "telemetry": reports}), turns.all_steps)
     workers = {width: partial(StepWorker, "ours", at_width(config, width)) for width in widths}
@@ -103,8 +103,8 @@ def run_at(config: Config, width: int, output: Path) -> Config:
 
 
 def train(run: Config) -> float:
-    """The kNN accuracy of a run once it is done, in per cent."""
-    from unigrad_fast.training import loop  # here: while steps are measured this process is to stay small
+    """Train a run, and return its kNN accuracy in percent."""
+    from unigrad_fast.training import loop  # here, so that this process stays small while steps are measured
 
     loop.pretrain(run)
     return json.loads(RunFolder(run.output).summary.read_text(encoding="utf-8"))["knn_last"]
@@ -125,13 +125,13 @@ def main(config: Config, widths: Sequence[int] | None, turns: Turns, train_runs:
     """Measure, print the table and append the rows, with the options of `unigrad-fast bench width`.
 
     Args:
-        config: what is trained; images are drawn if it has none.
+        config: configuration to train with; images are drawn if it has none.
 
     Raises:
-        UserError: the environment says that this is one process of several; `output` is a file; widths too large for
-            this machine; a run's folder that holds another one.
+        UserError: the environment says that this is one of several processes; `output` is a file; the widths are too
+            large for this machine; a run's folder holds another run.
         DataError: the images cannot be used.
-        Preempted: a signal ended a run, which goes on with the same command.
+        Preempted: a signal ended a run; the same command resumes it.
     """
     require_one_process("bench width")
     require_folder(output)

@@ -1,14 +1,15 @@
-"""Times the micro-benchmarks of this checkout against those of another commit, in turns on one machine.
+"""Times this checkout against another commit with the micro-benchmarks, in turns on one machine.
 
     make bench-compare BASE=COMMIT
     python -m unigrad_fast.benchmarks.micro.compare --base COMMIT [--rounds 5] [--only EXPRESSION] [--output FOLDER]
 
-The benchmarks are this checkout's, the package that they import is one side's: they know it by public names only. What
-the base does not have under such a name is skipped and listed. Each round runs all benchmarks on the base, then on this
-checkout, in a fresh process each. A ratio is the base's median time over this checkout's in the same round, so that
-above 1 this checkout is faster; how far the ratios of the rounds lie apart says what to make of them.
+The benchmarks are this checkout's; the package that they import is that of either side. They use only public names, and
+a benchmark whose name the base lacks is skipped and listed. Each round runs all benchmarks on the base, then on this
+checkout, each in a fresh process. A ratio is the base's median time divided by this checkout's in the same round, so
+above 1 this checkout is faster; the spread of the ratios over the rounds shows how reliable they are.
 
-The base lies in a temporary git worktree, which is removed at the end. Rows go to OUTPUT/compare.jsonl.
+The base is checked out in a temporary git worktree, which is removed at the end. Rows are appended to
+OUTPUT/compare.jsonl.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ THIS, BASE = "this checkout", "base"
 OPTIONS = (
     *("-q", "-p", "no:cacheprovider", "-p", "package_origin", "-p", "pytest_benchmark.plugin"),
     *("--benchmark-disable-gc", "--benchmark-min-time=0.005"),
-    *("--benchmark-max-time=0.3", "--benchmark-min-rounds=3"),  # many short runs tell more than few long ones
+    *(
+        "--benchmark-max-time=0.3",
+        "--benchmark-min-rounds=3",
+    ),  # many short runs say more than few long ones
 )
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of all benchmarks: median seconds of those that ran, and why the others did not, by name."""
+    """One run of all benchmarks, by name: median seconds, or why a benchmark was skipped or failed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -62,26 +66,26 @@ def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def find_commit(root: Path, base: str) -> str:
-    """The hash of a commit, by any of its names.
+    """The hash of a commit, given by any of its names.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such commit.
     """
-    remedy = "give a hash, a branch or a tag of this repository, as `git log --oneline` lists them"
+    remedy = "give a hash, a branch or a tag of this repository; `git log --oneline` lists commits"
     if not base:
-        raise UserError(f"BASE is not given: {remedy}, say BASE=HEAD~1")
+        raise UserError(f"BASE is not given: {remedy}, for example BASE=HEAD~1")
     if shutil.which("git") is None:
-        raise UserError("git is not there; install it")
+        raise UserError("git not found; install it")
     found = git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}")
     if found.returncode:
-        why = "" if git(root, "rev-parse").returncode == 0 else f" ({root} is no git checkout)"
-        raise UserError(f"BASE = {base}: is not a commit{why}; {remedy}")
+        why = "" if git(root, "rev-parse").returncode == 0 else f" ({root} is not a git checkout)"
+        raise UserError(f"BASE = {base}: not a commit{why}; {remedy}")
     return found.stdout.strip()
 
 
 @contextmanager
 def checked_out(root: Path, commit: str) -> Iterator[Path]:
-    """A worktree of a commit, for as long as the context lasts, whatever ends it."""
+    """A worktree of a commit, removed when the context ends, however it ends."""
     on_termination = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="bench-compare-") as folder:
         checkout = Path(folder) / "base"
@@ -96,7 +100,7 @@ def checked_out(root: Path, commit: str) -> Iterator[Path]:
 
 
 def copy_suite(source: Path, folder: Path) -> Path:
-    """The benchmarks without a package around them: beside that of this checkout they would import it."""
+    """Copy the benchmarks out of the package, so that they do not import it from this checkout."""
     folder.mkdir()
     for file in (*source.glob("test_*.py"), source / "conftest.py", HERE / "package_origin.py"):
         shutil.copy(file, folder)
@@ -105,11 +109,11 @@ def copy_suite(source: Path, folder: Path) -> Path:
 
 
 def run_suite(checkout: Path, suite: Path, only: str) -> Run:
-    """Runs the benchmarks in a fresh process that imports the package from a checkout.
+    """Run the benchmarks in a fresh process that imports the package from a checkout.
 
     Raises:
-        UserError: the package is not there, or nothing is selected.
-        RunStopped: pytest ends otherwise than with results.
+        UserError: the checkout lacks the package, or no benchmark is selected.
+        RunStopped: pytest ends without results.
     """
     with tempfile.TemporaryDirectory() as folder:
         times, report = Path(folder, "times.json"), Path(folder, "report.xml")
@@ -117,10 +121,10 @@ def run_suite(checkout: Path, suite: Path, only: str) -> Run:
         command += ["--benchmark-json", str(times), "--junit-xml", str(report)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": str(checkout), "UNIGRAD_COMPARED": str(checkout)}
-        environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others would take or change time
+        environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other plugins could affect the times
         done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True)
         if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
-            raise UserError(f"only = {only}: fits no benchmark; `pytest --collect-only benchmarks` lists them")
+            raise UserError(f"only = {only}: matches no benchmark; `pytest --collect-only benchmarks` lists them")
         if done.returncode == pytest.ExitCode.USAGE_ERROR:
             said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
             raise UserError(f"{checkout}: {'; '.join(said)}")
@@ -130,7 +134,7 @@ def run_suite(checkout: Path, suite: Path, only: str) -> Run:
 
 
 def read_run(times: Path, report: Path) -> Run:
-    """What pytest wrote."""
+    """Read pytest's reports."""
     run = Run()
     for case in ElementTree.parse(report).iter("testcase"):
         for kind, where in (("skipped", run.skipped), ("failure", run.failed), ("error", run.failed)):
@@ -153,7 +157,7 @@ def rows_of(runs: Mapping[str, list[Run]]) -> list[dict]:
 
 
 def show(console: Console, rows: list[dict], runs: Mapping[str, list[Run]]) -> None:
-    """The ratios, and what could not be compared and why."""
+    """Print the ratios, and which benchmarks could not be compared and why."""
     headers = ("", "this, ms", "base, ms", "base / this", "range")
     table = table_of_figures(*headers, box=SIMPLE, pad_edge=False, collapse_padding=True)
     for row in rows:
@@ -177,17 +181,17 @@ def main(
 
     Args:
         base: the commit to compare with.
-        rounds: turns of each side.
-        only: as pytest's -k: benchmarks whose names fit.
+        rounds: number of rounds; in each, both sides run once.
+        only: expression that selects benchmarks by name, like pytest's -k.
         output: folder of the rows.
-        root: the checkout that is compared.
+        root: the checkout to compare.
         suite: folder of the benchmarks.
 
     Returns:
-        The exit status: 1 where a benchmark fails on this checkout.
+        The exit status: 1 if a benchmark fails on this checkout.
 
     Raises:
-        UserError: `base` is no commit, or has no package; `output` is a file.
+        UserError: `base` is not a commit or lacks the package; `output` is a file.
     """
     commit = find_commit(root, base)
     make_folder(output)
@@ -197,7 +201,7 @@ def main(
         say(console, f"{THIS}: {here}, {root}")
         say(console, f"{BASE}: {commit[:12]} ({base}), {checkout}")
         copied = copy_suite(suite, checkout.parent / "benchmarks")
-        sides = {BASE: checkout, THIS: root}  # one that lacks the package ends it at once
+        sides = {BASE: checkout, THIS: root}  # base first, so that a commit without the package fails immediately
         blocks = {side: partial(run_suite, where, copied, only) for side, where in sides.items()}
         runs = take_turns(blocks, rounds, report=status.update)
     rows = rows_of(runs)

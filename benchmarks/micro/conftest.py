@@ -1,7 +1,7 @@
 """Fixtures of the micro-benchmarks, `test_*.py`.
 
-They know the package by public names alone and import them when they run, so that `compare` can measure an older commit
-with them.
+Benchmarks use only public names of the package and import them at run time, so that `compare` can measure an older
+commit with them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import pytest
 
 @pytest.fixture
 def public() -> Callable[[str], Any]:
-    """Gives a public name, "module:name"; where `compare` measures a commit that lacks it, the benchmark is skipped."""
+    """Returns a public name, "module:name"; the benchmark is skipped if `compare` measures a commit that lacks it."""
 
     def find(name: str) -> Any:
         module, _, attribute = name.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
         except (AttributeError, ModuleNotFoundError) as error:
-            # A package that is not installed is no name of ours.
+            # Other packages that are missing are errors.
             ours = isinstance(error, AttributeError) or str(error.name).startswith("unigrad_fast")
             if ours and "UNIGRAD_COMPARED" in os.environ:
-                pytest.skip(f"{name} is not there")
+                pytest.skip(f"{name} does not exist")
             raise
 
     return find
@@ -42,7 +42,7 @@ def device() -> Any:
 
 @pytest.fixture
 def measure(benchmark: Any, device: Any) -> Callable[..., None]:
-    """Times a function, until the device is done with it; takes what `benchmark.pedantic` takes, or nothing more."""
+    """Times a function until the device has finished; keywords, if any, are those of `benchmark.pedantic`."""
     import torch
 
     def timed(run: Callable[[], object], **rounds: int) -> None:

@@ -1,6 +1,6 @@
-"""A pytest plugin that `compare` runs with: the package comes from the checkout that is meant, or not at all.
+"""A pytest plugin for `compare`: the package is imported from the compared checkout, or not at all.
 
-An installed one, and be it a part that the checkout lacks, would be measured in its place otherwise.
+Otherwise an installed package could be measured instead, even if only for a module that the checkout lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 
 class OnlyTheCheckout:
-    """Finds the package's modules below one folder only; comes before all other finders."""
+    """Finds the package's modules only below one folder; precedes all other finders."""
 
     def __init__(self, checkout: Path):
         self.checkout = checkout
@@ -36,4 +36,4 @@ def pytest_sessionstart() -> None:
     try:
         import unigrad_fast  # noqa: F401
     except ModuleNotFoundError:
-        raise pytest.UsageError("there is no package unigrad_fast; name a commit that has it") from None
+        raise pytest.UsageError("package unigrad_fast not found; give a commit that has it") from None

@@ -27,7 +27,7 @@ def images(tmp_path, monkeypatch):
 
 @pytest.mark.benchmark(group="data")
 def test_batch_of_the_loader(benchmark, public, images):
-    """32 images, two views of 224 pixels each; the loader works ahead, so that many batches are taken."""
+    """32 images, two views of 224 pixels each; many batches are taken, because the loader prefetches."""
     Loader, Manifest = public("unigrad_fast.pipelines:Loader"), public("unigrad_fast.pipelines:Manifest")
     loader = Loader(Manifest.from_folder(images), "simsiam", batch_size=BATCH_SIZE, seed=0, device="cpu")
     with closing(loader.iterate()) as batches:

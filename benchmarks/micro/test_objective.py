@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.benchmark(group="objective"), pytest.mark.parametrize(
 
 @pytest.fixture
 def embedding_NC(width, device):
-    """Embeddings of both views, online and target: related, as those of one image are, [4·N, C]."""
+    """Embeddings of both views, online and target, [4·N, C]: correlated, like those of the same image."""
     generator = torch.Generator().manual_seed(0)
     image_NC = torch.randn(IMAGES, width, generator=generator)
     return (image_NC.repeat(4, 1) + torch.randn(4 * IMAGES, width, generator=generator)).to(device)

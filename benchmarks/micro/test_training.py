@@ -1,4 +1,4 @@
-"""What a step of training does beside the networks: optimizer, target, statistics of batch norm over ranks."""
+"""Parts of a training step besides the networks: optimizer, target update, batch-norm statistics over ranks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def rank(tmp_path):
 
 @pytest.mark.parametrize("shape", [(128, 2048), (32, 64, 56, 56)], ids=["projector", "feature-map"])
 def test_batch_norm(benchmark, public, rank, monkeypatch, shape):
-    """Forward and backward on the CPU, with the statistics through the collectives."""
+    """Forward and backward on the CPU, with statistics exchanged by collectives."""
     name = "unigrad_fast.networks.batch_norm"
     norm = nn.BatchNorm2d(shape[1]) if len(shape) == 4 else nn.BatchNorm1d(shape[1])
     public(f"{name}:convert")(norm)
     public(f"{name}:is_alone")
-    monkeypatch.setattr(f"{name}.is_alone", lambda: False)  # a rank that is alone takes torch's batch norm
+    monkeypatch.setattr(f"{name}.is_alone", lambda: False)  # a single rank would use torch's batch norm
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 

@@ -1,1 +1,1 @@
-"""Measurements on the documentation's pages that no command makes. Run in a checkout; not in the wheel."""
+"""Measurements for the documentation that are not part of a command. Run in a checkout; not in the wheel."""

@@ -1,11 +1,11 @@
-"""Starting on many images: seconds and memory of a manifest, cold and from the cache.
+"""Start-up with many images: seconds and memory of a manifest, cold and from the cache.
 
     python -m unigrad_fast.benchmarks.pages.manifest [--files 1300000] [--members 20000] [--folder DIR]
         [--output FOLDER]
 
-A tree like ImageNet's, 1,000 class folders of tiny JPEG files with an inode each (about 4 KB of disk per file), then
-a tar shard of as many members as told, with labels. "Cold" is without our cache; what the operating system has in
-memory stays there. Every row is a process of its own, and memory its peak, the interpreter's included. Rows go to
+Measured are a tar shard with labels, and a tree like ImageNet's: 1,000 class folders of tiny JPEG files with an inode
+each (about 4 KB of disk per file). "Cold" means without our cache; the operating system's page cache is not dropped.
+Every row is measured in its own process; memory is the peak, including the interpreter's. Rows are appended to
 OUTPUT/manifest.jsonl.
 """
 
@@ -86,17 +86,17 @@ def main(
     """Measure, print and append the rows.
 
     Args:
-        files: of the tree.
-        members: of the shard.
-        folder: where the temporary files go; None is the system's folder for them.
+        files: number of files in the tree.
+        members: number of images in the shard.
+        folder: folder for temporary files; None uses the system's.
         output: folder of the rows.
 
     Raises:
-        UserError: the files would not fit onto the disk; `output` is a file.
+        UserError: the files would not fit on the disk; `output` is a file.
     """
     needed, free = files * 4600, shutil.disk_usage(folder or tempfile.gettempdir()).free
     if needed > free:
-        raise UserError(f"{files} files take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; use fewer --files")
+        raise UserError(f"{files} files take {needed / 1e9:.1f} GB, but {free / 1e9:.1f} are free; use fewer --files")
     make_folder(output)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         made = Path(name)

@@ -1,8 +1,8 @@
-"""3×3 convolutions on few pixels: torch's against one matrix product, forward and backward, on the CPU.
+"""3×3 convolutions on small feature maps: torch's against one matrix product, forward and backward, on the CPU.
 
     python -m unigrad_fast.benchmarks.pages.small_convolution [--output FOLDER]
 
-Also the whole step of a ResNet-18 (target forward, online forward, backward over two views), with and without. Rows go
+Also a whole step of a ResNet-18 (target forward, online forward, backward over two views) with each. Rows are appended
 to OUTPUT/small_convolution.jsonl.
 """
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def interleaved(library: Callable[[], None], product: Callable[[], None]) -> dict[str, list[float]]:
-    """Milliseconds of torch's convolutions and of ours, one after the other in every repetition."""
+    """Milliseconds of torch's convolutions and of ours, alternating in every repetition."""
     blocks = {"torch": partial(seconds, library, CPU), "product": partial(seconds, product, CPU)}
     times = take_turns(blocks, REPEATS, warmup=WARMUP)
     return {variant: [taken * 1e3 for taken in kept] for variant, kept in times.items()}

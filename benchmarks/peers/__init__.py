@@ -1,1 +1,1 @@
-"""What ours is compared with: the authors' formulation, plain torch, torchvision."""
+"""Implementations to compare with: the authors' formulation, plain torch, torchvision."""

@@ -13,7 +13,7 @@ def authors_loss(
 
     Args:
         online, target: the two views' embeddings [N, C]; no gradient flows into the targets.
-        correlation: F, [C, C], of the step before; None before the first.
+        correlation: F, [C, C], from the previous step; None before the first.
         balance: λ.
         decay: ρ.
     """

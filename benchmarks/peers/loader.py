@@ -1,4 +1,4 @@
-"""The variants of the data path, endless batches each: ours, torchvision's three, decoding alone."""
+"""The variants of the data path, each yielding endless batches: ours, three of torchvision, and only decoding."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unigrad_fast.benchmarks.harness.images import read_image
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, View
 
-QUEUE = 2  # batches per worker process that a DataLoader makes ahead
-LEAST_WARMUP = 4  # batches; no fewer than DALI makes ahead
+QUEUE = 2  # batches that a DataLoader prefetches per worker process
+LEAST_WARMUP = 4  # batches; at least as many as DALI prefetches
 ENDLESS = 2**40
 
 Batches = Generator[object, None, None]
@@ -31,14 +31,14 @@ Batches = Generator[object, None, None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What every variant has to do.
+    """The task of every variant.
 
     Attributes:
-        views: of the preset.
-        images, cache: folder of the files, and of the manifest's remembered sizes.
+        views: the preset's views.
+        images, cache: folder of the files, and folder for the manifest's cache.
         batch_size: images per batch.
-        threads: of ours; worker processes of the others.
-        device: of ours, "cpu" or "gpu".
+        threads: threads of ours, and worker processes of the others.
+        device: device of ours, "cpu" or "gpu".
     """
 
     views: tuple[View, ...]
@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def warmup(self) -> int:
-        """Batches that may lie in the queues when a block begins."""
+        """Number of batches that may be in the queues when a block begins."""
         return max(LEAST_WARMUP, QUEUE * self.threads)
 
     def manifest(self) -> Manifest:
@@ -128,10 +128,10 @@ def augmentation(
     """A preset's view by torchvision: a decoded image to a normalised tensor [3, size, size].
 
     Args:
-        view: the numbers.
+        view: the view's parameters.
         kit: `torchvision.transforms` or its `v2`.
-        blur: of an image.
-        tail: what makes an fp32 tensor on the scale 0..1 of it.
+        blur: blurs an image.
+        tail: operations that convert the result to an fp32 tensor in 0..1.
     """
     steps = [
         kit.RandomResizedCrop(view.size, view.scale, view.ratio, InterpolationMode(view.interpolation), antialias=True)
@@ -160,7 +160,7 @@ def each(augment: list[Callable[[Any], Tensor]], image: object) -> list[Tensor]:
 
 
 def read_tensor(data: bytes) -> Tensor:
-    """uint8 [3, H, W]; by Pillow where torchvision comes without a decoder for the file."""
+    """uint8 [3, H, W]; decoded by Pillow if torchvision has no decoder for the file."""
     try:
         return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
     except RuntimeError:
@@ -186,9 +186,9 @@ def torch_batches(setting: Setting, transform: Callable[[bytes], object]) -> Bat
     yield from DataLoader(
         files,
         batch_size=setting.batch_size,
-        # One iteration for all batches: worker processes are started once.
+        # One iteration for all batches, so that worker processes are started only once.
         sampler=RandomSampler(files, num_samples=ENDLESS),
         num_workers=setting.threads,
         prefetch_factor=QUEUE,
-        multiprocessing_context="fork",  # the transforms are closures; and a plain script's default
+        multiprocessing_context="fork",  # because the transforms are closures; also the default in a plain script
     )

@@ -1,7 +1,7 @@
-"""Every method as one writes it in plain torch: whole-matrix expressions, view by view, and autograd.
+"""Every method in straightforward torch: whole-matrix expressions, view by view, and autograd.
 
-Each is called with two views' online and target embeddings, [N, C] each, and returns the loss, the mean over views.
-Those of rows are the losses that `unigrad_fast.objectives.forms.reported` gives for them.
+Each is called with the online and target embeddings of two views, [N, C] each, and returns the mean loss over views.
+The classes for rows compute the losses that `unigrad_fast.objectives.forms.reported` defines for them.
 
 Shape suffixes: N images, K samples, C embedding width.
 """
@@ -23,7 +23,7 @@ Views = Sequence[Tensor]
 
 
 class Plain(nn.Module):
-    """A loss that is the mean over both views of `loss_of` a view and its positive, normalised."""
+    """The mean over both views of `loss_of`, applied to a view and its positive, both normalised."""
 
     normalise: Callable[[Tensor], Tensor] = staticmethod(partial(F.normalize, dim=-1))
 
@@ -38,11 +38,11 @@ class Plain(nn.Module):
         raise NotImplementedError
 
     def take_(self, *target: Tensor) -> None:
-        """Moves what is kept from step to step."""
+        """Update the state that is kept between steps."""
 
 
 class MoCo(Plain):
-    """As MoCo's code has it, which clones the bank, for it moves before backward reads it."""
+    """Like MoCo's code, which clones the bank because it is updated before backward reads it."""
 
     def __init__(self, width: int, bank: int, temperature: float = 0.2):
         super().__init__()
@@ -68,7 +68,7 @@ class MoCo(Plain):
 
 
 class SimCLR(Plain):
-    """InfoNCE over both views' targets, a row's own left out."""
+    """InfoNCE over the targets of both views, excluding the row's own."""
 
     def __init__(self, width: int, temperature: float = 0.2):
         super().__init__()
@@ -88,7 +88,7 @@ class SimCLR(Plain):
 
 
 class BYOL(Plain):
-    """And SimSiam: the predictor is theirs, torch's layers in a row."""
+    """BYOL and SimSiam, with their predictor as a sequence of torch's layers."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -105,7 +105,7 @@ class BYOL(Plain):
 
 
 class DirectPred(Plain):
-    """With W_h as it is given; F moves all the same."""
+    """DirectPred with a fixed W_h; F is updated nevertheless."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -166,7 +166,7 @@ class UnitCrossBatch(CrossBatch):
 
 
 class VICReg(Plain):
-    """Its authors' loss."""
+    """VICReg with its authors' loss."""
 
     normalise = staticmethod(lambda z_NC: z_NC)
 
@@ -198,7 +198,7 @@ class OwnBatch(Plain):
         return self.balance / 2 * own_CC.square().sum() - 2 * (unit_NC * positive_NC).sum(-1).mean()
 
 
-# What takes a width, and the size of the bank where there is one.
+# Constructors, which take the width and, for moco, the size of the bank.
 PLAIN: Mapping[str, Callable[..., nn.Module]] = {
     "moco": MoCo,
     "simclr": SimCLR,

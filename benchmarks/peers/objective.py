@@ -1,4 +1,4 @@
-"""The ways to compute the objective that are compared: the authors', the best of plain torch, ours."""
+"""The compared implementations of the objective: the authors', optimised plain torch, ours."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Views = Sequence[Tensor]
 
 
 def release(online: Views) -> None:
-    """Drops the gradients."""
+    """Free the gradients."""
     for z in online:
         z.grad = None
 
 
 class Variant:
-    """A way to compute the objective; `step` leaves the gradients with the online embeddings.
+    """An implementation of the objective; `step` leaves the gradients in the online embeddings.
 
     Args:
         precision: a key of DTYPES.
         width: C.
-        device: of the embeddings.
+        device: device of the embeddings.
     """
 
     name: str
-    may_fail = False  # where torch or the machine cannot do it; it is then said, and the others are measured
+    may_fail = False  # whether torch or the machine may lack support; then the failure is reported, not raised
 
     def __init__(self, precision: str, width: int, device: torch.device):
         self.precision, self.device = precision, device
@@ -58,7 +58,7 @@ class Variant:
         raise NotImplementedError
 
     def correlation_bytes(self) -> int:
-        """Of F and what else is kept from step to step."""
+        """Bytes of F and other state that is kept between steps."""
         return self.correlation.nbytes
 
 
@@ -82,7 +82,7 @@ class Authors(Variant):
 
 
 class PlainTorch(Variant):
-    """The best of plain torch; `move` takes a batch into F and returns u·F."""
+    """Optimised plain torch; `move` updates F with a batch and returns u·F."""
 
     def __init__(self, precision: str, width: int, device: torch.device, compiled: bool):
         super().__init__(precision, width, device)
@@ -96,7 +96,7 @@ class PlainTorch(Variant):
         return f"{self.name}{' compiled' if self.compiled else ''}, {self.precision}"
 
     def compute(self, online: Views, target: Views) -> None:
-        # The first step is not worth a graph of its own.
+        # Not compiled for the first step, which would need its own graph.
         gradient, decay = (self._gradient, 0.0) if self.first else (self.gradient, DECAY)
         self.first = False
         with torch.no_grad():
@@ -146,14 +146,14 @@ class Lerp(PlainTorch):
 
 
 class Addmm(PlainTorch):
-    """bf16 operands are multiplied and added into fp32 F by one product."""
+    """One operation multiplies bf16 operands and adds the product to F in fp32."""
 
     name = "torch addmm"
-    may_fail = True  # before 2.10 torch wants F in the operands' dtype
+    may_fail = True  # before 2.10, torch requires F in the operands' dtype
 
     @staticmethod
     def move(moving: Tensor, unit_MC: Tensor, target_MC: Tensor, decay: float) -> Tensor:
-        # The compiler takes this addmm apart, into a product and a pass over F; an operator of one's own stays whole.
+        # The compiler splits this addmm into a product and a pass over F, but keeps a custom operator whole.
         add = torch.ops.unigrad_fast_bench.add_product_ if torch.compiler.is_compiling() else add_product_
         add(moving, target_MC.bfloat16(), decay)
         return torch.mm(unit_MC.bfloat16(), moving.bfloat16(), out_dtype=torch.float32)
@@ -192,16 +192,16 @@ class Ours(Variant):
 
 
 KINDS = (Authors, PlainTorch, Ours)
-ON_GPU = (Lerp, Addmm)  # products of half-precision matrices with fp32 results, which torch has on a GPU only
+ON_GPU = (Lerp, Addmm)  # they need products of half-precision matrices with fp32 results, which torch has only on GPUs
 
 
 def left_out(device: torch.device) -> list[str]:
-    """Names of the variants that a device does not have."""
+    """Names of the variants that a device does not support."""
     return [] if device.type == "cuda" and has_fast_bf16(device) else [kind.name for kind in ON_GPU]
 
 
 def variants(width: int, device: torch.device, compiled: bool) -> list[Variant]:
-    """All variants that a device has."""
+    """All variants that a device supports."""
     on_gpu = device.type == "cuda"
     single = ("fp32", "tf32") if on_gpu else ("fp32",)
     half = ("bf16",) if has_fast_bf16(device) else ()

@@ -1,4 +1,4 @@
-"""The variants of the training step: a plain loop in the authors' formulation, ours, the networks alone."""
+"""The variants of the training step: a plain loop in the authors' formulation, ours, and only the networks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Variant:
         return {}
 
     def close(self) -> None:
-        """Ends what still prepares images."""
+        """Stop preparing images."""
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -71,10 +71,10 @@ class Authors(Variant):
         loader = DataLoader(
             dataset,
             batch_size=data.batch_size,
-            # One iteration for all steps: worker processes are started once.
+            # One iteration for all steps, so that worker processes are started only once.
             sampler=RandomSampler(dataset, num_samples=self.config.schedule.epochs * len(dataset)),
             num_workers=2,
-            multiprocessing_context="fork",  # a plain loop's default, which the spawned process has lost
+            multiprocessing_context="fork",  # the default in a plain script, but not in this spawned process
             pin_memory=self.device.type == "cuda",
             drop_last=True,
         )
@@ -117,11 +117,11 @@ def simsiam_augmentation(size: int) -> transforms.Compose:
 
 
 class Ours(Variant):
-    """What `pretrain` does in a step, its reports and checks of earlier steps included."""
+    """A step of `pretrain`, including reports and checks of earlier steps."""
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        from unigrad_fast.training.trainer import Trainer  # here: the others' memory is not to hold DeepSpeed and DALI
+        from unigrad_fast.training.trainer import Trainer  # here, so that the others do not load DeepSpeed and DALI
 
         self.trainer = Trainer(config, world, Manifest.open(config.data.train))
         self.batches = self.trainer.loader.iterate(stop_step=self.trainer.total_steps * self.trainer.accumulation)
@@ -148,7 +148,7 @@ class Ours(Variant):
 
 
 class Ceiling(Variant):
-    """The networks alone, as ours lay them out."""
+    """Only the networks, in the same memory layout as ours."""
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)

@@ -100,7 +100,7 @@ def test_images_of_a_tar_are_used_and_damaged_ones_left_out(drawn, tmp_path):
         tar.addfile(broken, io.BytesIO(b"none"))
     paths, what = images.find_images(archive, tmp_path / "found")
     assert len(paths) == 10
-    assert what == "10 images of some.tar (1 left out, they cannot be decoded)"
+    assert what == "10 images of some.tar (1 ignored because they cannot be decoded)"
     linked = Manifest.open(images.link_images((paths[i] for i in images.spread_evenly(10, 25)), tmp_path / "linked"))
     assert len(linked) == 25
     assert len({Path(linked.path(i)).resolve() for i in range(25)}) == 10

@@ -146,5 +146,7 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_measured(monkeypatch, t
     command = ["bench", "methods", "--methods", "moco", "--width", "8192", "--output", str(tmp_path / "new")]
     assert cli.main(command) == 2
     message = capsys.readouterr().err
-    assert "moco at width = 8192, images = 128, bank = 65536 takes about" in message and "give a smaller one" in message
+    assert (
+        "moco at width = 8192, images = 128, bank = 65536 takes about" in message and "give smaller values" in message
+    )
     assert not (tmp_path / "new").exists()

@@ -73,7 +73,7 @@ def test_a_spy_finds_the_collectives_that_the_dry_run_counts(config, tmp_path, m
     assert shard["reduce"] == whole["reduce"]
     shown = capsys.readouterr().out
     assert all(what in shown for what in rows) and shown.count("the same") == 2
-    assert "ranks on one machine share its cores: what scales here is bytes and memory, not speed" in shown
+    assert "ranks on one machine share its cores, so this shows how bytes and memory scale, not speed" in shown
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_difference_between_spy_and_count_is_shown(capsys):
         bench_scaling.show(bench_scaling.new_console(), "title", [row])
         shown = capsys.readouterr().out
         assert ("the same" in shown) == same
-        assert ("2 ranks, replicated: the spy found {'gather': {'count': 1, 'bytes': 101}}" in shown) != same
+        assert ("2 ranks, replicated: the real step made {'gather': {'count': 1, 'bytes': 101}}" in shown) != same
 
 
 def test_of_ranks_that_fail_together_the_one_with_a_reason_is_heard():
@@ -122,4 +122,4 @@ def test_a_launcher_and_images_that_are_not_there_are_refused(command, config, m
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert cli.main(["bench", command, "--data.train", str(config.data.train)]) == 2
-    assert f"bench {command} starts its processes itself; start it without torchrun" in capsys.readouterr().err
+    assert f"bench {command} starts its own processes; run it without torchrun" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_one_of_several_processes_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert cli.main(["bench", "step"]) == 2
-    assert "start it without torchrun" in capsys.readouterr().err
+    assert "run it without torchrun" in capsys.readouterr().err
 
 
 def test_variant_ends_when_its_parent_is_killed():

@@ -76,7 +76,7 @@ def test_widths_are_those_that_memory_holds_together(config):
     one, two = (bench_width.needed_bytes(config, width) for width in (512, 1024))
     assert bench_width.that_fit(config, None, one + two) == [512, 1024]
     assert bench_width.that_fit(config, (1024, 512, 512), one + two) == [1024, 512]
-    with pytest.raises(UserError, match=r"widths = 512,1024: those up to 1024 hold about .* give fewer or smaller"):
+    with pytest.raises(UserError, match=r"widths = 512,1024: the processes up to width 1024,.* give fewer or smaller"):
         bench_width.that_fit(config, (512, 1024), one + two - 1)
     with pytest.raises(UserError, match=r"widths = null: .* give --widths"):
         bench_width.that_fit(config, None, one - 1)

@@ -75,21 +75,19 @@ def test_ratios_are_those_of_the_two_commits_and_a_missing_name_is_said(reposito
     assert row["base_ms"]["median"] / row["this_ms"]["median"] == pytest.approx(row["median"])
     shown = capsys.readouterr().out
     assert f"base: {commit} (base), " in shown and str(repository) in shown
-    assert "skipped on base: of_this_alone: unigrad_fast.arithmetic:triple is not there" in shown
+    assert "skipped on base: of_this_alone: unigrad_fast.arithmetic:triple does not exist" in shown
     for side in ("this checkout", "base"):
-        assert f"skipped on {side}: of_an_installed_one_alone: unigrad_fast.objectives:UniGrad is not there" in shown
+        assert f"skipped on {side}: of_an_installed_one_alone: unigrad_fast.objectives:UniGrad does not exist" in shown
     assert only_the_checkout_is_left(repository)
 
 
 def test_an_installed_package_is_not_measured_in_place_of_one_that_the_base_lacks(repository, suite, capsys):
     assert script.run(compare.main, words(repository, suite, "--base", "before")) == 2
-    assert "there is no package unigrad_fast; name a commit that has it" in capsys.readouterr().err
+    assert "package unigrad_fast not found; give a commit that has it" in capsys.readouterr().err
     assert only_the_checkout_is_left(repository)
 
 
-@pytest.mark.parametrize(
-    ("base", "said"), [("nonsense", "BASE = nonsense: is not a commit"), ("", "BASE is not given")]
-)
+@pytest.mark.parametrize(("base", "said"), [("nonsense", "BASE = nonsense: not a commit"), ("", "BASE is not given")])
 def test_what_is_no_commit_is_refused_with_the_remedy(base, said, repository, suite, capsys):
     assert script.run(compare.main, words(repository, suite, "--base", base)) == 2
     error = capsys.readouterr().err

@@ -62,7 +62,7 @@ PARTS = (
     "crop, bicubic",
     "solarize",
     "views of multicrop",
-    "views of swav, as they come",
+    "views of swav, own decoder",
     "a loader, decoding on the CPU",
     "views that are read late",
     "files refused",
@@ -80,7 +80,7 @@ def test_data_path_is_checked_on_the_cpu_and_nothing_is_recorded(tmp_path):
 
 def test_without_dali_one_line_says_so_and_torchs_operations_are_checked():
     done = dry_run("sys.modules['nvidia.dali'] = None", "data")
-    check_good(done, ("not checked, but for torch's operations", "photometric torch, byol"))
+    check_good(done, ("only torch's operations checked", "photometric torch, byol"))
     assert "decoding" not in done.stdout
 
 

@@ -36,7 +36,7 @@ def test_the_wide_recipe_is_counted_at_its_stage(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("engine: {compile: true}", "engine.compile = true: the dry run walks the step as it is written; leave it out"),
+        ("engine: {compile: true}", "engine.compile = true: the dry run walks the uncompiled step; leave it out"),
         ("projector: 3", "unknown key"),
     ],
 )
@@ -49,4 +49,4 @@ def test_what_is_refused_leaves_no_folder(tmp_path, capsys, more, said):
 def test_a_file_in_place_of_the_folder_is_said_before_anything_is_counted(tmp_path, capsys):
     (tmp_path / "results").write_text("")
     assert counted(tmp_path, SMALL) == 2
-    assert "results: is a file or lies below one; name a folder" in capsys.readouterr().err
+    assert "results: is a file or lies below one; give a folder" in capsys.readouterr().err

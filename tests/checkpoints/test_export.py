@@ -238,18 +238,18 @@ def test_nothing_that_is_there_is_replaced_unless_told_so(run, capsys, tmp_path)
     for _ in range(3):
         exported(capsys, run)
     before = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}
-    assert f"{path}: exists already; give another name, or --overwrite true" in refused(
+    assert f"{path}: already exists; give another name, or --overwrite true" in refused(
         capsys, run, "--output", path, "--branch", "target"
     )
     described = tmp_path / "new.pt.json"
     described.write_text("mine")
-    assert f"{described}: exists already" in refused(capsys, run, "--output", tmp_path / "new.pt")
+    assert f"{described}: already exists" in refused(capsys, run, "--output", tmp_path / "new.pt")
     described.unlink()
     shard = next((run / "checkpoints").rglob("rank-00000.pt"))
     (tmp_path / "link.pt").symlink_to(shard)
     for output in (shard, run / "new.pt", tmp_path / "link.pt"):
         error = refused(capsys, run, "--output", output, "--overwrite", "true")
-        assert f"belongs to the run in {run}; give a file elsewhere, or in {run}/export" in error
+        assert f"is inside the run in {run}; give a file elsewhere, or in {run}/export" in error
     (tmp_path / "link.pt").unlink()
     exported(capsys, run, "--output", run / "export/mine.pt")
     after = {entry: entry.read_bytes() for entry in tmp_path.rglob("*") if entry.is_file()}

@@ -141,13 +141,13 @@ def test_the_page_is_followed_on_two_machines_of_which_one_is_cut_off(hosts, sit
     finally:
         hosts[1].come_back()
     assert nodes[1].end() == 1, nodes[1].said
-    assert "stopped: rank 1 on node2 does not answer any more, last heard of at step" in nodes[0].said
-    assert "stopped: torchrun on node1, where rank 0 is, does not answer any more: " in nodes[1].said
+    assert "stopped: rank 1 on node2 no longer answers, last heard from at step" in nodes[0].said
+    assert "stopped: torchrun on node1, where rank 0 is, no longer answers: " in nodes[1].said
     assert SEEN <= steps_logged(output) < STEPS and not (output / "stopped.txt").exists()
 
     nodes = on_both(many_nodes)
     assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
-    assert "going on after step" in nodes[0].said
+    assert "resuming after step" in nodes[0].said
     require_equal(output, one / "runs/imagenet", STEPS)
 
     by_number = "--node-rank $NODE --master-addr $HOST"

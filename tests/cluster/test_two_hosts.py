@@ -23,7 +23,7 @@ STEPS = 4
 HELD_AT = 2  # steps done
 TIMEOUT = timedelta(seconds=3)
 PORT = 29500
-SILENT = "does not answer any more"
+SILENT = "no longer answers"
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def test_a_run_whose_other_machine_is_cut_off_names_it_and_goes_on_with_it_as_if
     finally:
         hosts[1].come_back()
     assert statuses == [3, 3], said
-    assert f"stopped: rank 1 on node2 {SILENT}, last heard of at " in said[0], said
+    assert f"stopped: rank 1 on node2 {SILENT}, last heard from at " in said[0], said
     assert f"stopped: rank 0 on node1 {SILENT}" in said[1], said
     assert not any("Traceback" in text for text in said), said
     assert steps_logged(output) == HELD_AT
 
     statuses, said = ended(start(hosts, data, output))
-    assert statuses == [0, 0] and "going on after step" in said[0], said
+    assert statuses == [0, 0] and "resuming after step" in said[0], said
     require_equal(output, undisturbed, STEPS)

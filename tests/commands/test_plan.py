@@ -73,7 +73,7 @@ def test_a_sweep_has_a_table_a_plot_and_the_figures(planned, tmp_path, capsys, m
         ("--gpus 30 --nodes 4", "gpus = 30: does not divide over 4 nodes; use 28 or 32"),
         ("--gpus 24 --nodes 3", "data.batch_size = 256: does not divide over 24 ranks"),
         ("--sweep true --gpus 16", "gpus = 16: not used with sweep true; leave it out"),
-        ("--engine.compile true", "engine.compile = true: the dry run walks the step as it is written; leave it out"),
+        ("--engine.compile true", "engine.compile = true: the dry run walks the uncompiled step; leave it out"),
         ("--objective.method moco", "objective.method = moco: the plan covers UniGrad only"),
     ],
 )

@@ -1,22 +1,12 @@
-"""What the pages say of the repository is there: links, sections, files, modules."""
+"""What the pages say of the repository is there: links, sections, modules."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
 import pytest
 from pages import PAGES, ROOT
-
-FOLDERS = ("benchmarks", "docs", "kernels", "pipelines", "tests", "unigrad_fast")
-
-
-def expanded(path: str) -> list[str]:
-    """`a/{b,c}.py` as the shell has it."""
-    parts = re.split(r"\{([^}]*)\}", path)
-    choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,13 +28,6 @@ def test_local_links_lead_somewhere(page):
         target = page.parent / file if file else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-
-
-def test_files_that_are_named_exist(page):
-    text = page.read_text(encoding="utf-8")
-    for path in re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./{{}},*-]+", text):
-        for name in expanded(path.rstrip(".,")):
-            assert list(ROOT.glob(name)), name
 
 
 def test_modules_that_are_run_exist(page):

@@ -112,7 +112,7 @@ def test_package_whose_import_fails_is_shown_with_the_reason(quick_parts, capsys
     [
         (None, "13.0", None, "ok", "none"),
         ("550.54.15", "13.0", None, "wrong", "the NVIDIA driver on your system is too old"),
-        ("580.82.07", None, None, "wrong", "built for the CPU alone"),
+        ("580.82.07", None, None, "wrong", "built for the CPU only"),
         ("580.82.07", "13.0", "", "note", "hidden by CUDA_VISIBLE_DEVICES"),
     ],
 )

@@ -184,8 +184,8 @@ def share_of_two(folder: Path, single: Path) -> dict:
 
 
 def test_two_ranks_share_the_images(folder, tmp_path, workers):
-    (tmp_path / "single").mkdir()
-    Image.new("RGB", (20, 20), COLOURS[0]).save(tmp_path / "single" / "0.jpg", quality=95)
+    (tmp_path / "single/a").mkdir(parents=True)
+    Image.new("RGB", (20, 20), COLOURS[0]).save(tmp_path / "single/a/0.jpg", quality=95)
     results = workers(2).run(share_of_two, folder, tmp_path / "single")
     assert sorted(result["images"] for result in results) == [2, 3]
     assert are_the_rows(torch.cat([result["five"] for result in results]), expected_colours())

@@ -211,7 +211,7 @@ def test_a_picture_replaces_nothing_unless_told_so_and_does_not_become_an_image(
     output = tmp_path / "sheet.png"
     output.write_bytes(b"mine")
     for more in ((), ("--overwrite", "false")):
-        assert "exists already" in refused(capsys, str(images), "--output", str(output), *small, *more)
+        assert "already exists" in refused(capsys, str(images), "--output", str(output), *small, *more)
         assert output.read_bytes() == b"mine"
     assert cli.main(["data", "preview", str(images), "--output", str(output), *small, "--overwrite", "true"]) == 0
     assert cli.main(["data", "preview", str(images), "--output", str(output), *small]) == 0  # the same again

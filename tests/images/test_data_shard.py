@@ -464,7 +464,7 @@ def test_progress_reaches_the_end(tree, tmp_path):
 def test_a_folder_of_which_a_shard_is_missing_is_refused(tree, tmp_path):
     shard(tree, tmp_path / "out", "--images_per_shard", "4")
     (tmp_path / "out/shard-000001.tar").unlink()
-    with pytest.raises(DataError, match=r"shard-000001\.tar: missing, 1 of the shards"):
+    with pytest.raises(DataError, match=r"shard-000001\.tar: missing; 1 of the shards"):
         Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")
     (tmp_path / "out/index.npz").unlink()
     assert len(Manifest.open(tmp_path / "out", cache=tmp_path / "new cache")) == 7

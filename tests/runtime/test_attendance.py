@@ -91,15 +91,15 @@ def begin(folder: Path, who: int, how: str, group: bool = False) -> tuple[list[B
 
 
 CASES = {
-    (1, "stops"): "does not answer any more, last heard of at ",
-    (1, "is killed"): "does not answer any more, last heard of at ",
-    (2, "hangs"): "is still at stage 3, where the others wait for it",
-    (1, "fails"): "has left at stage 3: ValueError: its own fault",
-    (0, "stops"): "does not answer any more",
-    (0, "is killed"): "does not answer any more",
-    (1, "stops", True): "does not answer any more, last heard of at ",
-    (1, UNSEEN): "does not answer any more, last heard of at ",
-    (0, KILLED_UNSEEN): "does not answer any more",
+    (1, "stops"): "no longer answers, last heard from at ",
+    (1, "is killed"): "no longer answers, last heard from at ",
+    (2, "hangs"): "is still at stage 3, and the others wait for it",
+    (1, "fails"): "exited at stage 3: ValueError: its own fault",
+    (0, "stops"): "no longer answers",
+    (0, "is killed"): "no longer answers",
+    (1, "stops", True): "no longer answers, last heard from at ",
+    (1, UNSEEN): "no longer answers, last heard from at ",
+    (0, KILLED_UNSEEN): "no longer answers",
     (0, LISTS): "",
     (1, "works"): "",
 }
@@ -126,7 +126,7 @@ def test_who_is_awaited_in_vain_is_named_with_its_machine_by_all_others(case, en
     assert statuses == [3, 3], said
     for text in said:
         assert text.removeprefix("stopped: ").startswith(f"rank {case[0]} on {HERE} {CASES[case]}"), said
-        assert text.endswith("; the same command goes on from the newest checkpoint\n")
+        assert text.endswith("; the same command resumes from the newest checkpoint\n")
 
 
 def test_ranks_that_do_their_work_end_without_a_word(ended):

@@ -66,7 +66,7 @@ def run_closed(stderr: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("ending", [run_with_broken_pipe, run_on_closed_terminal, run_closed])
-@pytest.mark.parametrize("words", [("data", "recipes"), ("--help",)])
+@pytest.mark.parametrize("words", [("data", "presets"), ("--help",)])
 def test_a_command_that_nobody_reads_ends_as_it_would_have_and_quietly(tmp_path, ending, words):
     assert in_a_process(ending, str(tmp_path / "stderr"), words) == 0
     assert (tmp_path / "stderr").read_text() == ""
@@ -116,7 +116,7 @@ def test_training_goes_on_when_nobody_sees_it(tmp_path, ending):
 
 
 def test_output_that_cannot_be_kept_is_said(tmp_path):
-    assert in_a_process(run_on_full_disk, str(tmp_path / "stderr"), ("data", "recipes")) == 3
+    assert in_a_process(run_on_full_disk, str(tmp_path / "stderr"), ("data", "presets")) == 3
     (line,) = (tmp_path / "stderr").read_text().splitlines()
     assert line.startswith("stopped: standard output cannot be written: No space left on device; ")
 
@@ -131,7 +131,7 @@ def run_shown(file: str, encoding: str, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_text_falls_back_to_what_an_encoding_has(tmp_path, encoding):
-    assert in_a_process(run_shown, str(tmp_path / "stdout"), encoding, ("data", "recipes")) == 0
+    assert in_a_process(run_shown, str(tmp_path / "stdout"), encoding, ("data", "presets")) == 0
     text = (tmp_path / "stdout").read_bytes().decode(encoding)
     assert "multicrop" in text and "\\u" not in text
     assert ("–" in text) == (encoding == "utf-8")

@@ -51,7 +51,7 @@ def test_a_mixture_is_refused_with_the_names_of_the_machines_on_all_ranks():
     ranks += [Choice("gpu03", "cpu", reason="torch sees no GPU")] * 2
     (said,) = set(told_to(ranks))
     assert said == (
-        "gpu01, gpu02 would compute on GPUs, gpu03 on the CPU: torch sees no GPU; leave out the machines of one kind, "
+        "gpu01, gpu02 would compute on GPUs, gpu03 on the CPU: torch sees no GPU; use machines of one kind, "
         "or compute on the CPU with engine.device cpu"
     )
 

@@ -33,7 +33,7 @@ def scan_with_few_files(folder: str, said: str) -> None:
 def test_a_limit_on_open_files_that_is_too_low_is_a_users_error(tmp_path):
     assert in_a_process(scan_with_few_files, str(tmp_path), str(tmp_path / "stderr")) == 2
     (line,) = (tmp_path / "stderr").read_text().splitlines()
-    assert line.startswith("error: at most 40 files may be open at once, and this needs 68; type `ulimit -n 4096`")
+    assert line.startswith("error: the limit on open files is 40, but this needs 68; type `ulimit -n 4096`")
 
 
 def take_what_is_allowed() -> None:
@@ -49,7 +49,7 @@ def test_a_limit_on_open_files_is_raised_as_far_as_allowed():
 def test_too_few_processes_are_a_users_error(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)  # whom nothing belongs to
     monkeypatch.setattr(resource, "getrlimit", lambda what: (30, 30) if what == resource.RLIMIT_NPROC else (-1, -1))
-    with pytest.raises(UserError, match="at most 30 processes and threads may run, of which 30 are left") as raised:
+    with pytest.raises(UserError, match="the limit on processes and threads is 30; 30 are left") as raised:
         limits.require_limits()
     assert "type `ulimit -u 4096`" in str(raised.value)
 
@@ -57,8 +57,8 @@ def test_too_few_processes_are_a_users_error(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.jpg"), "error: too many open files: at most "),
-        (ImportError("filesystem error: Too many open files"), "error: too many open files: at most "),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.jpg"), "error: too many open files: the limit is "),
+        (ImportError("filesystem error: Too many open files"), "error: too many open files: the limit is "),
         (RuntimeError("can't start new thread"), "error: no more processes or threads can be started: "),
         (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "error: no more processes or threads can be "),
     ],

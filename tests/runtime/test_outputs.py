@@ -29,7 +29,7 @@ def refused_file(path: Path, **arguments) -> str:
 def test_a_file_that_exists_is_replaced_only_when_told_so_and_none_of_several_where_one_may_not_be(tmp_path):
     first, second = tmp_path / "a.png", tmp_path / "a.png.json"
     second.write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"a\.png\.json: exists already; give another name, or --overwrite true"):
+    with pytest.raises(UserError, match=r"a\.png\.json: already exists; give another name, or --overwrite true"):
         outputs.write_files({first: b"1", second: b"2"}, overwrite=False)
     assert not first.exists() and second.read_bytes() == b"mine"
     outputs.write_files({first: b"1", second: b"mine"}, overwrite=False)  # the same content is no fault
@@ -42,7 +42,7 @@ def test_nothing_goes_into_a_run_but_its_exports(path, tmp_path):
     run = make_run(tmp_path / "run")
     (tmp_path / "link").symlink_to(run)
     for name in ("run", "link"):
-        assert f"belongs to the run in {run}; give a file" in refused_file(tmp_path / name / path)
+        assert f"is inside the run in {run}; give a file" in refused_file(tmp_path / name / path)
     outputs.require_file(run / "export/encoder.pt")
     outputs.require_file(tmp_path / "encoder.pt")
 
@@ -64,17 +64,17 @@ def test_a_folder_in_which_a_run_would_replace_something_is_refused_by_name(name
     (tmp_path / "train.py").write_text("")
     assert RunFolder(tmp_path).problem() is None
     (tmp_path / name).write_text("hi")
-    assert f"this is not a run, and a run would replace {name}; give another" in RunFolder(tmp_path).problem()
+    assert f"not a run's folder, but a run would replace {name}; give another" in RunFolder(tmp_path).problem()
 
 
 def test_a_run_in_which_something_stands_in_the_way_is_refused(tmp_path):
     run = make_run(tmp_path / "run")
     assert RunFolder(run).problem() is None
     (run / "tensorboard").write_text("")
-    assert "tensorboard is a file, where a run keeps a folder" in RunFolder(run).problem()
+    assert "tensorboard is a file, but must be a folder" in RunFolder(run).problem()
     (run / "tensorboard").unlink()
     (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl is a folder, where a run keeps a file" in RunFolder(run).problem()
+    assert "metrics.jsonl is a folder, but must be a file" in RunFolder(run).problem()
     (run / "metrics.jsonl").rmdir()
     (run / "tensorboard").symlink_to("/nonexistent/scratch")
     assert RunFolder(run).problem().startswith(f"{run}/tensorboard is a link to /nonexistent/scratch")
@@ -126,7 +126,7 @@ def test_every_command_names_a_link_that_leads_nowhere_and_its_target(words, bel
     assert cli.main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and f"{link}" in line
-    assert "is a link to /nonexistent/me, which is not there; make that, or give another path" in line
+    assert "is a link to /nonexistent/me, which does not exist; create it, or give another path" in line
 
 
 def test_without_a_name_too_a_link_that_leads_nowhere_is_named(tmp_path, capsys, monkeypatch):

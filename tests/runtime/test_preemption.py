@@ -58,7 +58,7 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_library(number):
     assert process.poll() is None
     process.send_signal(number)
     assert process.wait(60) == 128 + number
-    assert "leaving at once, without saving" in process.stderr.read()
+    assert "exiting at once, without saving" in process.stderr.read()
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,10 @@ def test_torchrun_inside_slurm_is_torchrun():
         (TORCHRUN, {"MASTER_PORT": None}, "MASTER_PORT is not set"),
         (TORCHRUN, {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
         (TORCHRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
-        (TORCHRUN, {"RANK": "8"}, "RANK is 8, but WORLD_SIZE leaves 0 to 7"),
+        (TORCHRUN, {"RANK": "8"}, "RANK is 8, but WORLD_SIZE allows only 0 to 7"),
         (TORCHRUN, {"RANK": "-1"}, "RANK is '-1'"),
-        (TORCHRUN, {"LOCAL_RANK": "4"}, "LOCAL_RANK is 4, but LOCAL_WORLD_SIZE leaves 0 to 3"),
-        (DEEPSPEED, {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_SIZE leaves 0 to 1"),
+        (TORCHRUN, {"LOCAL_RANK": "4"}, "LOCAL_RANK is 4, but LOCAL_WORLD_SIZE allows only 0 to 3"),
+        (DEEPSPEED, {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_SIZE allows only 0 to 1"),
         (SLURM, {"SLURM_PROCID": "5"}, "SLURM_PROCID is 5, but SLURM_NTASKS"),
         (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID is 2, but SLURM_STEP_TASKS_PER_NODE"),
         (SLURM, {"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
@@ -186,7 +186,7 @@ def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
         values = DEEPSPEED | {"MASTER_PORT": str(taken.getsockname()[1])}
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=r"rank 1 of 2 did not meet the others at 127\.0\.0\.1:\d+ within"):
+        with pytest.raises(UserError, match=r"rank 1 of 2 could not connect to the others at 127\.0\.0\.1:\d+ within"):
             process_group.start("cpu", rendezvous_timeout=timedelta(milliseconds=500))
     assert os.environ["LOCAL_RANK"] == "1" and not dist.is_initialized()
 
@@ -241,7 +241,7 @@ def test_one_rank_names_exactly_those_that_are_missing(here, speaks, awaited, mo
         store.set(f"here/{rank}", "")
     store.set("number", str(len(here) - 1))
     monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.0)
-    everyone = pytest.raises(RuntimeError, match="did not come") if len(here) < 3 else nullcontext()
+    everyone = pytest.raises(RuntimeError, match="did not connect") if len(here) < 3 else nullcontext()
     with everyone:
         rendezvous._gather(store, speaks, 3, "node:1", time.monotonic(), timedelta(seconds=0.05))
     said = capsys.readouterr().err
@@ -253,17 +253,17 @@ def test_who_did_not_come_is_named(tmp_path):
     # A slow rank 2 may be among the missing itself, and may find, when its time is up, that rank 0 has gone before.
     assert re.match(r"rank 0 of 3 waits for (rank 1|ranks 1, 2) at ", first[0])
     causes = {
-        0: ("rank 1 did not come", "ranks 1, 2 did not come"),
-        2: ("rank 1 did not come", "rank 0 has left again, and says why"),
+        0: ("rank 1 did not connect", "ranks 1, 2 did not connect"),
+        2: ("rank 1 did not connect", "rank 0 has exited; its own message says why"),
     }
     for rank, (line, remedy) in ((0, first[1:]), (2, third[-2:])):
-        assert line.startswith(f"rank {rank} of 3 did not meet the others at 127.0.0.1:")
+        assert line.startswith(f"rank {rank} of 3 could not connect to the others at 127.0.0.1:")
         assert line.partition(" within 4 s: ")[2] in causes[rank] and "all 3 processes were started" in remedy
 
 
 def test_an_address_without_a_meaning_is_said_at_once(tmp_path):
     first, second = what_ranks_say(tmp_path, [1], 2, patience=3, MASTER_ADDR="nowhere.invalid")
-    assert first == [] and second[0].startswith("rank 1 of 2: MASTER_ADDR is nowhere.invalid, which cannot be resolved")
+    assert first == [] and second[0].startswith("rank 1 of 2: MASTER_ADDR nowhere.invalid cannot be resolved")
     assert "rank 1 of 2 waits for rank 0 at nowhere.invalid:" in second[1]
 
 

@@ -63,7 +63,7 @@ def test_a_checkpoint_that_came_meanwhile_is_not_begun_over(tmp_path):
     with RunFolder(tmp_path).occupied() as run:
         (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
         (tmp_path / "metrics.jsonl").write_text("{}")
-        with pytest.raises(UserError, match="another process has trained there meanwhile"):
+        with pytest.raises(UserError, match="another process trained there meanwhile"):
             run.begin(text, goes_on=False)
     assert (tmp_path / "metrics.jsonl").exists()
 
@@ -81,4 +81,4 @@ def test_a_disk_with_space_for_less_than_two_checkpoints_is_warned_of(tmp_path, 
     assert RunFolder(tmp_path).little_space(checkpoint=3 << 29, keep=2) is None
     said = RunFolder(tmp_path).little_space(checkpoint=2 << 30, keep=2)
     assert f"3 GiB are free on the disk of {tmp_path}, a checkpoint takes 2 GiB" in said
-    assert "checkpoint.keep = 2 has up to 3 of them there; free disk space" in said and "\n" not in said
+    assert "checkpoint.keep = 2 keeps up to 3 of them; free disk space" in said and "\n" not in said

@@ -159,7 +159,7 @@ def test_a_rank_that_can_read_no_more_has_all_stop_together_after_a_checkpoint(d
     assert first == second
     said, step, saved = first
     assert "check the storage. Saved after step" in said and said.endswith(
-        f"{step}; the same command goes on from there"
+        f"{step}; the same command resumes from there"
     )
     assert saved == step and 2 <= step < 12
 

@@ -396,7 +396,7 @@ def refuse_imported(images: str, output: Path) -> str:
 
 def test_weights_alone_cannot_be_trained_on(images, workers, tmp_path):
     (message,) = workers(1).run(refuse_imported, str(images), tmp_path)
-    assert "imported to be evaluated and exported" in message
+    assert "imported for evaluation and export only" in message
 
 
 def peak() -> float:

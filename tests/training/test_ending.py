@@ -90,13 +90,13 @@ def test_ranks_that_srun_kills_once_one_has_left_are_preempted_all_the_same(data
     status, said = end_as_srun_does(tasks)
     step = Reader(latest(output)).about["step"]
     assert status in (75, 128 + signal.SIGKILL), said
-    text = f"status 75: saved after step {step}; the same command goes on from there\n"
+    text = f"status 75: saved after step {step}; the same command resumes from there\n"
     assert (output / "preempted.txt").read_text() == text
     assert not [path for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
     # Torchrun, to which it was a failure, would start them again.
     again = [CommandProcess(*given(data, output), environment=RESTARTED, is_thin=True).end(DEADLINE)]
     assert [each.returncode for each in again] == [75]
-    assert again[0].stderr == f"preempted: saved after step {step}; the same command goes on from there\n"
+    assert again[0].stderr == f"preempted: saved after step {step}; the same command resumes from there\n"
     assert (output / "preempted.txt").read_text() == text and Reader(latest(output)).about["step"] == step
 
 
@@ -107,7 +107,7 @@ def test_a_run_whose_rank_was_killed_names_it_and_is_no_deliberate_stop(data, tm
     run.signal(signal.SIGKILL, [1])
     statuses, said = run.end()
     assert statuses == [3, -signal.SIGKILL], said
-    assert f"stopped: rank 1 on {socket.gethostname()} does not answer any more, last heard of at " in said
+    assert f"stopped: rank 1 on {socket.gethostname()} no longer answers, last heard from at " in said
     assert "Traceback" not in said
     assert f"  stopped: rank 1 on {socket.gethostname()} " in (output / "log.txt").read_text().splitlines()[-1]
     assert not (output / "stopped.txt").exists(), "a launcher that starts the ranks again does right"

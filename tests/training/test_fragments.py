@@ -61,8 +61,8 @@ def refusal(zero: dict, top: dict) -> str:
     ("zero", "top", "said"),
     [
         ({"stage": 2, "round_robin_gradients": True}, {}, "round_robin_gradients is on: it reorders"),
-        ({"stage": 1, "elastic_checkpoint": True}, {}, "elastic_checkpoint is on: it knows the state of Adam only"),
-        ({"stage": 1}, {"checkpoint": {"load_universal": True}}, "load_universal is on: it knows the state of Adam"),
+        ({"stage": 1, "elastic_checkpoint": True}, {}, "elastic_checkpoint is on: it supports only Adam's state"),
+        ({"stage": 1}, {"checkpoint": {"load_universal": True}}, "load_universal is on: it supports only Adam's state"),
     ],
 )
 def test_settings_that_move_the_pieces_are_refused_with_the_reason(workers, zero, top, said):

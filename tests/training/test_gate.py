@@ -115,7 +115,7 @@ def run_of_faults(images: str, output: str) -> str:
 
 def test_steps_dropped_in_a_row_stop_the_run_with_a_checkpoint(images, workers, tmp_path):
     for message in workers(2).run(run_of_faults, str(images), tmp_path):
-        assert message.startswith("3: step 3: 3 steps in a row met NaN or infinite values")
+        assert message.startswith("3: step 3: 3 steps in a row had NaN or infinite values")
     assert latest(tmp_path).name == "step-00000004"
 
 

@@ -49,7 +49,7 @@ def test_a_run_killed_six_times_ends_bitwise_as_if_it_had_not_been(data, undistu
     assert 0 < steps_logged(output) < LAST
     statuses, said = Run(data, output, 2).end()
     assert statuses == [0, 0], said
-    assert "going on after step" in said
+    assert "resuming after step" in said
     assert not list((output / "checkpoints").glob(".*"))
     require_equal(output, undisturbed, LAST)
 
@@ -72,7 +72,7 @@ def test_each_signal_saves_and_ends_all_ranks_and_the_run_resumes_bitwise(data, 
         assert statuses == [status, status], said
         word = "interrupted" if number == signal.SIGINT else "preempted"
         saved.append(Reader(latest(output)).about["step"])
-        assert said.count(f"{word}: saved after step {saved[-1]}; the same command goes on from there") == 2
+        assert said.count(f"{word}: saved after step {saved[-1]}; the same command resumes from there") == 2
         assert "Traceback" not in said
         if status == 75:
             assert (output / "preempted.txt").read_text().startswith("status 75: saved after step ")
@@ -118,7 +118,7 @@ def test_torchruns_agent_restarts_a_killed_rank_and_the_run_goes_on(data, undist
     finally:
         agent.terminate()
     assert agent.exitcode == 0
-    assert "going on after step" in (output / "log.txt").read_text()
+    assert "resuming after step" in (output / "log.txt").read_text()
     require_equal(output, undisturbed, LAST)
 
 
@@ -128,7 +128,7 @@ def test_a_folder_in_use_is_refused(data, tmp_path):
     statuses, said = Run(data, tmp_path / "run").end()
     run.signal(signal.SIGKILL)
     run.end()
-    assert statuses == [2] and "another process trains in this folder" in said and "Traceback" not in said
+    assert statuses == [2] and "another process is training in this folder" in said and "Traceback" not in said
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
@@ -150,13 +150,13 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(data, tmp_path):
     assert run.wait_for(lambda: steps_logged(tmp_path / "run") >= 4)
     run.signal(signal.SIGTERM)
     statuses, said = run.end()
-    assert statuses == [75] and "begins again: the attempt before it in this folder has saved no checkpoint" in said
+    assert statuses == [75] and "starting over: the previous attempt in this folder saved no checkpoint" in said
     assert [step for step, *_ in losses(tmp_path / "run")][:4] == [1, 2, 3, 4]
     assert "of the attempt before" not in (tmp_path / "run/metrics.jsonl").read_text()
     assert not {"summary.json", "curves.png", "bad_images.jsonl"} & {path.name for path in (tmp_path / "run").iterdir()}
     assert not events.exists()
     whole_log = (tmp_path / "run/log.txt").read_text()
-    assert whole_log.startswith(log) and "begins again" in whole_log.removeprefix(log)
+    assert whole_log.startswith(log) and "starting over" in whole_log.removeprefix(log)
 
 
 def test_runs_without_a_folder_that_start_at_once_take_one_each_on_all_ranks(data, tmp_path, monkeypatch):
@@ -183,10 +183,10 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
     run.signal(signal.SIGTERM)
     statuses, said = run.end()
     assert statuses == [3] and f"{output}/checkpoints" in said and "cannot be written" in said
-    assert "there is no earlier one: the same command begins again" in said
+    assert "there is no earlier one: the same command starts over" in said
     assert "Traceback" not in said
     statuses, said = Run(data, output).end()
-    assert statuses == [2] and "checkpoints is a file, where a run keeps a folder; move it away" in said
+    assert statuses == [2] and "checkpoints is a file, but must be a folder; move it away" in said
 
 
 def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
@@ -200,13 +200,13 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
     try:
         statuses, said = Run(data, disk / "run", 2, *EVERY_STEP).end()
         assert statuses == [3, 3], said
-        assert "cannot be written: No space left on device; earlier ones are as they were" in said
+        assert "cannot be written: No space left on device; earlier ones are unchanged" in said
         assert "Traceback" not in said
         assert Reader(latest(disk / "run")).about["step"] == 2
         assert "little space" not in said
         subprocess.run(["mount", "-o", f"remount,size={7 * checkpoint // 2}", disk], check=True)
         statuses, said = Run(data, disk / "run", 2).end()
-        assert statuses == [0, 0] and "going on after step 2" in said, said
+        assert statuses == [0, 0] and "resuming after step 2" in said, said
         assert f"free on the disk of {disk}/run" in said  # less than two, of which the run needs one
         require_equal(disk / "run", undisturbed, LAST)
     finally:

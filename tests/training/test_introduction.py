@@ -43,7 +43,7 @@ def test_enough_images_one_gpu_and_processors_are_not_warned_of(ranks, device, i
 def test_a_time_out_shorter_than_the_patience_with_storage_is_warned_of():
     data = {"train": "/nowhere", "read_timeout": 60.0}
     (line,) = warnings(8, "cpu", engine={"timeout": 2}, data=data)
-    assert line.startswith("engine.timeout = 2 minutes: shorter than a rank may wait for silent files (240 s by")
+    assert line.startswith("engine.timeout = 2 minutes: shorter than a rank may wait for files (240 s by")
     assert "use 4, or a smaller data.read_timeout" in line and "\n" not in line
     assert warnings(8, "cpu", engine={"timeout": 4}, data=data) == []
     assert warnings(1, "cpu", engine={"timeout": 2}, data=data) == []

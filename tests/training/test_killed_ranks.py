@@ -69,7 +69,7 @@ def test_a_run_whose_ranks_are_killed_twenty_times_ends_as_if_not_and_goes_on_el
     in_a_save = disturb(lambda: start(*EVERY_STEP), output, random.Random(0), kills, one=True, longest=0.2)
     assert in_a_save >= kills // 3 and 0 < steps_logged(output) < steps
     statuses, said = start(*EVERY_STEP).end()
-    assert statuses == [0, 0] and "going on after step" in said, said
+    assert statuses == [0, 0] and "resuming after step" in said, said
     assert "Warning" not in said
     require_equal(output, undisturbed, steps)
     assert len(losses(output)) == steps

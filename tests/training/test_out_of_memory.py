@@ -62,7 +62,7 @@ def test_memory_that_ends_while_a_run_is_built_names_the_part(images, tmp_path):
     assert process.exitcode == 2, said.read_text()
     assert lines == [
         "error: out of memory while making F, [24576, 24576], which takes about 2.25 GiB; 2.25 GiB more could not be "
-        "had; on several ranks objective.placement sharded, or a smaller model.projector.width needs less"
+        "allocated; on several ranks objective.placement sharded, or a smaller model.projector.width needs less"
     ]
     assert "Traceback" not in said.read_text() and not (tmp_path / "run").exists()
 
@@ -100,10 +100,8 @@ def test_memory_that_ends_in_a_step_asks_the_planner(images, tmp_path, capsys, m
     with thin():
         assert cli.main([*arguments(images, tmp_path, 32), "--data.image_size", "64"]) == 3
     shown = capsys.readouterr()
-    assert "plan: counted for a GPU, a rank at its fullest moment: " in shown.out
-    assert (
-        "plan: expected to be enough: engine.accumulation_steps 2 (" in shown.out and "; data.batch_size " in shown.out
-    )
+    assert "plan: counted for a GPU, peak memory of a rank: " in shown.out
+    assert "plan: expected to fit: engine.accumulation_steps 2 (" in shown.out and "; data.batch_size " in shown.out
     assert "out of memory while making step 3" in shown.err
 
 
@@ -112,7 +110,7 @@ def test_memory_that_ends_in_an_evaluation_names_its_keys(images, tmp_path, caps
     with thin():
         assert cli.main([*arguments(images, tmp_path, 32), "--data.val", str(images)]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "the features of " in line and "evaluation.batch_size" in line and " TiB more could not be had" in line
+    assert "the features of " in line and "evaluation.batch_size" in line and " TiB more could not be allocated" in line
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_between_placements_and_numbers_of_ranks(images, worke
 def refused(images: str) -> None:
     config = small_config(images, objective__placement="sharded", model__projector={"depth": 3, "width": 1})
     if dist.get_world_size() > 1:
-        with pytest.raises(UserError, match="placement = sharded: 2 ranks share 1 rows; use replicated"):
+        with pytest.raises(UserError, match="placement = sharded: 2 ranks cannot share 1 rows; use replicated"):
             make_trainer(config)
 
 

@@ -1,15 +1,16 @@
 """The number of ranks changes nothing, nor does the ZeRO stage.
 
-In float64 two free runs of a plain loop stay one. In fp32, through the engine, each of 20 steps starts from the state
+In float64 two free runs of a plain loop stay one. In fp32, through the engine, each step starts from the state
 of a run with one rank at stage 0, since batch norm amplifies rounding and free runs drift apart even when all is
 right. There ReLU gives way to SiLU: where an activation lies within rounding of ReLU's kink, the gradient jumps by far
 more than rounding (seen in 5 of 20 steps, by up to 3e-3 of a tensor), on any two machines as on any two numbers of
 ranks. The one rank takes the synchronised batch norm too: torch's, which it would take, sums in fp32 over all rows at
-once and alone moves the gradient by up to 1e-5; `test_sync_batch_norm.py` compares the two.
+once and alone moves the gradient by up to 1e-5; `tests/networks/test_batch_norm.py` compares the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -26,15 +27,14 @@ from unigrad_fast.networks import batch_norm
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
-from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines import Batch, Manifest
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.target import make_target, update_target_
 from unigrad_fast.training.trainer import Trainer, build_loader
 
-STEPS = 20
-
+STEPS = 8  # more than two epochs
 
 MULTICROP_AND_CUTMIX = {
     "data__recipe": "multicrop",
@@ -46,7 +46,7 @@ MULTICROP_AND_CUTMIX = {
 
 
 def plain_loop(config: Config) -> list[float]:
-    """Losses of 20 free steps in float64: our model, objective, optimizer and target, without the engine."""
+    """Losses of free steps in float64: our model, objective, optimizer and target, without the engine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with thin():
         encoder = build_encoder(config.model, config.seed, torch.device("cpu")).double()
@@ -101,10 +101,10 @@ def momentum(trainer: Trainer) -> dict[str, Tensor]:
     return {name: values.double() for name, values in whole.items()}
 
 
-def loss_and_gradient(trainer: Trainer, step: int) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradient(trainer: Trainer, step: int, stream: Iterator[Batch]) -> tuple[float, dict[str, Tensor]]:
     """One step; the gradient with its weight decay is what the velocity gained."""
     before = momentum(trainer)
-    trainer.step(step, batches(trainer, step))
+    trainer.step(step, stream)
     ((_, metrics),) = trainer.metrics(before=step + 1)
     decay = trainer.config.optimizer.momentum
     return metrics["loss"], {name: after - decay * before[name] for name, after in momentum(trainer).items()}
@@ -114,9 +114,10 @@ def record(config, steps: int, folder: str) -> None:
     """A run at stage 0, with a checkpoint before every step."""
     with mock.patch.object(batch_norm, "is_alone", return_value=False):
         trainer = smooth(make_trainer(config))
+        stream = batches(trainer)
         for step in range(steps):
             checkpoint.save(trainer, {})
-            loss, gradient = loss_and_gradient(trainer, step)
+            loss, gradient = loss_and_gradient(trainer, step, stream)
             if dist.get_rank() == 0:
                 torch.save({"loss": loss, "gradient": gradient}, f"{folder}/{step}.pt")
 
@@ -126,10 +127,11 @@ def compare(config, steps: int, folder: str) -> list[tuple[float, float, float]]
     errors = []
     with mock.patch.object(batch_norm, "is_alone", return_value=False):
         trainer = smooth(make_trainer(config))
+        stream = batches(trainer)
         for step in range(steps):
             checkpoint.restore(trainer, Reader(config.output / f"checkpoints/step-{step:08}"))
             expected = torch.load(f"{folder}/{step}.pt", weights_only=True)
-            loss, gradient = loss_and_gradient(trainer, step)
+            loss, gradient = loss_and_gradient(trainer, step, stream)
             pairs = [(gradient[name], value) for name, value in expected["gradient"].items()]
             norm = torch.stack([value.norm() for _, value in pairs]).norm()
             distance = torch.stack([(ours - value).norm() for ours, value in pairs]).norm()
@@ -155,7 +157,7 @@ def config_at(
 
 @pytest.fixture(scope="module")
 def recorded(images, workers, tmp_path_factory) -> Path:
-    """20 steps of one rank at stage 0, in fp32."""
+    """The steps of one rank at stage 0, in fp32."""
     folder = tmp_path_factory.mktemp("recorded")
     workers(1).run(record, config_at(images, folder, 0), STEPS, str(folder))
     return folder

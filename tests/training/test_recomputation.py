@@ -135,5 +135,5 @@ def test_a_run_may_go_on_with_and_without():
 
 
 def test_compiled_networks_are_refused():
-    with pytest.raises(UserError, match=r"engine\.recompute_projector = true: not with engine\.compile true; leave"):
+    with pytest.raises(UserError, match=r"engine\.recompute_projector = true: does not work with engine\.compile true"):
         resolve(overrides={"engine": {"recompute_projector": True, "compile": True}})

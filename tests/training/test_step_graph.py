@@ -217,8 +217,8 @@ def asking(**engine) -> Config:
 @pytest.mark.parametrize(
     ("world", "reason"),
     [
-        (replace(on_a_gpu(), device=CPU), "graphs are a GPU's, and this run has none; leave it out"),
-        (on_a_gpu(2, "gloo"), r"2 ranks meet over gloo, .* use nccl, or one rank"),
+        (replace(on_a_gpu(), device=CPU), "needs a GPU, and this run has none; leave it out"),
+        (on_a_gpu(2, "gloo"), r"2 ranks use gloo, .* use nccl, or one rank"),
     ],
 )
 def test_ranks_that_cannot_record_are_refused(world, reason):
@@ -257,7 +257,7 @@ def trainer_of(images: str) -> None:
 
 
 def test_a_run_without_a_gpu_is_refused(images, workers):
-    with pytest.raises(AssertionError, match=r"UserError: engine\.cuda_graph = true: graphs are a GPU's"):
+    with pytest.raises(AssertionError, match=r"UserError: engine\.cuda_graph = true: needs a GPU"):
         workers(1).run(trainer_of, str(images))
 
 

@@ -354,7 +354,7 @@ def test_a_run_goes_on_without_lines_of_its_metrics_that_are_none(tmp_path, brok
         assert telemetry.finish()["knn_first"] == 25.0
     kinds = [event["event"] for event in run.events()]
     assert kinds == ["knn", "warning", "train"]
-    assert "WARNING" in run.shown and "metrics.jsonl: 2 lines are no events, first 1: " in run.shown
+    assert "WARNING" in run.shown and "metrics.jsonl: 2 lines are not events, first 1: " in run.shown
     if broken == BROKEN[0]:
         curves.draw(tmp_path)
 

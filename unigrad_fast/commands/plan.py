@@ -138,8 +138,8 @@ def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
 
 def _said(counted: Counted, found: Planned, around: dict[str, float], options: Plan) -> Iterator[str]:
     yield (
-        f"counted: {found.meetings} collectives; a rank sends {found.inside / 1e9:.3f} GB per step inside its node, "
-        f"and {found.between / 1e9:.3f} GB to other nodes"
+        f"counted: {found.collective_count} collectives; a rank sends {found.inside / 1e9:.3f} GB per step inside "
+        f"its node, and {found.between / 1e9:.3f} GB to other nodes"
     )
     yield (
         f"expected: {found.images_per_second:,.0f} images/s; {found.hours(options.dataset_images):.1f} hours for 100 "
@@ -161,8 +161,8 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
     if found.bound_by_latency:
         share = found.waiting / found.step
         yield (
-            f"WARNING: bound by latency: launches and {found.meetings} collectives take {100 * share:.0f} % of the "
-            "step, however few images there are (expected); use fewer GPUs, or more images on each"
+            f"WARNING: bound by latency: launches and {found.collective_count} collectives take {100 * share:.0f} % of "
+            "the step, however few images there are (expected); use fewer GPUs, or more images on each"
         )
 
 

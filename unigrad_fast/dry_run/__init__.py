@@ -1,31 +1,32 @@
-"""The real training step on tensors without content: what it launches, moves, computes and sends, without a card.
+"""The real training step on fake tensors: counts launches, memory, FLOPs and communication without a GPU.
 
-`Trainer.step` runs on fake tensors of the CPU that take the branches of a GPU's (`kernels.dispatch.as_on_cuda`), in a
-process group without peers. Whoever reads a value there ends the walk: a step that passes makes no host wait. What
-waits without reading (`synchronize`, copies from pageable memory) is watched for.
+`Trainer.step` runs on fake CPU tensors that take the code paths of GPU tensors (`kernels.dispatch.as_on_cuda`), in a
+process group without other ranks. Code that reads a tensor's value ends the walk with an error, so a step that runs
+through never makes the host wait for a value. Calls that wait without reading (`synchronize`, copies from pageable
+memory) are recorded.
 
-Not walked, because it is no part of a step or cannot be done on such tensors: the loader, DeepSpeed's broadcast and
-the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. DeepSpeed's optimizer of
-ZeRO stages 1 and 2 is walked as it is, on its ways of the CPU.
+Not walked, because they are not part of a step or impossible on fake tensors: the loader, DeepSpeed's broadcast and
+the self-check of `fragments`, the conversion of weights to channels-last, reading metrics. DeepSpeed's optimizer for
+ZeRO stages 1 and 2 is walked unchanged, on its code paths for the CPU.
 
-Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but no less than
-a launch takes, with the figures of `cards.json`; nothing overlaps. Bytes are every operand once. Memory is what
-operators return and what lasts; what a kernel takes for itself while it runs is not seen.
+Times are expected, not measured: for each operator the larger of FLOPs / peak and bytes / bandwidth, but at least the
+time of a launch, with the figures of `cards.json`; nothing overlaps. Bytes count every operand once. Memory counts what
+operators return and persistent tensors, but not a kernel's own workspace.
 """
 
-from unigrad_fast.dry_run.cards import Card, inside_and_between, latency, meeting_seconds, sent
-from unigrad_fast.dry_run.walked import Collectives, Meeting, Part, Walk
+from unigrad_fast.dry_run.cards import Card, collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.walked import Collective, Collectives, Part, Walk
 from unigrad_fast.dry_run.walking import walk
 
 __all__ = [
     "Card",
+    "Collective",
     "Collectives",
-    "Meeting",
     "Part",
     "Walk",
+    "collective_seconds",
     "inside_and_between",
     "latency",
-    "meeting_seconds",
     "sent",
     "walk",
 ]

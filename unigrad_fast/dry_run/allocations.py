@@ -1,4 +1,4 @@
-"""Memory of tensors without content: which lasts, and which passes."""
+"""Persistent and transient memory of fake tensors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from unigrad_fast.dry_run.walked import PASSING
+from unigrad_fast.dry_run.walked import TRANSIENT
 from unigrad_fast.runtime.torch_private import tree_leaves
 
 
 class Memory:
-    """Bytes in use that were not there before, now and at most, and by kind at the fullest moment of each phase."""
+    """Transient bytes in use: now, at their peak, and by kind at the peak of each phase."""
 
-    def __init__(self, lasting: Mapping[str, list[Tensor]]):
+    def __init__(self, persistent: Mapping[str, list[Tensor]]):
         self.now = self.most = 0
         self.fullest: dict[str, dict[str, int]] = {}
-        self._known = {key_of(t) for tensors in lasting.values() for t in tensors}
+        self._known = {key_of(t) for tensors in persistent.values() for t in tensors}
         self._kinds: dict[int, str] = {}
-        self._by_kind = dict.fromkeys(PASSING, 0)
+        self._by_kind = dict.fromkeys(TRANSIENT, 0)
         self._most_of: dict[str, int] = {}
 
     def take(self, result: object, kind_of: Callable[[Tensor], str], phase: str) -> None:
-        """An operator's results."""
+        """Count an operator's results."""
         for tensor in tree_leaves(result):
             if not isinstance(tensor, Tensor):
                 continue
@@ -42,11 +42,11 @@ class Memory:
             weakref.finalize(storage, self._give_back, key, storage.nbytes())
 
     def kind(self, tensor: Tensor) -> str | None:
-        """Of memory in use; None of what lasts."""
+        """The kind of a tensor's memory; None if it is persistent."""
         return self._kinds.get(key_of(tensor))
 
     def name(self, tensor: object, kind: str) -> None:
-        """What is known later of memory that is in use."""
+        """Change the kind of memory in use, once it is known."""
         if not isinstance(tensor, Tensor) or (key := key_of(tensor)) not in self._kinds:
             return
         size = tensor.untyped_storage().nbytes()
@@ -61,10 +61,10 @@ class Memory:
 
 
 def stored(tensors: list[Tensor]) -> int:
-    """Bytes of the memory in which they lie."""
+    """Bytes of the tensors' storages, counting a shared storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def key_of(tensor: Tensor) -> int:
-    """Of the memory in which it lies."""
+    """Identifies a tensor's storage."""
     return tensor.untyped_storage()._cdata

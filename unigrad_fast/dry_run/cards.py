@@ -1,4 +1,4 @@
-"""What a GPU does in a second, and how long a collective takes on many of them; expected, from `cards.json`."""
+"""Expected speed of GPUs, and of collectives on many of them, from the figures in `cards.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unigrad_fast.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; their sources stand in `cards.json`."""
+    """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; `cards.json` gives their sources."""
 
     name: str
     convolution: float
@@ -29,7 +29,7 @@ class Card:
 
     @property
     def usable_memory(self) -> float:
-        """Bytes that a counted step may use: a tenth of the memory is left for what is not counted."""
+        """Bytes that a step may take by our count; a tenth of the memory is reserved for what is not counted."""
         return 0.9 * self.size
 
     @classmethod
@@ -56,15 +56,15 @@ class Card:
 
 
 def sent(kind: str, size: float, ranks: int) -> float:
-    """Bytes that a rank sends in a collective whose largest tensor takes `size`: a ring's, or each to each."""
+    """Bytes that a rank sends in a ring or all-to-all collective whose largest tensor takes `size` bytes."""
     return size * (ranks - 1) / ranks * (2 if kind == "reduce" else 1)
 
 
 def inside_and_between(kind: str, moved: float, ranks: int, nodes: int) -> tuple[float, float]:
-    """Of the bytes that a rank sends those to its own node, and its part of what the node sends to others.
+    """Split the bytes that a rank sends: those inside its node, and its share of what the node sends to others.
 
-    A ring goes through the nodes one after the other, so of a node's cards one sends outwards; in an exchange each
-    sends to all.
+    A ring visits one node after the other, so only one card per node sends to another node; in an all-to-all exchange
+    each card sends to all.
     """
     if nodes == 1:
         return moved, 0.0
@@ -74,10 +74,10 @@ def inside_and_between(kind: str, moved: float, ranks: int, nodes: int) -> tuple
 
 
 def latency(kind: str, ranks: int, nodes: int, card: Card) -> float:
-    """Seconds of a collective however small it is: its start, and the hops between nodes as NCCL counts them.
+    """Least seconds of a collective of any size: its launch, and the hops between nodes as NCCL counts them.
 
     A gather's ring has as many hops as ranks, a reduction's tree grows with the logarithm of the nodes, and an
-    exchange's sends lie beside each other.
+    exchange's sends run in parallel.
     """
     if nodes == 1:
         return card.collective
@@ -88,7 +88,7 @@ def latency(kind: str, ranks: int, nodes: int, card: Card) -> float:
     return card.collective + (nodes - 1) * ((ranks // nodes - 1) * card.ring_hop + card.network_hop)
 
 
-def meeting_seconds(kind: str, moved: float, ranks: int, nodes: int, card: Card) -> float:
-    """Of one collective: its latency, or its bytes over the bus or the network where that is more."""
+def collective_seconds(kind: str, moved: float, ranks: int, nodes: int, card: Card) -> float:
+    """Seconds of one collective: its latency, or its time on the bus or the network if that is longer."""
     _, between = inside_and_between(kind, moved, ranks, nodes)
     return max(latency(kind, ranks, nodes, card), moved / card.bus, between / card.network)

@@ -1,4 +1,4 @@
-"""Counts what passes in a step, operator by operator."""
+"""Counts the operators of a step one by one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from unigrad_fast.dry_run.allocations import Memory, key_of, stored
-from unigrad_fast.dry_run.cards import Card, meeting_seconds, sent
-from unigrad_fast.dry_run.walked import Meeting, Walk
+from unigrad_fast.dry_run.cards import Card, collective_seconds, sent
+from unigrad_fast.dry_run.walked import Collective, Walk
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
@@ -24,7 +24,7 @@ from unigrad_fast.training.deepspeed_private import gradient_parts
 from unigrad_fast.training.telemetry.phases import PhaseClock
 from unigrad_fast.training.trainer import Trainer
 
-# What launches nothing: views, and questions about a tensor.
+# Operators that launch no kernel: views, allocations, and queries about a tensor.
 VIEWS = {
     "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
@@ -35,15 +35,15 @@ NORMALISATION = "unigrad_fast::batch_norm"
 
 
 class Count(TorchDispatchMode):
-    """Counts what passes."""
+    """Counts every operator that is dispatched inside."""
 
     def __init__(self, found: Walk, trainer: Trainer, card: Card, ranks: int):
         super().__init__()
         self.found, self.card, self.ranks = found, card, ranks
         self.phase = "data"
-        self.trainer, self.lasting = trainer, _lasting(trainer)
-        self.memory = Memory(self.lasting)
-        self._exchanging = ""  # what the objective does now
+        self.trainer, self.persistent = trainer, _persistent(trainer)
+        self.memory = Memory(self.persistent)
+        self._exchanging = ""  # the objective's communication function that is running
         parameters = list(trainer.online.module.parameters())
         self._weights = {key_of(p) for p in parameters}
         buckets = trainer.reduction.buckets if trainer.reduction else ()
@@ -86,7 +86,7 @@ class Count(TorchDispatchMode):
     def __exit__(self, *error: object):
         self._patches.close()
         self.found.fullest = self.memory.fullest
-        sizes = {kind: stored(tensors) for kind, tensors in self.lasting.items()}
+        sizes = {kind: stored(tensors) for kind, tensors in self.persistent.items()}
         self.found.peak = {**sizes, "activations, gradients and what passes": self.memory.most}
         return super().__exit__(*error)
 
@@ -95,7 +95,7 @@ class Count(TorchDispatchMode):
         result = operator(*args, **kwargs)
         name = operator._schema.name
         short = name.partition("::")[2]
-        self.memory.take(result, functools.partial(self._passing, short, args), self.phase)
+        self.memory.take(result, functools.partial(self._kind_of, short, args), self.phase)
         if short in VIEWS:
             return result
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -109,17 +109,17 @@ class Count(TorchDispatchMode):
     def _collective(self, operands: list[Tensor], short: str) -> None:
         kind, size = counted(short, operands)
         each = self.found.collectives[kind]
-        # Of a gather into a list: the results, then what each rank gives.
+        # A gather into a list has the results as operands, then this rank's part.
         whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
         each.count += 1
         each.bytes += size
-        each.seconds += meeting_seconds(kind, sent(kind, whole, self.ranks), self.ranks, 1, self.card)
+        each.seconds += collective_seconds(kind, sent(kind, whole, self.ranks), self.ranks, 1, self.card)
         of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
         whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
-        self.found.met.append(Meeting(kind, whole, whose))
+        self.found.each_collective.append(Collective(kind, whole, whose))
 
-    def _passing(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
-        """The kind of what an operator returns, as far as that is known now; to activations belong their gradients."""
+    def _kind_of(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
+        """The kind of an operator's result, as far as known by now; gradients of activations count as activations."""
         if self._exchanging == "begin_gather":
             return "gathered"
         if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
@@ -127,11 +127,14 @@ class Count(TorchDispatchMode):
         if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
             return "buckets"
         if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
-            return "activations"  # pieces of gradients are flat
+            return "activations"  # parts of parameter gradients are flat
         return "activations" if self.phase in ("target", "online", "objective") else "temporaries"
 
     def _name_gradient(self, parameter: Tensor) -> None:
-        """After backward gave it, it lies where it stays: alone, in a bucket of `reduction`, or in DeepSpeed's."""
+        """Relabel a parameter's gradient, unless it is in one of DeepSpeed's buckets.
+
+        When this hook runs, the gradient is in its final memory: its own, a bucket of `reduction`, or DeepSpeed's.
+        """
         if parameter.grad is not None and self.memory.kind(parameter.grad) != "buckets":
             self.memory.name(parameter.grad, "gradients")
 
@@ -143,7 +146,7 @@ class Count(TorchDispatchMode):
         written += sum(_bytes(t) for t in operands if id(t) in changed)
         if short in ("copy_", "fill_", "zero_", "new_zeros", "zeros", "ones", "full"):
             read = _bytes(args[1]) if short == "copy_" and isinstance(args[1], Tensor) else 0
-        elif name == "unigrad_fast::lerp_":  # the copies are only written
+        elif name == "unigrad_fast::lerp_":  # copies are written, not read
             read -= sum(map(_bytes, args[2]))
         packet = operator.overloadpacket
         flops = 0
@@ -154,17 +157,17 @@ class Count(TorchDispatchMode):
             if matrix.shape[0] == matrix.shape[1]:
                 flops = rows * matrix.shape[1] * (matrix.shape[1] + 128)
                 read, written = read // 2, written // 2
-            else:  # rows of a sharded F have no mirror image there
+            else:  # the rows of a shard are not symmetric, so all are computed
                 flops = 2 * rows * matrix.numel()
         elif name == "unigrad_fast::correlation_product":
             flops = 2 * operands[0].shape[0] * operands[1].numel()
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
         passes = 1
-        if name == "unigrad_fast::lars_" and args[7]:  # the norms are found first
+        if name == "unigrad_fast::lars_" and args[7]:  # a first pass computes the norms
             passes = 2
             read += sum(map(_bytes, (*args[0], *args[1])))
-        if short == "convolution_backward":  # for the input and for the weight
+        if short == "convolution_backward":  # one pass each for the input and the weight
             passes = sum(args[10][:2])
             read += _bytes(args[0])
         peak = self.card.convolution if short.startswith("convolution") else self.card.product
@@ -192,8 +195,8 @@ class Count(TorchDispatchMode):
         return "other"
 
 
-def _lasting(trainer: Trainer) -> dict[str, list[Tensor]]:
-    """What is there before and after a step, by kind."""
+def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:
+    """Tensors that exist before and after a step, by kind."""
     moved = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     partition = {"master weights": moved} if trainer.fragments.sharded else {}
     return {

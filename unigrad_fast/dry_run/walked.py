@@ -1,4 +1,4 @@
-"""What a walk finds."""
+"""Results of a walk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS = ("convolution", "normalisation", "activation", "linear", "objective", "o
 
 @dataclass
 class Part:
-    """What the operators of one kind do in a step: launches, FLOPs, bytes from and to memory, expected seconds."""
+    """Totals of the operators of one kind in a step: launches, FLOPs, bytes from and to memory, expected seconds."""
 
     launches: int = 0
     flops: int = 0
@@ -22,7 +22,7 @@ class Part:
 
 @dataclass
 class Collectives:
-    """Those of one kind: how many, and their bytes as `runtime.collectives` counts them."""
+    """Collectives of one kind: how many, their bytes as `runtime.collectives` counts them, expected seconds."""
 
     count: int = 0
     bytes: int = 0
@@ -30,39 +30,41 @@ class Collectives:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One collective: its kind, the bytes of all that is gathered, reduced or exchanged, and whose it is: "norms",
-    "objective" or "weights", that is gradients, weights and what the optimizer exchanges."""
+class Collective:
+    """One collective: its kind, the bytes of everything gathered, reduced or exchanged, and its owner.
+
+    Owners are "norms", "objective" and "weights"; the last covers gradients, weights and the optimizer's exchanges.
+    """
 
     kind: str
     size: int
     whose: str
 
 
-PASSING = ("activations", "weights in bf16", "gathered", "gradients", "buckets", "temporaries")
+TRANSIENT = ("activations", "weights in bf16", "gathered", "gradients", "buckets", "temporaries")
 
 
 @dataclass
 class Walk:
-    """One step.
+    """What was counted in one step.
 
     Attributes:
-        parts, collectives: by name.
-        peak: bytes in use at the fullest moment, by kind.
-        waits: what would have made the host wait.
-        met: the collectives one by one.
-        fullest: by phase of the step what passes at its fullest moment, bytes by kind of `PASSING`.
+        parts: totals by kind of operator; collectives: totals by kind of collective.
+        peak: bytes in use at the peak, by kind.
+        waits: calls that would have made the host wait.
+        each_collective: the collectives one by one.
+        fullest: by phase of the step, transient bytes at the phase's peak, by kind of `TRANSIENT`.
         parameters, largest: elements of the online network, and of its largest tensor.
         features: width of the backbone's output.
-        checkpoint: bytes of one.
-        placement: of F; empty for an objective that places none.
+        checkpoint: bytes of a checkpoint.
+        placement: placement of F; empty for an objective without F.
     """
 
     parts: dict[str, Part] = field(default_factory=lambda: {name: Part() for name in PARTS})
     collectives: dict[str, Collectives] = field(default_factory=lambda: defaultdict(Collectives))
     peak: dict[str, int] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
-    met: list[Meeting] = field(default_factory=list)
+    each_collective: list[Collective] = field(default_factory=list)
     fullest: dict[str, dict[str, int]] = field(default_factory=dict)
     parameters: int = 0
     largest: int = 0
@@ -71,13 +73,13 @@ class Walk:
     placement: str = ""
 
     @property
-    def meetings(self) -> int:
-        """Collectives of all kinds."""
+    def collective_count(self) -> int:
+        """Number of collectives of all kinds."""
         return sum(each.count for each in self.collectives.values())
 
     @property
     def seconds(self) -> float:
-        """Of all of it, one after the other."""
+        """Expected seconds of all parts and collectives, one after the other."""
         return sum(each.seconds for each in (*self.parts.values(), *self.collectives.values()))
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The walk itself."""
+"""Walks a training step on fake tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from unigrad_fast.runtime.torch_private import (
 
 
 def require_walkable(config: Config, ranks: int) -> None:
-    """Raises UserError where the batch does not divide over the ranks, or for a setting that is not walked."""
+    """Raises UserError if the batch does not divide over the ranks, or for a setting that cannot be walked."""
     if config.engine.target_stream:
-        raise UserError("engine.target_stream = true: the dry run lets nothing overlap; leave it out")
+        raise UserError("engine.target_stream = true: the dry run does not model overlap; leave it out")
     if config.engine.cuda_graph:
-        raise UserError("engine.cuda_graph = true: the dry run walks the step that is recorded; leave it out")
+        raise UserError("engine.cuda_graph = true: the dry run walks the step without a graph; leave it out")
     if config.engine.compile:
-        raise UserError("engine.compile = true: the dry run walks the step as it is written; leave it out")
+        raise UserError("engine.compile = true: the dry run walks the uncompiled step; leave it out")
     if config.objective.takes("eigen_every"):
         raise UserError(
             f"objective.method = {config.objective.method}: the host waits for its eigenvectors, which the dry run "
@@ -42,14 +42,14 @@ def require_walkable(config: Config, ranks: int) -> None:
 
 
 def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
-    """The second step of a run on so many cards, as rank 0 sees it; in the first, memory is made that stays.
+    """Walks the second step of a run on so many cards, as rank 0 sees it; the first allocates persistent memory.
 
     Args:
-        as_cuda: take the branches of a GPU, else those of the CPU, which compute the same in plain torch.
+        as_cuda: take the GPU's code paths, otherwise the CPU's, which compute the same in PyTorch.
 
     Raises:
         UserError: see `require_walkable`.
-        RuntimeError: the step reads a value; or there is a process group already.
+        RuntimeError: the step reads a tensor's value, or a process group exists already.
     """
     require_walkable(config, ranks)
     if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
@@ -71,7 +71,7 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
 
 @contextlib.contextmanager
 def _spies(found: Walk) -> Iterator[None]:
-    """Notes calls that wait for the device without reading a value."""
+    """Records calls that wait for the device without reading a value."""
 
     def spy(name: str) -> Callable[..., None]:
         def call(*_: object, **__: object) -> None:
@@ -92,9 +92,9 @@ def _spies(found: Walk) -> Iterator[None]:
 
 
 class _Fused(TorchDispatchMode):
-    """Torch's fused optimizers, which change their operands and return nothing.
+    """Skips torch's fused optimizers, which change their operands in place and return nothing.
 
-    Without it fake tensors would have them computed on zeros, for which the memory of a wide network is not there.
+    Otherwise fake tensors would run them on real zeros, and memory would not suffice for a wide network.
     """
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""The trainer of a run that has neither images nor peers, and batches for it."""
+"""A trainer without images or other ranks, and batches for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unigrad_fast.training.fragments import Fragments, PartitionedFragments, Who
 
 @contextlib.contextmanager
 def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, list[Batch]]]:
-    """Rank 0's trainer in a process group without peers, and the batches of a step."""
+    """Rank 0's trainer in a process group without other ranks, and the batches of a step."""
     with _process_group(ranks):
         trainer = build_trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
         yield trainer, [batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
@@ -34,7 +34,7 @@ def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, lis
 
 @contextlib.contextmanager
 def _process_group(ranks: int) -> Iterator[None]:
-    """A process group whose collectives have no peers."""
+    """A process group of so many ranks whose collectives send nothing."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with mock.patch.dict(os.environ, variables):
         init_fake_process_group(ranks)
@@ -45,7 +45,7 @@ def _process_group(ranks: int) -> Iterator[None]:
 
 
 def build_trainer(config: Config, world: World) -> training.Trainer:
-    """The trainer of a run without images."""
+    """A trainer without images."""
 
     def make_target(online: nn.Module) -> nn.Module:  # a fake tensor cannot be copied deeply
         target = build_encoder(config.model, config.seed, world.device)
@@ -60,7 +60,7 @@ def build_trainer(config: Config, world: World) -> training.Trainer:
         mock.patch.object(training, "identity"),
         mock.patch.object(training, "build_loader", return_value=loader),
         mock.patch.object(branches, "make_target", make_target),
-        mock.patch.object(process_group, "limit"),  # there is nobody to wait for
+        mock.patch.object(process_group, "limit"),  # no other rank to wait for
         mock.patch.object(training, "build_fragments", build_fragments),
         mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
     ):
@@ -68,7 +68,7 @@ def build_trainer(config: Config, world: World) -> training.Trainer:
 
 
 def batch(config: Config, ranks: int) -> Batch:
-    """A rank's micro-batch, as the loader hands it over on a GPU."""
+    """A rank's micro-batch, as the loader yields it on a GPU."""
     images = config.images_at_once(ranks)
     views = [
         torch.empty(images, 3, view.size, view.size).contiguous(memory_format=torch.channels_last)

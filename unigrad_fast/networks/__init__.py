@@ -1,1 +1,1 @@
-"""The encoder (backbone and projector), synchronised batch norm, convolutions of tiny images."""
+"""The encoder (backbone and projector), synchronised batch norm, convolutions for tiny images."""

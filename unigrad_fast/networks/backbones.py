@@ -1,4 +1,4 @@
-"""The backbones: by each name of `recipes.backbones`, what builds it.
+"""Builders of the backbones named in `recipes.backbones`.
 
 Shape suffixes: N images, H and W pixels, D feature dimension.
 """
@@ -18,10 +18,10 @@ def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
 
     Args:
         name: a key of BUILDERS.
-        stem: "imagenet" or "small", the usual one for images of 32 to 64 pixels.
+        stem: "imagenet", or "small", which is usual for images of 32 to 64 pixels.
 
     Returns:
-        A module from [N, 3, H, W] to features [N, D]; D is its attribute `feature_dim`.
+        A module that maps [N, 3, H, W] to features [N, D]; D is its attribute `feature_dim`.
     """
     return BUILDERS[name](name, stem)
 
@@ -29,9 +29,9 @@ def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
 def resnet(name: str, stem: str) -> nn.Module:
     """A torchvision ResNet.
 
-    Residual branches start at zero (the last batch norm of each block), as is usual for large batches (Goyal et
-    al., 2017, section 5.1). The stem "imagenet" is a 7×7 convolution of stride 2 and a max-pool, "small" a 3×3 one of
-    stride 1 and no pool. With the "imagenet" stem its state dict loads strictly into torchvision's model with `fc`
+    The last batch norm of each residual branch starts at zero, as is usual for large batches (Goyal et al., 2017,
+    section 5.1). The "imagenet" stem is a 7×7 convolution with stride 2 and a max-pool, "small" a 3×3 convolution with
+    stride 1 and no pooling. With the "imagenet" stem the state dict loads strictly into torchvision's model with `fc`
     replaced by `nn.Identity`.
     """
     backbone = getattr(torchvision.models, name)(zero_init_residual=True)

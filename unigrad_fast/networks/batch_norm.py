@@ -1,10 +1,10 @@
-"""Batch norm with statistics per group of images (a view is a group) over all ranks' images together.
+"""Batch norm with statistics per group of images (a view is a group), over the images of all ranks.
 
-One pass over all groups gives what each gave alone: statistics are theirs, running buffers move once per group, in
-order. One collective forward and one backward for all groups, of a few float64 numbers per channel; ranks may differ
-in rows, for the counts travel along and stay on the device. Every rank merges the same numbers in the same order:
-statistics and running buffers are bitwise equal on all ranks. The arithmetic is that of
-`kernels.batch_norm_reference`.
+One pass over all groups gives the same results as one pass per group: each group has its own statistics, and running
+buffers are updated once per group, in order. All groups share one collective forward and one backward, of a few float64
+numbers per channel. Ranks may have different numbers of rows, because the counts are exchanged too and stay on the
+device. Every rank merges the same numbers in the same order, so statistics and running buffers are bitwise equal on all
+ranks. The arithmetic is that of `kernels.batch_norm_reference`.
 
 Shape suffixes: G groups, R ranks, C channels.
 """
@@ -35,11 +35,11 @@ Statistics: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # mean, variance [G, C]
 
 
 class Groups:
-    """How many groups a batch consists of, for all norms of an encoder at once.
+    """Number of groups in a batch, shared by all norms of an encoder.
 
     Attributes:
-        count: groups, equally large, one after the other along the first dimension.
-        current: the pass that is under way, where it can be repeated.
+        count: number of equally large groups, one after the other along the first dimension.
+        current: the running pass, if it can be repeated.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Groups:
         self.current: Pass | None = None
 
     def repeatable(self) -> tuple[Pass, Pass]:
-        """A pass and its repetition, for `torch.utils.checkpoint`: contexts in which the norms give the same bits.
+        """Contexts for a pass and its recomputation, for `torch.utils.checkpoint`; norms return the same bits in both.
 
-        In the repetition they take the statistics of the pass: they meet no other rank for them, and leave the running
-        buffers as they are.
+        In the recomputation norms reuse the statistics of the pass: they issue no collective and do not update the
+        running buffers.
         """
         first = Pass(self, self.count)
         return first, Pass(self, self.count, first.statistics, repeats=True)
@@ -58,11 +58,11 @@ class Groups:
 
 @dataclass
 class Pass:
-    """A pass through norms, or its repetition; a context, which may be entered again.
+    """A pass through norms, or its recomputation; a context manager that can be entered again.
 
     Attributes:
-        count: what `Groups.count` is inside.
-        statistics: of the pass, by norm.
+        count: value of `Groups.count` inside.
+        statistics: statistics of the pass, by norm.
     """
 
     groups: Groups
@@ -81,12 +81,12 @@ class Pass:
 class GroupedBatchNorm(BatchNorm):
     """Batch norm over the images of all ranks, group by group, for tensors [G·N, C], [G·N, C, L] or [G·N, C, H, W].
 
-    A drop-in for torch's BatchNorm1d and BatchNorm2d: same arguments, parameters, buffers and rules, output
-    in the dtype and memory format of the input; statistics in fp32 or better. In evaluation it is torch's batch norm.
-    In training all ranks must call it in the same order. Running buffers are updated in place.
+    A drop-in for torch's BatchNorm1d and BatchNorm2d: same arguments, parameters, buffers and rules; output in the
+    dtype and memory format of the input; statistics in fp32 or better. In evaluation mode it is torch's batch norm. In
+    training all ranks must call it in the same order. Running buffers are updated in place.
 
     Attributes:
-        groups: how the input is divided.
+        groups: how the input is divided into groups.
         synchronised: whether ranks share statistics.
 
     Raises:
@@ -98,16 +98,16 @@ class GroupedBatchNorm(BatchNorm):
     synchronised: bool
 
     def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-        """relu(norm(x) + residual), each where it is asked for.
+        """relu(norm(x) + residual), both optional.
 
         Args:
-            x: the input; without gradient it may be overwritten where `relu` or `residual` is given.
-            residual: shaped as x.
+            x: the input; without gradient it may be overwritten if `relu` or `residual` is given.
+            residual: a tensor shaped like x.
         """
         if not 2 <= x.dim() <= 4:
-            raise ValueError(f"batch norm takes an input of 2 to 4 dimensions, got {x.dim()}")
+            raise ValueError(f"batch norm takes inputs with 2 to 4 dimensions, got {x.dim()}")
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
-        if self.training and (fused or self._meets_others()):
+        if self.training and (fused or self._shares_statistics()):
             return self._train(x, residual, relu, fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
@@ -129,7 +129,7 @@ class GroupedBatchNorm(BatchNorm):
         return F.batch_norm(x, *running, self.weight, self.bias, training=True, eps=self.eps)  # statistics of x again
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Done before."""
+        """Already checked in `forward`."""
 
     def _train(self, x: Tensor, residual: Tensor | None, relu: bool, fused: bool) -> Tensor:
         if not torch.is_grad_enabled() and fused:
@@ -138,28 +138,28 @@ class GroupedBatchNorm(BatchNorm):
         x = _dense(x, like=x)
         with torch.no_grad():
             statistics = self._statistics(x)
-        settings = (*statistics, self.eps, self._meets_others())
+        settings = (*statistics, self.eps, self._shares_statistics())
         if fused:
             return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, *settings)
         y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, *settings)
         return _finished(y, residual, relu)
 
-    def _meets_others(self) -> bool:
+    def _shares_statistics(self) -> bool:
         return self.synchronised and not is_alone()
 
     def _statistics(self, x: Tensor) -> Statistics:
-        """Those of x, with which the running buffers move; in a repetition those of the pass."""
+        """Statistics of x, also used to update the running buffers; in a recomputation, those of the pass."""
         current = self.groups.current
         if current is not None and current.repeats:
             return current.statistics[self]
         state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        found = _statistics(x, *state, self.groups.count, self._meets_others())
+        found = _statistics(x, *state, self.groups.count, self._shares_statistics())
         if current is not None:
             current.statistics[self] = found
         return found
 
     def _normalise(self, x: Tensor, mean_GC, variance_GC, residual: Tensor | None, relu: bool) -> Tensor:
-        """Without gradient; over x where it is not used afterwards."""
+        """Normalise without gradient; overwrites x if it is not needed afterwards."""
         arguments = (mean_GC, variance_GC, self.weight, self.bias, residual, self.eps, relu)
         if is_dense(x) and (relu or residual is not None):
             batch_norm_ops.normalise_(x, *arguments)
@@ -174,7 +174,7 @@ def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
 
 
 def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, synchronised: bool) -> Statistics:
-    """The statistics over all ranks; the running buffers move."""
+    """Statistics over all ranks; updates the running buffers."""
     own_G3C = batch_norm_ops.statistics(x, groups)
     parts_RG3C = own_G3C.unsqueeze(0)
     if synchronised:
@@ -192,12 +192,12 @@ def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, sy
 
 
 class _GroupedBatchNorm(torch.autograd.Function):
-    """The normalisation with the statistics of each group over all ranks."""
+    """Normalisation with each group's statistics over all ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, relu, mean_GC, variance_GC, count_G, eps, synchronised):
         residual = None if residual is None else _dense(residual, like=x)
-        # Without a residual what the ReLU lets through follows from x.
+        # Without a residual, backward can derive the ReLU's mask from x.
         keep_mask = relu and residual is not None
         y, mask = batch_norm_ops.normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
         ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
@@ -224,7 +224,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:
-    """x in contiguous or channels-last memory, whichever `like` has; channels-last for the kernels."""
+    """x as contiguous or channels-last, whichever `like` is; always channels-last for the kernels."""
     channels_last = like.dim() == 4 and (
         use_triton(like.device) or like.is_contiguous(memory_format=torch.channels_last)
     )
@@ -232,15 +232,15 @@ def _dense(x: Tensor, like: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, synchronised: bool = True) -> Groups:
-    """Make every batch norm in `module` one that knows groups.
+    """Turn every batch norm in `module` into a GroupedBatchNorm.
 
-    The modules stay what they are, hooks and all, and so do parameters and buffers; only their forward changes.
+    The module objects, their hooks, parameters and buffers are kept; only their forward changes.
 
     Args:
         synchronised: whether ranks share statistics.
 
     Returns:
-        What tells them how their input is divided.
+        The groups, through which the caller tells all norms how their input is divided.
     """
     groups = Groups()
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""The encoder: a backbone with a projector, over all views of a step.
+"""The encoder: a backbone and a projector, applied to all views of a step.
 
 Shape suffixes: N images per rank, H and W pixels, D feature dimension, C embedding width.
 """
@@ -22,8 +22,8 @@ from unigrad_fast.networks.small_convolution import use_small_convolutions
 def build_projector(feature_dim: int, settings: config.Projector) -> nn.Sequential:
     """The projection MLP (the paper, appendix "Implementation Details").
 
-    `depth − 1` times linear without bias, batch norm and ReLU, then a linear layer with bias; hidden and output
-    width are the same. Maps features [N, D] to embeddings [N, C].
+    `depth − 1` blocks of linear without bias, batch norm and ReLU, then a linear layer with bias; hidden and output
+    width are equal. Maps features [N, D] to embeddings [N, C].
     """
     layers: list[nn.Module] = []
     inputs = feature_dim
@@ -37,11 +37,12 @@ def build_projector(feature_dim: int, settings: config.Projector) -> nn.Sequenti
 class Encoder(nn.Module):
     """Backbone and projector of one branch, applied to all views of a step in one call.
 
-    Batch statistics are taken per group of views: with "per_view" each view by itself, with "per_size" all views
-    of one size together, with "auto" each of the two global views by itself and local crops of one size together.
+    Batch statistics are computed per group of views: with "per_view" each view is a group, with "per_size" all views
+    of one size, with "auto" each of the two global views and all local crops of one size.
 
     Attributes:
-        one_pass: groups of one size pass together, their statistics separate all the same; otherwise one by one.
+        one_pass: groups of the same size share a forward pass, still with separate statistics; otherwise each group
+            has its own pass.
     """
 
     def __init__(self, settings: config.Model):
@@ -54,7 +55,7 @@ class Encoder(nn.Module):
         fuse(self.backbone, self.projector)
 
     def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Views, each [N, 3, H, W] (sizes may differ), to their embeddings, each [N, C], in the same order."""
+        """Map views, each [N, 3, H, W] (sizes may differ), to embeddings, each [N, C], in the same order."""
         embeddings: list[Tensor | None] = [None] * len(views)
         for groups in self._passes(views):
             numbers = [i for group in groups for i in group]
@@ -66,11 +67,11 @@ class Encoder(nn.Module):
         return embeddings
 
     def recompute_projector(self) -> None:
-        """From now on backward computes again what the projector can do without in the meantime; the same bits."""
+        """From now on recompute the projector's cheap intermediate results in backward; results stay bitwise equal."""
         self.projector.contexts = self.groups.repeatable
 
     def _passes(self, views: Sequence[Tensor]) -> list[list[list[int]]]:
-        """Groups that pass together: equally large ones of one size."""
+        """Groups of each forward pass: those with equally many views of one size share a pass."""
 
         def key(numbered: tuple[int, list[int]]):
             number, group = numbered
@@ -91,7 +92,7 @@ class Encoder(nn.Module):
 
 
 def build_encoder(settings: config.Model, seed: int, device: torch.device) -> Encoder:
-    """The encoder as it is before the first step, a function of its settings and the seed alone; in training mode."""
+    """The untrained encoder in training mode; depends only on its settings and the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = Encoder(settings)

@@ -1,7 +1,7 @@
-"""torchvision's residual networks with addition and ReLU inside the batch norms that precede them.
+"""torchvision's residual networks with addition and ReLU fused into the preceding batch norms.
 
-Modules, names, parameters and results are torchvision's; only `forward` differs. On a GPU a norm, the addition and the
-ReLU are one kernel; elsewhere they are what torchvision does.
+Modules, names, parameters and results are torchvision's; only `forward` differs. On a GPU norm, addition and ReLU are
+one kernel; elsewhere they are the same operations as in torchvision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
 def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """activation(norm(x) + residual); a ReLU is the norm's own matter, and any other follows it."""
+    """activation(norm(x) + residual); the norm computes a ReLU itself, any other activation is applied after it."""
     if type(activation) is nn.ReLU:
         return norm(x, residual=residual, relu=True)
     return activation(norm(x, residual=residual))
@@ -46,12 +46,12 @@ class FusedResNet(ResNet):
 
 
 class FusedProjector(nn.Sequential):
-    """Linear layers, each but the first after a norm and an activation.
+    """Linear layers, each except the first preceded by a norm and an activation.
 
     Attributes:
-        contexts: where it is given, backward computes again what it needs: norms, activations and autocast's copies of
-            weights, one layer at a time. Kept are the input and the products of the hidden layers, so that none is
-            computed twice. It gives the contexts of a pass and of its repetition.
+        contexts: if set, backward recomputes norms, activations and autocast's weight copies, one layer at a time; the
+            input and the hidden layers' matrix products are kept, so none of those is computed twice. Returns the
+            contexts of a pass and of its recomputation.
     """
 
     contexts: Callable[[], tuple[Any, Any]] | None = None
@@ -77,7 +77,7 @@ FUSED = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: Fused
 
 
 def fuse(backbone: nn.Module, projector: nn.Sequential) -> None:
-    """Have the norms of an encoder, which `batch_norm.convert` has made, do what follows them."""
+    """Fuse addition and activation into an encoder's norms, which `batch_norm.convert` has made."""
     for module in backbone.modules():
         module.__class__ = FUSED.get(type(module), type(module))
     projector.__class__ = FusedProjector

@@ -144,7 +144,7 @@ class UniGrad(OverRanks):
             require_no_recomputation()
         with torch.no_grad(), without_autocast(layout.device):
             if self._begun is None:
-                begun = Update(self, target, online, layout, kernels)
+                begun = self._update(target, online, layout, kernels)
             else:
                 begun, self._begun = self._begun, None
                 begun.require_same(target, layout)
@@ -214,13 +214,13 @@ class UniGrad(OverRanks):
         kernels = functional if len(self._layouts) > known else ops
         with torch.no_grad(), without_autocast(layout.device):
             if layout.device.type != "cuda":
-                self._begun = Update(self, target, (), layout, kernels, asynchronous=True)
+                self._begun = self._update(target, (), layout, kernels, asynchronous=True)
                 return
             stream = self._stream = self._stream or torch.cuda.Stream(layout.device)
             self.average.operand(layout.decay, layout.product_dtype)  # prepare F and its copy
             stream.wait_stream(torch.cuda.current_stream(layout.device))
             with torch.cuda.stream(stream):
-                begun = Update(self, target, (), layout, kernels)
+                begun = self._update(target, (), layout, kernels)
                 begun.take_on(stream)
             self._begun = begun
 
@@ -234,6 +234,9 @@ class UniGrad(OverRanks):
         If F is sharded, all ranks must call this together.
         """
         return self.average.effective_rank(self.process_group)
+
+    def _update(self, *batch: Any, asynchronous: bool = False) -> Update:
+        return Update(self, self.average, self.correlation_source, *batch, asynchronous=asynchronous)
 
     def _drop_begun(self) -> None:
         begun, self._begun = self._begun, None

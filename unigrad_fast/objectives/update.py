@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.layout import Layout
-from unigrad_fast.objectives.over_ranks import Gathered, OwnRows
-
-if TYPE_CHECKING:
-    from unigrad_fast.objectives.unigrad import UniGrad
+from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, OwnRows
 
 
 class Update:
     """An update that has begun: in training the rows for F are already on their way to the other ranks.
 
     Args:
-        objective: the objective whose F is updated.
+        objective: supplies the process group and the training mode.
+        average: F.
+        correlation_source: "target", or "online" if F is computed from the online embeddings.
         target: the targets.
         online: the online branch's views if they already exist; one launch then computes all unit embeddings.
         layout: layout of the batch.
@@ -34,21 +34,23 @@ class Update:
 
     def __init__(
         self,
-        objective: UniGrad,
+        objective: OverRanks,
+        average: MovingCorrelation,
+        correlation_source: str,
         target: Sequence[Tensor],
         online: Sequence[Tensor],
         layout: Layout,
         kernels: Any,
         asynchronous: bool = False,
     ):
-        self.average, self.layout, self.targets = objective.average, layout, tuple(target)
+        self.average, self.layout, self.targets = average, layout, tuple(target)
         globals_, rows = 2 * layout.images, len(online) * layout.images
         spare = objective.spare(2, layout.images, target[0])
         all_MC, inverse_norm_M = layout.units([*online, *target], kernels, spare=spare)
         unit_MC, source_MC = all_MC[:rows], all_MC[rows:]
         self.target_MC = source_MC[:globals_] if spare else source_MC
         self.online = (unit_MC, inverse_norm_M[:rows]) if online else None
-        self._source = 0 if objective.correlation_source == "online" else 1
+        self._source = 0 if correlation_source == "online" else 1
         if self._source == 0:
             source_MC = torch.cat([unit_MC[:globals_], source_MC[globals_:]]) if spare else unit_MC[:globals_]
         self.source = OwnRows(objective, source_MC, layout.images, layout.raised, 2, layout.count)

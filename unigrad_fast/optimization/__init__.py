@@ -1,1 +1,1 @@
-"""What training and evaluation share: SGD, LARS and AdamW that drop bad steps, schedules."""
+"""Shared by training and evaluation: SGD, LARS and AdamW that drop non-finite steps, and schedules."""

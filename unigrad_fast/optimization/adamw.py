@@ -13,13 +13,13 @@ from unigrad_fast.optimization.gated import GatedFused
 class AdamW(GatedFused, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), clipped and gated on the device.
 
-    A dropped step changes neither weights nor moments, and does not count.
+    A dropped step changes neither weights nor moments nor the step count.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate.
-        betas: shares of the old mean gradient and of the old mean square that are kept.
-        weight_decay: share of a weight that is taken off per step, at lr 1.
+        betas: decay rates of the running mean gradient and of the running mean square.
+        weight_decay: share of a weight that is subtracted per step, at lr 1.
         clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
     """
 
@@ -38,7 +38,7 @@ class AdamW(GatedFused, torch.optim.AdamW):
         self._begin(clip_norm)
 
     def move(self) -> None:
-        # What torch asks for, and else warns of. The steps are counted on the device either way.
+        # torch requires this while capturing and warns otherwise. Either way, steps are counted on the device.
         capturing = self.nonfinite.is_cuda and torch.cuda.is_current_stream_capturing()
         for group in self.param_groups:
             group["capturable"] = capturing

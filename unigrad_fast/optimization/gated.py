@@ -1,4 +1,4 @@
-"""The frame of all optimizers: clipping, and a step that is dropped on the device when its gradients are not finite."""
+"""Base of all optimizers: clipping, and dropping a step on the device if its gradients are not finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [place, place + numel) of a flat parameter, which are elements of the network's tensor `number`."""
+    """Elements [place, place + numel) of a flat parameter, which belong to the network's tensor `number`."""
 
     flat: Tensor
     place: int
@@ -21,22 +21,22 @@ class Stretch:
     number: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of a tensor that is laid out like the flat parameter."""
+        """The same elements of a tensor with the flat parameter's layout."""
         return tensor[self.place : self.place + self.numel]
 
 
 class Gated(torch.optim.Optimizer):
-    """An optimizer whose step clips and may be dropped, without the host's waiting to find out.
+    """An optimizer whose step clips gradients and may be dropped, without the host waiting to find out.
 
-    When a gradient holds a NaN or an infinity, or `nonfinite` was set before, a step changes nothing. Subclasses say
-    in `move` what a step does, and in `state_of` what they keep for a parameter, unless that is its momentum alone.
+    If a gradient contains a NaN or an infinity, or `nonfinite` was set before, a step changes nothing. Subclasses
+    implement the step in `move`, and override `state_of` if their state per parameter is more than a momentum.
 
     Attributes:
-        kinds: names of what is kept for every parameter, as a checkpoint has them.
+        kinds: names of the state tensors of every parameter, as in a checkpoint.
         copies: how many of them are as large as the parameter.
-        clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
-        nonfinite: float32 scalar on the parameters' device. Whoever meets a non-finite value before the step raises
-            it to 1; `measure` raises it for gradients; `open` clears it.
+        clip_norm: largest ℓ2 norm of the whole gradient; larger ones are scaled down to it; 0 means no clipping.
+        nonfinite: float32 scalar on the parameters' device. Code that finds a non-finite value before the step sets it
+            to 1; `measure` does so for gradients; `open` clears it.
         gradient_norm: ℓ2 norm of the whole gradient at the last step, before clipping; a scalar on the device.
     """
 
@@ -49,7 +49,7 @@ class Gated(torch.optim.Optimizer):
         self.nonfinite = torch.zeros((), dtype=torch.float32, device=device)
         self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         self._measured = False
-        self._is_old = False  # the flag is that of a step before
+        self._is_old = False  # the flag belongs to an earlier step
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("clip_norm", "nonfinite", "gradient_norm", "_measured", "_is_old")
@@ -57,41 +57,41 @@ class Gated(torch.optim.Optimizer):
 
     @property
     def rate_dtype(self) -> torch.dtype:
-        """Of a group's `lr` that is a scalar on the parameters' device, where it may change between two steps."""
+        """Dtype of a group's `lr` if it is a scalar on the parameters' device, which may change between steps."""
         return torch.float64
 
     @torch.no_grad()
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept for a parameter, by kind; as it is before the first step if there was none."""
-        # SGD's fused kernel would leave the momentum unset when it skips the first step; from zero the first step is
-        # the same. It walks memory in order, so the momentum takes the layout that its parameter has by now.
+        """The state of a parameter, by kind; initialised if there was no step yet."""
+        # SGD's fused kernel would leave the momentum unset if it skipped the first step; starting from zero gives the
+        # same first step. It walks memory in order, so the momentum gets the layout that its parameter has by now.
         if not self.state[parameter]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return {"momentum": self.state[parameter]["momentum_buffer"]}
 
     def divide(self, stretches: Sequence[Stretch], tensors: int) -> None:
-        """Under ZeRO, before the first step: what this rank's flat parameters hold of the network's tensors.
+        """Call under ZeRO before the first step: says which of the network's tensors this rank's flat parameters hold.
 
         Args:
-            stretches: in the order in which `measure` is given their gradients.
-            tensors: of the network, the same number on all ranks.
+            stretches: in the order in which `measure` receives their gradients.
+            tensors: number of the network's tensors, the same on all ranks.
         """
 
     def open(self) -> None:
-        """Before whatever may meet non-finite values in this step."""
+        """Call at the start of a step, before anything that may set `nonfinite`."""
         self.nonfinite.zero_()
         self._measured = self._is_old = False
 
     @torch.no_grad()
     def measure(self, gradients: list[Tensor], sharded: bool = False) -> None:
-        """Take the norm of the whole gradient, and see whether it is finite.
+        """Compute the norm of the whole gradient, and check that it is finite.
 
-        `step` does so itself unless it was done since `open`. Under ZeRO it has to be done before: there the steps of
-        the parameter groups follow each other, and the first must know of all.
+        `step` calls this unless it was called since `open`. Under ZeRO call it before: DeepSpeed steps one parameter
+        group after the other, and the first step must already know about all gradients.
 
         Args:
-            gradients: this rank's.
-            sharded: each rank has a part of the gradient; else all have all of it.
+            gradients: this rank's gradients.
+            sharded: each rank has a part of the gradient; otherwise all have all of it.
         """
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True).to(self.nonfinite.device)
         if sharded:
@@ -124,19 +124,21 @@ class Gated(torch.optim.Optimizer):
         return loss
 
     def move(self) -> None:
-        """Change the parameters and what is kept for them, or nothing where `nonfinite` is not 0."""
+        """Update the parameters and their state, or nothing if `nonfinite` is not 0."""
         raise NotImplementedError
 
 
 class GatedFused(Gated):
-    """Of those optimizers of torch whose fused kernels drop a step and divide gradients themselves."""
+    """Base of torch's optimizers whose fused kernels can drop a step and divide gradients themselves."""
 
     @property
     def rate_dtype(self) -> torch.dtype:
-        return torch.float32 if self.nonfinite.is_cuda else torch.float64  # torch's kernels on a GPU take no other
+        return torch.float32 if self.nonfinite.is_cuda else torch.float64  # torch's GPU kernels take no other
 
     def move(self) -> None:
         self.found_inf = self.nonfinite
         if self.clip_norm > 0:
-            self.grad_scale = (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()  # gradients are divided
+            self.grad_scale = (
+                (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()
+            )  # the kernel divides gradients by it
         super(Gated, self).step()

@@ -1,4 +1,4 @@
-"""LARS: momentum with a learning rate per layer, of tensors that are whole or cut over ranks."""
+"""LARS: momentum with a learning rate per layer, for tensors that are whole or split over ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class LARS(Gated):
     """Momentum with a learning rate per layer (You, Gitman and Ginsburg, 2017), clipped and gated on the device.
 
     v ← momentum·v + t·(grad + weight_decay·w),  w ← w − lr·v,  t = trust_coefficient·‖w‖ / ‖grad + weight_decay·w‖,
-    with t = 1 where either norm is 0 and in groups with `adapt=False`. When a gradient holds a NaN or an infinity, or
-    `nonfinite` was set before, neither w nor v changes. The host waits for nothing.
+    with t = 1 where either norm is 0 and in groups with `adapt=False`. If a gradient contains a NaN or an infinity, or
+    `nonfinite` was set before, neither w nor v changes. The host does not wait.
 
-    Under ZeRO, of which `divide` tells, a tensor's norms come from all ranks that hold a part of it: ‖w‖², ‖grad‖² and
-    ⟨w, grad⟩ of all tensors are summed over the ranks at once, beside what clipping needs.
+    Under ZeRO, after `divide` was called, a tensor's norms need all ranks that hold a part of it: one all-reduce sums
+    ‖w‖², ‖grad‖² and ⟨w, grad⟩ of all tensors, which also covers clipping.
 
     Args:
         params: parameters or groups of them, fp32 or float64.
-        lr: learning rate; a scalar on the parameters' device is read there.
-        momentum: 0 to below 1.
+        lr: learning rate; if it is a scalar on the parameters' device, it is read there.
+        momentum: at least 0, below 1.
         weight_decay: L2 penalty.
         trust_coefficient: ratio of an update's norm to its parameter's, at lr 1.
         clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
@@ -78,7 +78,7 @@ class LARS(Gated):
         if self._stretches is None:
             super().measure(gradients, sharded)
             return
-        # Of each tensor ‖w‖², ‖grad‖² and ⟨w, grad⟩: what clipping and decay make of them follows without asking again.
+        # ‖w‖², ‖grad‖² and ⟨w, grad⟩ of each tensor; the norms after clipping and decay follow from them.
         sums = torch.zeros(3, self._tensors, dtype=torch.float64, device=self.nonfinite.device)
         if gradients:
             sums[1].index_copy_(0, self._numbers, torch.stack(foreach_norm(gradients)).double().square())
@@ -114,7 +114,7 @@ class LARS(Gated):
                 self._move(rows, lr, group, scale)
 
     def _move(self, rows: Rows, lr: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
-        """One step in plain torch."""
+        """One step in PyTorch, without the fused kernel."""
         weights, updates, velocities = (list(tensors) for tensors in zip(*rows, strict=True))
         dropped = self.nonfinite != 0
         if scale is not None:
@@ -136,7 +136,7 @@ class LARS(Gated):
     def _adapt_stretches_(
         self, flats: list[Tensor], updates: list[Tensor], group: dict[str, Any], scale: Tensor | None
     ) -> None:
-        """Multiply the updates of flat parameters, tensor by tensor, with the ratios that `measure` has made known."""
+        """Multiply the updates of flat parameters, tensor by tensor, by trust ratios from the sums of `measure`."""
         weight_squares, squares, products = self._sums
         if scale is not None:
             squares, products = squares * scale.double().square(), products * scale

@@ -1,4 +1,4 @@
-"""Learning rate and target momentum: pure functions of the step, so a run can start anywhere."""
+"""Learning rate and target momentum as pure functions of the step, so a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def learning_rate(
 ) -> float:
     """Learning rate of an optimizer step.
 
-    It rises linearly from `min_fraction · peak` at step 0 to `peak` at step `warmup_steps`, then falls on a cosine:
-    "cosine" reaches `min_fraction · peak` at the last step; "official", the schedule of the authors' code, divides
-    by all steps after subtracting the warm-up, and ends higher (0.71 % of the peak at 5 warm-up epochs of 100).
+    It rises linearly from `min_fraction · peak` at step 0 to `peak` at step `warmup_steps`, then follows a cosine:
+    "cosine" reaches `min_fraction · peak` at the last step; "official", as in the authors' code, counts steps from the
+    end of the warm-up but divides by the total, and so ends higher (0.71 % of the peak for 5 warm-up epochs of 100).
 
     Args:
         step: from 0 to `total_steps − 1`.
-        peak: the learning rate after the warm-up, already scaled to the batch.
+        peak: the learning rate after the warm-up, already scaled by the batch size.
     """
     if step < warmup_steps:
         fraction = step / warmup_steps

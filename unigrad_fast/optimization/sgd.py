@@ -13,13 +13,13 @@ class SGD(GatedFused, torch.optim.SGD):
     """Stochastic gradient descent with momentum, clipped and gated on the device.
 
     v ← momentum·v + grad + weight_decay·w,  w ← w − lr·v, in one fused pass over parameters that share a dtype and
-    a device. When a gradient holds a NaN or an infinity, or `nonfinite` was set before, neither w nor v changes; the
+    a device. If a gradient contains a NaN or an infinity, or `nonfinite` was set before, neither w nor v changes; the
     host does not wait to find out.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate.
-        momentum: 0 to below 1.
+        momentum: at least 0, below 1.
         weight_decay: L2 penalty.
         clip_norm: largest ℓ2 norm of the whole gradient, larger ones are scaled down to it; 0 is no clipping.
     """

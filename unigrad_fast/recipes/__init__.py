@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones, which lie here as YAML files, and those of the user, each read into a tree of values."""
+"""Recipes: the shipped ones, YAML files in this folder, and the user's own; each is read into a tree of values."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from unigrad_fast.runtime.validation import absolute, shown
 DEFAULT_RECIPE = "imagenet_100ep"
 YAML_ENDINGS = (".yaml", ".yml")
 SHORT = ("cifar_subset", "quickstart")  # recipes of a thousand steps
-BASES = ("imagenet_100ep", "cifar_subset")  # beside which there is one for every other method, its name behind theirs
+BASES = ("imagenet_100ep", "cifar_subset")  # each has a variant BASE_METHOD for every method other than UniGrad
 
 
 def derived() -> dict[str, tuple[str, str]]:
-    """The recipes that are another one with a method in place of UniGrad: that one and the method."""
+    """The recipes derived from a base by replacing UniGrad with another method: base and method by name."""
     return {
         f"{base}_{method}": (base, method) for base in BASES for method in catalogue.methods() if method != "unigrad"
     }
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes: the files, and those that are derived of some of them."""
+    """Names of the shipped recipes: the files, and those derived from them."""
     files = resources.files(__name__).iterdir()
     return sorted([*derived(), *(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))])
 
 
 def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a shipped recipe, or of a YAML file over the recipe that its key `recipe` names.
+    """The tree of a shipped recipe, or of a YAML file merged over the recipe that its key `recipe` names.
 
-    That is a shipped one, or another file, relative to the one that names it. A YAML file without that key starts from
-    the defaults, which are those of `imagenet_100ep`. In the tree the key names the shipped recipe below them all.
+    That key names a shipped recipe, or another file, relative to the one that names it. Without the key a file starts
+    from the defaults, which are those of `imagenet_100ep`. In the returned tree, `recipe` is the shipped recipe at the
+    bottom of the chain.
 
     Args:
-        below: files that this one is the base of, the first of them given by the user.
+        below: the files that led here by their key `recipe`; the user gave the first of them.
     """
     name = str(name_or_path)
     if name in derived():
@@ -53,7 +54,7 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
         return {**_parse_yaml(text, name), "recipe": name}
     path = absolute(Path(name))
     if path in below:
-        raise UserError(f"recipe = {below[0]}: recipes in a circle: {' -> '.join(map(str, (*below, path)))}")
+        raise UserError(f"recipe = {below[0]}: recipes refer to each other: {' -> '.join(map(str, (*below, path)))}")
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"recipe = {name}: is not a text file; give the path of a YAML file")
     if not os.path.isfile(path):
@@ -81,12 +82,12 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
 
 
 def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe over which a tree is laid: with the settings of the tree's method, where its own is another."""
+    """The recipe `base`, ready to be merged with `top`: if `top` changes the method, with that method's settings."""
     own, over = (tree.get("objective") for tree in (base, top))
     own = own if isinstance(own, Mapping) else {}
     if not isinstance(over, Mapping):
         return dict(base)
-    if over.get("negative_target") == "stop_gradient" and "correlation_source" in own:  # it says where F comes from
+    if over.get("negative_target") == "stop_gradient" and "correlation_source" in own:  # it implies the source of F
         own = {key: value for key, value in own.items() if key != "correlation_source"}
         base = {**base, "objective": own}
     if not {*catalogue.NAMES} & over.keys():
@@ -102,20 +103,20 @@ def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]
 
 
 def fitted(recipe: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The objective that a recipe has for a method, form or row."""
+    """A recipe's objective settings for a method, form or row."""
     base, _ = derived().get(recipe, (recipe, None))
     form = catalogue.FORMS.get(catalogue.name_of(names))
     return {**names, **(form.short if form and base in SHORT else {})}
 
 
 def current_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of values in which keys that were renamed have their new names."""
+    """A tree of values with renamed keys under their current names."""
     data = tree.get("data")
     return {**tree, "data": renamed(data, "recipe", "preset", "data.")} if isinstance(data, Mapping) else dict(tree)
 
 
 def title(name_or_path: str | Path) -> str:
-    """What runs of a recipe are called: its name, or that of its file without the ending."""
+    """The name for runs of a recipe: the recipe's name, or its file's name without the ending."""
     name = str(name_or_path)
     return name if name in recipe_names() else Path(name).stem.lstrip(".") or DEFAULT_RECIPE
 

@@ -1,1 +1,1 @@
-"""What every part stands on: process group, precision, errors, checked trees of values, quiet imports."""
+"""Foundation of all parts: process group, precision, errors, checked trees of values, quiet imports."""

@@ -1,8 +1,8 @@
-"""Who is there: each rank tells through the store that it is alive and how far it is, and when ranks have waited for
-one of them in vain, which one, on which machine.
+"""Heartbeats: finds out which rank is lost, and on which machine, when a collective has failed.
 
-A thread of each rank writes a line into the store every few seconds, over a connection of its own; the lines are read
-when a collective has failed. Rank 0 hosts the store, or torchrun; when nobody answers there, that is the finding.
+A thread of each rank writes a heartbeat into the store about every second, over its own connection: that it is alive,
+and how far it has got. Heartbeats are read only after a collective has failed. Rank 0 or torchrun hosts the store; if
+the store does not answer, its host is lost.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.rendezvous import say
 from unigrad_fast.runtime.torch_private import collectives_begun
 
-LONGEST_BEAT = 1.0  # seconds between two lines of a rank
-MISSED = 3  # beats after which a rank counts as silent, though not before
-LEAST_SILENCE = 2.0  # seconds, for a busy machine may keep a thread waiting
+LONGEST_BEAT = 1.0  # seconds between two heartbeats of a rank
+MISSED = 3  # missed heartbeats after which a rank counts as silent, but not before
+LEAST_SILENCE = 2.0  # seconds, because a busy machine may delay a thread
 SIGNS = (
     *("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL"),
     *("Read error", "Write error", "remote worker", "Socket closed", "connection was closed"),
@@ -34,7 +34,7 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank has written last: beats and collectives so far, its stage, and how it left if it did."""
+    """A rank's last heartbeat: heartbeats and collectives so far, its stage, and why it exited, if it did."""
 
     beats: int
     collectives: int
@@ -51,15 +51,15 @@ class Line:
 
 
 class Attendance:
-    """One rank's part; `attended` makes it.
+    """The heartbeat of one rank; made by `attended`.
 
     Args:
         hosts: the machine of each rank.
-        store: that all ranks share.
-        rank: this one.
-        timeout: that ranks wait for each other.
-        ends: this process itself, where it waits for longer than that in a library that raises no error.
-        note: is told who is awaited in vain, before this process ends.
+        store: the store shared by all ranks.
+        rank: this rank.
+        timeout: how long ranks wait for each other.
+        ends: end this process if it waits longer than that inside a library that raises no error.
+        note: called with a message about the lost rank before this process ends.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Attendance:
         self.silence = max(MISSED * self.beat, LEAST_SILENCE)
         self._store = store.clone()
         self._mine, self._stage = Line(0, 0, "its start"), "its start"
-        self._since = math.inf  # when the last collective was begun
+        self._since = math.inf  # when the last collective was started
         self._wake, self._asked, self._ended = threading.Event(), threading.Event(), False
         self._found: str | None = None
         self._looked = threading.Event()
@@ -86,13 +86,13 @@ class Attendance:
         self._thread.start()
 
     def at(self, stage: str) -> None:
-        """Tells, with the next beat, what this rank does now. Before the first stage ranks may wait for long."""
+        """Report this rank's stage with the next heartbeat. Before the first stage, long waits are allowed."""
         self._stage = stage
         if self._since == math.inf:
             self._since = time.monotonic()
 
     def missing(self) -> str | None:
-        """Who is awaited in vain, and what is known of it; None where all are there and equally far."""
+        """Which rank is lost, and what is known about it; None if all ranks answer and are equally far."""
         self._asked.set()
         self._wake.set()
         until = time.monotonic() + 2.5 * self.silence
@@ -102,7 +102,7 @@ class Attendance:
         return self._of_the_store()
 
     def leave(self, why: str) -> None:
-        """Tells the others that this rank ends, and why."""
+        """Tell the other ranks that this one exits, and why."""
         self._ended = True
         self._wake.set()
         self._thread.join(self.silence)
@@ -111,8 +111,8 @@ class Attendance:
                 self._write(left=why)
 
     def await_readers(self) -> None:
-        """Has rank 0, which hosts the store, stay until the others know who is missing, or had the time to."""
-        if not self._looked.is_set():  # nobody answered there
+        """On rank 0, which hosts the store: wait until the others know which rank is lost, or have had time to."""
+        if not self._looked.is_set():  # the store did not answer
             return
         with suppress(RuntimeError):
             self._store.add("attendance/known", 1)
@@ -123,7 +123,7 @@ class Attendance:
                 time.sleep(self.beat / 4)
 
     def _attend(self) -> None:
-        with suppress(RuntimeError):  # the store is gone; who asks learns of it by the silence
+        with suppress(RuntimeError):  # the store is gone; `missing` notices that it stays silent
             while not self._ended:
                 self._wake.wait(self.beat)
                 self._wake.clear()
@@ -142,7 +142,7 @@ class Attendance:
             time.sleep(self.beat)
 
     def _end(self, found: str) -> None:
-        """Ends this process, whatever it waits for."""
+        """End this process, whatever it is waiting for."""
         self.note(f"{found}; {REMEDY}")
         say(f"stopped: {found}; {REMEDY}")
         self.await_readers()
@@ -150,8 +150,8 @@ class Attendance:
 
     def _of_the_store(self) -> str:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            return f"torchrun on {self.hosts[0]}, where rank 0 is, does not answer any more: {GONE}"
-        return f"{self._named(0)} does not answer any more: {GONE}"
+            return f"torchrun on {self.hosts[0]}, where rank 0 is, no longer answers: {GONE}"
+        return f"{self._named(0)} no longer answers: {GONE}"
 
     def _write(self, left: str = "") -> None:
         collectives = _collectives()
@@ -168,7 +168,7 @@ class Attendance:
             time.sleep(self.beat / 2)
             self._write()
         now = self._lines(others)
-        # What one rank has found holds for all, who may see no more than that the finder has left.
+        # One rank's finding holds for all; others might only see that the rank that found it has exited.
         if self._store.check(["attendance/found"]):
             return self._store.get("attendance/found").decode()
         found = self._judged(before, now)
@@ -179,13 +179,13 @@ class Attendance:
     def _judged(self, before: dict[int, Line], now: dict[int, Line]) -> str | None:
         for rank, line in now.items():
             if line.left:
-                return f"{self._named(rank)} has left at {line.stage}: {line.left}"
+                return f"{self._named(rank)} exited at {line.stage}: {line.left}"
         for rank, line in now.items():
             if line.beats == before[rank].beats:
-                return f"{self._named(rank)} does not answer any more, last heard of at {line.stage}: {GONE}"
+                return f"{self._named(rank)} no longer answers, last heard from at {line.stage}: {GONE}"
         for rank, line in now.items():
             if line.collectives < self._mine.collectives:
-                return f"{self._named(rank)} is still at {line.stage}, where the others wait for it"
+                return f"{self._named(rank)} is still at {line.stage}, and the others wait for it"
         return None
 
     def _lines(self, ranks: Sequence[int]) -> dict[int, Line]:
@@ -196,21 +196,21 @@ class Attendance:
         return f"rank {rank} on {self.hosts[rank]}"
 
 
-GONE = "its process has ended or stands still, or its machine or the network is gone"
-REMEDY = "the same command goes on from the newest checkpoint"
+GONE = "its process has ended or hangs, or its machine or the network is down"
+REMEDY = "the same command resumes from the newest checkpoint"
 
 
 @contextmanager
 def attended(
     world: World, timeout: timedelta, note: Callable[[str], None] = lambda said: None
 ) -> Iterator[Callable[[str], None]]:
-    """While inside, ranks know of each other; yields what they tell their stage with.
+    """Inside, ranks send heartbeats; yields a function that reports this rank's stage.
 
     Args:
-        note: is told who is awaited in vain, before the process ends or the error is raised.
+        note: called with a message about the lost rank, before the process ends or the error is raised.
 
     Raises:
-        RankLost: instead of the error of a collective that failed because another rank is not there any more.
+        RankLost: instead of the error of a collective that failed because another rank is lost.
     """
     if world.size == 1 or world.store is None:
         yield lambda stage: None
@@ -228,7 +228,7 @@ def attended(
         attendance.leave(" ".join(said.split()))
         if missing is None:
             raise
-        if ends:  # what is under way on the GPU would keep the process from ending
+        if ends:  # work pending on the GPU would keep the process from exiting
             say(f"stopped: {lost}")
             os._exit(3)
         raise RankLost(lost) from error
@@ -240,8 +240,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _collectives() -> int:
-    """How many this rank has begun; one that others wait for has begun fewer."""
-    with suppress(RuntimeError):  # the groups are being taken down
+    """Number of collectives that this rank has started; a rank that others wait for has started fewer."""
+    with suppress(RuntimeError):  # the process groups are being destroyed
         return collectives_begun()
     return 0
 

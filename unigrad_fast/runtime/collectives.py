@@ -1,4 +1,4 @@
-"""Collectives as torch has them: of which kind each is that passes its dispatcher, and its bytes on this rank."""
+"""Kind and bytes of the collectives that pass torch's dispatcher on this rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
 
-# Gathers into one tensor. The same under two names: torch renames it, and warns of the old one.
+# Gathers into one tensor. torch is renaming this function and warns about the old name.
 gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 KINDS = {
     "allgather_": "gather", "_allgather_base_": "gather", "allreduce_": "reduce", "broadcast_": "broadcast",
@@ -22,28 +22,29 @@ KINDS = {
 
 
 def counted(short: str, operands: Sequence[Tensor]) -> tuple[str, int]:
-    """The kind of a collective and its bytes, those of its largest operand here.
+    """The kind of a collective and the bytes of its largest operand on this rank.
 
     Args:
         short: the operator's name without `c10d::`.
-        operands: its tensors; of a gather into one tensor that is the result, of one into a list each rank's part.
+        operands: its tensors; the largest is the result for a gather into one tensor, one rank's part for a gather into
+            a list.
     """
     return KINDS.get(short, short), max(math.prod(each.shape) * each.element_size() for each in operands)
 
 
 @dataclass
 class Sum:
-    """Collectives of one kind: how many, and their bytes."""
+    """Number and bytes of the collectives of one kind."""
 
     count: int = 0
     bytes: int = 0
 
 
 class CollectiveSpy(TorchDispatchMode):
-    """While inside, counts the collectives that this thread and its backward passes begin, of whichever library.
+    """Counts the collectives that this thread and its backward passes start inside, also those of libraries.
 
     Attributes:
-        found: by kind.
+        found: totals by kind.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The text of `COMMAND --help`: the keys of a command as they are typed, their meaning and their defaults."""
+"""The text of `COMMAND --help`: a command's keys as typed, their meaning and defaults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def text(program: str, options: type[Node], positionals: Sequence[str], defaults
 
     Args:
         options: its keys.
-        positionals: those that may be written without their key, in their order.
-        defaults: where the defaults are taken from; None for those of the keys.
+        positionals: keys whose values may be written without the key, in this order.
+        defaults: values to show as defaults; None for the keys' own.
     """
     width = max(40, min(120, shutil.get_terminal_size().columns or 80))
     lines = list(_keys(options, defaults, positionals, "", width))
@@ -40,7 +40,7 @@ def text(program: str, options: type[Node], positionals: Sequence[str], defaults
 
 
 def form(annotation: Any) -> str:
-    """What may be written for a key: INT, FLOAT,FLOAT, INT,..., one|other, true|false, null where no value is one."""
+    """The form of a key's value: INT, FLOAT,FLOAT, INT,..., one|other, true|false; null if it may have no value."""
     forms = []
     for arm in sorted(arms(annotation), key=lambda arm: arm is NoneType):
         if get_origin(arm) is tuple:
@@ -57,7 +57,7 @@ def _word(kind: Any) -> str:
 def _keys(
     options: type[Node], defaults: Node | None, positionals: Sequence[str], prefix: str, width: int
 ) -> Iterator[str]:
-    """Lines of the keys of a group, and after them of its groups."""
+    """Lines for the keys of a group, followed by those of its subgroups."""
     groups = []
     for name, field in options.model_fields.items():
         if (inner := group(options, name)) is not None:
@@ -73,7 +73,7 @@ def _keys(
 
 
 def written(value: Any) -> str:
-    """A value as it is typed."""
+    """A value as the user would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Standard output and standard error, whatever they are: without some characters, very narrow, closed, or gone.
+"""Makes standard output and error usable whatever they are: a limited encoding, very narrow, closed, or disconnected.
 
-Where nobody reads them any more (`| head`, a terminal that was closed), what is written to them is dropped: a command
-does its work as it would have, and ends with the status that it would have had.
+If nobody reads them any more (`| head`, a closed terminal), output is dropped: a command does the same work and exits
+with the same status as otherwise.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rich.console import Console
 
 from unigrad_fast.runtime import fallback
 
-# The reader of a pipe, the other end of a connection, the terminal is gone.
+# The reader of a pipe, the other end of a connection or the terminal is gone.
 GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.ENXIO, errno.EBADF)
-SIZES = {"COLUMNS": (40, 1000), "LINES": (10, 1000)}  # between them tables and help can be read
+SIZES = {"COLUMNS": (40, 1000), "LINES": (10, 1000)}  # limits between which tables and help are readable
 
 
 class Outlet(io.RawIOBase):
-    """A file descriptor that takes everything. What could not be written is dropped, with all that follows.
+    """A file descriptor to which writing never fails. After an error all further output is dropped.
 
     Attributes:
-        failure: why, unless it is that nobody reads it.
+        failure: the error, unless the reader is gone.
     """
 
     def __init__(self, number: int) -> None:
@@ -47,21 +47,21 @@ class Outlet(io.RawIOBase):
         while True:
             try:
                 return os.write(self.number, content)
-            except BlockingIOError:  # another process that writes there wanted it so
+            except BlockingIOError:  # another process made the descriptor non-blocking
                 select.select([], [self.number], [])
             except OSError as error:
                 if error.errno not in GONE:
                     self.failure = error
-                _take_null(self.number)  # what libraries write there themselves goes the same way
+                _take_null(self.number)  # so that direct writes of libraries are dropped too
                 return len(content)
 
 
 def take_over() -> None:
-    """Makes the process's standard streams such that printing never fails; to be called before anything is opened."""
+    """Replaces the process's standard streams so that printing never fails; call before any file is opened."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the first file that is opened would take its place
+        except OSError:  # closed; the next file to be opened would get its number
             _take_null(number)
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -73,7 +73,7 @@ def take_over() -> None:
 
 
 def end() -> str | None:
-    """Hands over what was printed; why not all of standard output could be written, None where nobody reads it."""
+    """Flushes the streams; returns why standard output is incomplete, or None (also if nobody reads it)."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     raw = _raw(sys.stdout)
@@ -86,17 +86,17 @@ class _Console(Console):
 
 
 def new_console(**settings: Any) -> Console:
-    """A console that shows text as it is, for the name of a folder may look like markup, or steer a terminal."""
+    """A console that prints text literally, because a folder's name may look like markup or contain control codes."""
     return _Console(**{"markup": False, "highlight": False, **settings})
 
 
 def fitted(text: str) -> str:
-    """Text for a table: twins of what standard output cannot show have other widths."""
+    """Text for a table, with stand-ins for characters that standard output lacks, since these differ in width."""
     return fallback.fitted(text, getattr(sys.stdout, "encoding", None))
 
 
 def _opened(stream: TextIO | None, number: int) -> TextIO:
-    """A stream like the given one, which is left open, for others may hold it."""
+    """A stream like the given one, which stays open because other code may hold it."""
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(Outlet(number)), encoding="utf-8", errors=fallback.NAME)
     stream.flush()
@@ -122,7 +122,7 @@ def _take_null(number: int) -> None:
 
 
 def _keep_size(environ: MutableMapping[str, str]) -> None:
-    """Sizes that make no sense are not believed: in a column or two, laying out text does not end."""
+    """Corrects absurd terminal sizes: with only one or two columns, laying out text does not terminate."""
     for name, (least, most) in SIZES.items():
         text = environ.get(name, "")
         if not (len(text) < 5 and text.isascii() and text.isdecimal() and least <= int(text) <= most):

@@ -1,4 +1,4 @@
-"""Importing DeepSpeed, which otherwise chats, and compiles an operator that is not needed."""
+"""Imports DeepSpeed quietly, and without compiling an operator that is not needed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unigrad_fast.runtime.quiet import without_warnings
 
 
 def quiet_deepspeed(verbose: bool = False) -> ModuleType:
-    """Import DeepSpeed so that it needs no compiler and says nothing but errors.
+    """Import DeepSpeed so that it needs no compiler and prints nothing but errors.
 
-    Must come before any other import of DeepSpeed. Without a GPU, or where `process_group` chose the CPU, it takes
+    Must come before any other import of DeepSpeed. Without a GPU, or if `process_group` chose the CPU, it selects
     DeepSpeed's CPU accelerator.
 
     Args:
-        verbose: show its warnings, and its log from level INFO on.
+        verbose: show its warnings, and its log from level INFO up.
 
     Returns:
         The module `deepspeed`.
@@ -33,11 +33,11 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
         import deepspeed.ops
 
         if os.environ.get("DS_ACCELERATOR") == "cpu":
-            # What it asks of its operators, which of them could be compiled, some answer on stdout.
+            # Asking which operators could be compiled makes some of them print to stdout.
             with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
                 compilable = deepspeed.ops.__compatible_ops__
             compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
-    if not verbose:  # of names that torch has given new ones, in every run at stages 1 and 2
+    if not verbose:  # otherwise every run at stages 1 and 2 warns about functions that torch renamed
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     _set_level(logging.INFO if verbose else logging.ERROR)
     return deepspeed

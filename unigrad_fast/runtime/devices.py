@@ -1,4 +1,4 @@
-"""Which device each rank computes on. All ranks know of all others before they join: a mixture would hang, or creep."""
+"""Chooses the device of each rank. Ranks compare their choices before they join, because a mixture hangs or is slow."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
 KEYS = ("auto", "cuda", "cpu")
-FAREWELL_SECONDS = 10.0  # that rank 0, whose process is the store, waits for the others to read why they end
+FAREWELL_SECONDS = 10.0  # for which rank 0, which hosts the store, waits for the others to read the error
 ON_CPU = "or compute on the CPU with engine.device cpu"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one rank computes on.
+    """The device of one rank.
 
     Attributes:
         host: name of its machine.
         kind: "cuda" or "cpu".
-        index: of its GPU.
-        reason: why it is no GPU.
-        problem: why it cannot take part, with the remedy.
+        index: index of its GPU.
+        reason: why it is not a GPU.
+        problem: why the rank cannot take part, with the remedy.
     """
 
     host: str
@@ -44,15 +44,15 @@ class Choice:
 
 
 def choose(device: str, local_rank: int, local_size: int, own_card: bool) -> Choice:
-    """What this rank computes on.
+    """Choose this rank's device.
 
     Args:
         device: "auto", "cuda" or "cpu".
-        local_rank, local_size: this process among those on its machine.
-        own_card: the launcher may show each process a single card, its own.
+        local_rank, local_size: index and number of this process among those on its machine.
+        own_card: the launcher may make only one card visible to each process.
 
     Raises:
-        UserError: there is no such device.
+        UserError: `device` is none of these.
     """
     if device not in KEYS:
         raise UserError(f"engine.device = {device}: expected {', '.join(KEYS)}")
@@ -79,10 +79,10 @@ def choose(device: str, local_rank: int, local_size: int, own_card: bool) -> Cho
 
 
 def agree(store: dist.Store, rank: int, size: int, mine: Choice) -> list[Choice]:
-    """What all ranks compute on, which all are told through the store that they share.
+    """Exchange the devices of all ranks through the shared store.
 
     Raises:
-        UserError: on all ranks, where one cannot take part, or some compute on GPUs and others on the CPU.
+        UserError: on all ranks, if one cannot take part, or if some would use GPUs and others the CPU.
     """
     store.set(_key(rank), json.dumps(asdict(mine)))
     everyone = [Choice(**json.loads(store.get(_key(other)))) for other in range(size)]
@@ -100,7 +100,7 @@ def _key(rank: int) -> str:
 
 
 def _refusal(everyone: Sequence[Choice]) -> str | None:
-    """Why these ranks cannot work together; None where they can."""
+    """Why these ranks cannot work together; None if they can."""
     several = len(everyone) > 1
     problems = _by_hosts(everyone, lambda choice: choice.problem)
     if problems:
@@ -110,11 +110,11 @@ def _refusal(everyone: Sequence[Choice]) -> str | None:
     on_gpus = ", ".join(dict.fromkeys(choice.host for choice in everyone if choice.kind == "cuda"))
     others = _by_hosts(everyone, lambda choice: choice.reason)
     on_cpus = "; ".join(f"{hosts} on the CPU: {reason}" for reason, hosts in others.items())
-    return f"{on_gpus} would compute on GPUs, {on_cpus}; leave out the machines of one kind, {ON_CPU}"
+    return f"{on_gpus} would compute on GPUs, {on_cpus}; use machines of one kind, {ON_CPU}"
 
 
 def _by_hosts(everyone: Sequence[Choice], said: Callable[[Choice], str]) -> dict[str, str]:
-    """What there is to say, each with the machines that it is said of."""
+    """The distinct texts, each with the machines that it applies to."""
     hosts: dict[str, dict[str, None]] = {}
     for choice in everyone:
         if text := said(choice):

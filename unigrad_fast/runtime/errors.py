@@ -1,8 +1,8 @@
-"""Errors that the command line turns into an exit status and one message, without a traceback."""
+"""Errors that the command line turns into one message and an exit status, without a traceback."""
 
 from unigrad_fast.pipelines.errors import DataError
 
-INTERRUPTED = 130  # as shells have it after Ctrl-C, so that their loops end too
+INTERRUPTED = 130  # the shells' status after Ctrl-C, so that their loops end too
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 __all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RankLost", "RunStopped", "UserError"]
@@ -13,15 +13,15 @@ class UserError(Exception):
 
 
 class RunStopped(Exception):
-    """The run ended itself, say after non-finite values (exit status 3); the message says why."""
+    """The run stopped itself, for example after non-finite values (exit status 3); the message says why."""
 
 
 class RankLost(RunStopped):
-    """Another rank died, hangs or cannot be reached; the message names it. No decision of the run's own."""
+    """Another rank died, hangs or cannot be reached; the message names it."""
 
 
 class Preempted(Exception):
-    """The run was asked to leave, and saved its state; the message says where.
+    """The run was asked to exit and saved its state; the message says after which step.
 
     Args:
         status: PREEMPTED, or INTERRUPTED after Ctrl-C.

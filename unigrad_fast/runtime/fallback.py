@@ -1,11 +1,11 @@
-"""Text where an encoding lacks some of its characters: twins in ASCII for ours, codes for others."""
+"""Replaces characters that an encoding lacks: ASCII stand-ins for those we use, codes for others."""
 
 from __future__ import annotations
 
 import codecs
 import unicodedata
 
-NAME = "unigrad_fast.fallback"  # as the `errors` of a stream or of `str.encode`
+NAME = "unigrad_fast.fallback"  # for the `errors` argument of a stream or of `str.encode`
 
 TWINS = {
     **{"–": "-", "−": "-", "·": "*", "×": "x", "±": "+-", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">="},
@@ -18,19 +18,19 @@ TWINS = {
     **{chr(code): "#" for code in range(0x2580, 0x25A0)},  # blocks
     **{chr(code): "*" for code in range(0x2800, 0x2900)},  # the dots of spinners
 }
-CORNERS = range(0x2500, 0x2580)  # what lines have besides: where they meet
+CORNERS = range(0x2500, 0x2580)  # the remaining box-drawing characters: corners and crossings
 
 
 def twin(character: str) -> str:
-    """What stands for a character in ASCII; for a byte of a file's name that is no text, its code."""
+    """The ASCII stand-in of a character; for an undecodable byte of a file's name, its code."""
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # as os.fsdecode gives it
+    if 0xDC80 <= code <= 0xDCFF:  # an undecodable byte, as os.fsdecode returns it
         return _code(chr(code - 0xDC00))
     if character in TWINS:
         return TWINS[character]
     if code in CORNERS:
         return "+"
-    plain = unicodedata.normalize("NFKD", character)  # a superscript's digit; of letters with accents nothing is lost
+    plain = unicodedata.normalize("NFKD", character)  # digits of superscripts; accented letters become codes
     return plain if plain.isascii() else character.encode("ascii", "backslashreplace").decode()
 
 
@@ -44,12 +44,12 @@ codecs.register_error(NAME, _stand_in)
 
 
 def printable(text: str) -> str:
-    """Text that may hold a file's name that is none, as text."""
+    """Text with codes for undecodable bytes, which a file's name may contain."""
     return text.encode("utf-8", NAME).decode()
 
 
 def harmless(text: str) -> str:
-    """Text with codes for what steers a terminal, which a file's name may hold."""
+    """Text with codes for control characters, which a file's name may contain."""
     return "".join(_code(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
@@ -58,7 +58,7 @@ def _code(character: str) -> str:
 
 
 def fitted(text: str, encoding: str | None) -> str:
-    """Text with twins where an encoding lacks characters, for where the width counts."""
+    """Text with stand-ins for characters that an encoding lacks, for use where the width matters."""
     try:
         return text.encode(encoding or "utf-8", NAME).decode(encoding or "utf-8")
     except LookupError:

@@ -1,4 +1,4 @@
-"""Links that lead nowhere, and folders that can be made. Imports nothing that may be missing."""
+"""Checks for dangling links and for folders that cannot be made. Imports nothing that may be missing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from unigrad_fast.runtime.errors import UserError
 
 
 def dangling_link(path: Path) -> str | None:
-    """What is wrong with a path that is a link that leads nowhere, or lies below one; None when it does not."""
+    """What is wrong with a path that is a dangling link or lies below one; None for any other path."""
     for place in (path, *path.parents):
         if os.path.exists(place):
             break
         if os.path.islink(place):
-            return f"{place} is a link to {os.readlink(place)}, which is not there; make that, or give another path"
+            return f"{place} is a link to {os.readlink(place)}, which does not exist; create it, or give another path"
     return None
 
 
 def require_folder(output: Path) -> None:
-    """Raises UserError where no folder can be made: there is a file of that name or above it, or a dangling link."""
+    """Raises UserError if no folder can be made: the path or a parent is a file, or a dangling link."""
     if problem := dangling_link(output):
         raise UserError(f"output = {output}: {problem}")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(f"output = {output}: is a file or lies below one; name a folder")
+        raise UserError(f"output = {output}: is a file or lies below one; give a folder")

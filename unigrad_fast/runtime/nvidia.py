@@ -1,4 +1,4 @@
-"""NVIDIA's cards on this machine: how many torch can use, and where it can use none, why and what to do about it."""
+"""NVIDIA GPUs on this machine: how many torch can use; if none, why, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DRIVER = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True)
 class GPUs:
-    """What there is.
+    """The GPUs that were found.
 
     Attributes:
-        usable: cards that torch can use.
-        driver: version of NVIDIA's kernel driver; None where there is none.
-        hidden: CUDA_VISIBLE_DEVICES keeps them from this process.
-        problem, remedy: why torch can use none though there are some, and what to do about it; else empty.
+        usable: number of GPUs that torch can use.
+        driver: version of NVIDIA's kernel driver; None without a driver.
+        hidden: CUDA_VISIBLE_DEVICES hides them from this process.
+        problem, remedy: why torch can use none although there are some, and what to do; otherwise empty.
     """
 
     usable: int
@@ -30,8 +30,8 @@ class GPUs:
 
 
 def find() -> GPUs:
-    """What there is, without touching a card's memory."""
-    import torch  # here, for `doctor` says so where it is missing
+    """The GPUs, found without allocating memory on them."""
+    import torch  # here, so that `doctor` can report it missing
 
     driver = driver_version()
     with warnings.catch_warnings(record=True) as caught:
@@ -42,12 +42,12 @@ def find() -> GPUs:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return GPUs(0, driver, hidden=True)
     if not torch.version.cuda:
-        problem = f"there is a driver ({driver}), but this torch is built for the CPU alone"
+        problem = f"there is a driver ({driver}), but this torch is built for the CPU only"
         return GPUs(0, driver, problem=problem, remedy="pip install --force-reinstall torch torchvision")
     reason = str(caught[0].message).partition("(Triggered")[0].splitlines()[0] if caught else "torch sees no GPU"
     remedy = (
-        "`nvidia-smi` must list the GPUs: ask the scheduler for some (--gpus-per-node), start a container with --gpus "
-        "all; CUDA 13 needs driver 580 or newer, CUDA 12 driver 525"
+        "`nvidia-smi` must list the GPUs: request some from the scheduler (--gpus-per-node), or start the container "
+        "with --gpus all; CUDA 13 needs driver 580 or newer, CUDA 12 driver 525"
     )
     return GPUs(0, driver, problem=f"driver {driver}, but: {reason.strip()}", remedy=remedy)
 
@@ -63,7 +63,7 @@ def driver_version() -> str | None:
 
 
 def _drives_none() -> bool:
-    """Whether the driver says that it has no card, as on a machine that only prepares jobs."""
+    """Whether the driver reports no GPU, as on a login node."""
     try:
         return not any((DRIVER / "gpus").iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Older names of keys and commands: they still work, and a note on stderr says once what to write instead."""
+"""Former names of keys and commands: they still work, and a note on stderr gives the current name once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unigrad_fast.runtime.validation import shown
 
 
 def renamed(keys: Mapping[str, Any], old: str, new: str, prefix: str = "", quiet: bool = False) -> dict[str, Any]:
-    """A group of keys in which the value of an older key stands under the new one.
+    """A group of keys with the value of a former key moved to its current name.
 
     Args:
-        prefix: the dotted keys around the group, with a dot behind them, for messages.
-        quiet: print no note, as for files that an earlier version wrote.
+        prefix: the dotted path of the group with a trailing dot, for messages.
+        quiet: print no note, for files that an earlier version wrote.
 
     Raises:
         UserError: both keys are given, with different values.
@@ -27,8 +27,8 @@ def renamed(keys: Mapping[str, Any], old: str, new: str, prefix: str = "", quiet
     current = {key: value for key, value in keys.items() if key != old}
     if current.setdefault(new, keys[old]) != keys[old]:
         raise UserError(
-            f"{prefix}{old} = {shown(keys[old])}: {prefix}{new} = {shown(current[new])} is given too, and "
-            f"{prefix}{old} is its older name; leave {prefix}{old} out"
+            f"{prefix}{old} = {shown(keys[old])}: the former name of {prefix}{new}, which is given too, as "
+            f"{shown(current[new])}; leave {prefix}{old} out"
         )
     if not quiet:
         note(f"{prefix}{old}", f"{prefix}{new}")
@@ -37,6 +37,6 @@ def renamed(keys: Mapping[str, Any], old: str, new: str, prefix: str = "", quiet
 
 @cache
 def note(old: str, new: str) -> None:
-    """Prints, once per process and on the first rank only, that a name has changed."""
+    """Prints once per process, on rank 0 only, that a name has changed."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"note: {old} is now {new}", file=sys.stderr)

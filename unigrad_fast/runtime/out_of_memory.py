@@ -1,4 +1,4 @@
-"""Out of memory, on the host or a GPU: what was being made, how large it is, and which keys would help."""
+"""Messages for out-of-memory errors, on the host or a GPU: what was being made, its size, and which keys help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 from unigrad_fast.runtime.wording import byte_size
 
-# As torch's allocators, CUDA and its libraries, NCCL, DALI and the C++ library say it.
+# Messages of torch's allocators, CUDA and its libraries, NCCL, DALI and the C++ library.
 SIGNS = re.compile(
     r"out of memory|can't allocate memory|not enough memory|unable to allocate|cannot allocate memory|ALLOC_FAILED|"
     r"bad_alloc|allocation failed|failed to allocate",
@@ -18,24 +18,24 @@ SIGNS = re.compile(
 ASKED = re.compile(
     r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)|allocate ([\d.]+) ([KMGTPE]iB|bytes) for an array", re.IGNORECASE
 )
-RAN_OUT = "memory ran out"  # a note on the explained error, for whoever can say more
+RAN_OUT = "memory ran out"  # a note on the explained error, for code that can add advice
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; False for errors that were already explained."""
+    """Whether an error says that memory ran out; False for errors that have been explained already."""
     if isinstance(error, DataError | RunStopped | UserError):
         return False
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(SIGNS.search(str(error))))
 
 
 def asked_for(error: BaseException) -> str:
-    """The size that could not be allocated, if the error says it."""
+    """The size that could not be allocated, if the error names it."""
     match = ASKED.search(str(error))
     if match is None:
         return ""
     number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
-    return f"; {byte_size(float(number) * UNITS[unit])} more could not be had"
+    return f"; {byte_size(float(number) * UNITS[unit])} more could not be allocated"
 
 
 @contextmanager
@@ -46,13 +46,13 @@ def memory_for(
     kind: type[Exception] = UserError,
     state: str = "",
 ) -> Iterator[None]:
-    """Turns an error that says that memory ran out into one message.
+    """Turns an out-of-memory error into one message.
 
     Args:
         what: what is being allocated.
         expected: its size in bytes, or a function that computes it; None if unknown.
         remedy: what would need less memory.
-        kind: type of the error to raise: UserError before there is anything to lose, RunStopped later.
+        kind: type of the error to raise: UserError before the first step, RunStopped later.
         state: state of the run, for the message.
     """
     try:

@@ -1,8 +1,8 @@
-"""Where commands may write. The rule: what we did not write is never replaced.
+"""Where commands may write. The rule: files that we did not write are never replaced.
 
-A file goes to a free name, or to one that holds the same already; any other needs `--overwrite true`. A run goes to a
-new folder, to one that holds it, or to one with nothing in it that a run would replace. Nothing else replaces what a
-run consists of, and nothing goes to the images or through a link that leads nowhere.
+A file is written under a free name, or over one with the same content; anything else needs `--overwrite true`. A run
+is written to a new folder, to its own folder, or to one without files that a run would replace. No other command
+replaces files of a run, and nothing is written among the images or through a dangling link.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from unigrad_fast.runtime.whole_file import write_whole
 
 
 def require_file(path: Path, images: Mapping[str, Path | None] | None = None, run: Path | None = None) -> None:
-    """Raises UserError where no file may be written, as far as that is known without its content.
+    """Raises UserError if a file must not be written to a path, as far as that is known without its content.
 
     Args:
-        path: of the file.
-        images: folders of images by the keys that gave them, for a command that writes pictures.
-        run: a folder that holds a run in any case.
+        path: path of the file.
+        images: folders of images by the keys that named them, for a command that writes pictures.
+        run: a folder that is known to hold a run.
     """
     problem = dangling_link(path) or within_images(path, images or {})
     if problem is None and (owner := _owner(path, run)):
-        problem = f"belongs to the run in {owner}; give a file elsewhere, or in {owner.exports}"
+        problem = f"is inside the run in {owner}; give a file elsewhere, or in {owner.exports}"
     if problem:
         raise UserError(f"output = {path}: {problem}")
 
 
 def write_files(contents: Mapping[Path, bytes], overwrite: bool) -> None:
-    """Write files, or none of them where one of another content exists and may not be replaced.
+    """Write all files, or none if one exists with other content and must not be replaced.
 
     Raises:
-        UserError: one exists.
+        UserError: such a file exists.
     """
     wanted = {path: content for path, content in contents.items() if not _holds(path, content)}
     for path in wanted:
         if os.path.lexists(path) and not overwrite:
-            raise UserError(f"output = {path}: exists already; give another name, or --overwrite true")
+            raise UserError(f"output = {path}: already exists; give another name, or --overwrite true")
     for path, content in wanted.items():
         write_whole(path, content)
 
 
 def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
-    """Why pictures cannot be written to a path: it lies in a folder of images. None when it does not."""
+    """Why pictures cannot be written to a path: it is inside a folder of images. None if it is not."""
     real = Path(os.path.realpath(path))
     for key, folder in images.items():
         if folder is not None and os.path.isdir(folder) and real.is_relative_to(os.path.realpath(folder)):
-            return f"lies in {key} = {folder}, and what is written there would become images; give another place"
+            return f"lies in {key} = {folder}, where the output would be read as images; give another place"
     return None
 
 
 def require_whole_links(options: Node, prefix: str = "") -> None:
-    """Raises UserError where an option is a path through a link that leads nowhere."""
+    """Raises UserError if an option is a path through a dangling link."""
     for key, value in options:
         if isinstance(value, Node):
             require_whole_links(value, f"{prefix}{key}.")
@@ -66,7 +66,7 @@ def require_whole_links(options: Node, prefix: str = "") -> None:
 
 
 def _owner(path: Path, run: Path | None) -> RunFolder | None:
-    """The run that a file would belong to; None where that is none, or where it is in the run's folder of exports."""
+    """The run whose folder would contain a file; None if there is none, or if the file is among the run's exports."""
     real = Path(os.path.realpath(path))
     known = run and Path(os.path.realpath(run))
     for folder in map(RunFolder, real.parents):

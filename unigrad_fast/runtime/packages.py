@@ -1,4 +1,4 @@
-"""The packages that nothing runs without, and what to say where some are missing. Imports none of them."""
+"""The required packages, and the message if some are missing. Imports none of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unigrad_fast.runtime.shell import typed
 
-# Module, and the name that pip knows it by; setup.py says the versions.
+# Module and pip's name for it; setup.py has the versions.
 NEEDED = {
     **{"torch": "torch", "torchvision": "torchvision", "deepspeed": "deepspeed", "numpy": "numpy", "PIL": "pillow"},
     **{"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "tensorboard": "tensorboard"},
@@ -17,12 +17,12 @@ NEEDED = {
 
 
 def missing() -> list[str]:
-    """The packages that are not installed, as pip names them."""
+    """The required packages that are not installed, by their names for pip."""
     return [name for module, name in NEEDED.items() if not _is_there(module)]
 
 
 def complaint(module: str) -> str | None:
-    """What to say when the import of a module found none; None where it is no package that is needed."""
+    """The message for a module that could not be imported; None if it is not a required package."""
     top = module.partition(".")[0]
     names = missing()
     if NEEDED.get(top) not in names:

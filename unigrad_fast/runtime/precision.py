@@ -1,4 +1,4 @@
-"""The arithmetic that the networks compute in, and what of it torch keeps for the whole process."""
+"""Precision of the networks' arithmetic, and torch's process-wide settings for it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 @contextmanager
 def tensor_float32(allowed: bool) -> Iterator[None]:
-    """While inside, CUDA's fp32 matrix products and convolutions are computed in TF32, or not, whatever was set.
+    """Inside, CUDA's fp32 matrix products and convolutions use TF32 only if allowed, whatever was set before.
 
-    torch's default is TF32 in convolutions and not in products.
+    torch's default is TF32 for convolutions but not for matrix products.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     settings = (matmul, cudnn.conv, cudnn.rnn)
     before = [each.fp32_precision for each in settings]
     try:
-        # The older of torch's two interfaces keeps words of its own, and whoever reads them meets an error where the
-        # other contradicts. Where it does already, they stay as they are.
+        # torch's older interface has separate settings, and reading them raises an error if they contradict the newer
+        # ones. If they do already, they stay as they are.
         older = (torch.get_float32_matmul_precision(), cudnn.allow_tf32)
     except RuntimeError:
         older = None
@@ -66,10 +66,10 @@ def tensor_float32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """While inside, torch takes algorithms alone whose results repeat bit for bit, where that is wanted.
+    """Inside, if `wanted`, torch uses only algorithms whose results repeat bit for bit.
 
-    To be entered before the first matrix product on a GPU, for cuBLAS reads its variable then. An operation that has no
-    such algorithm raises RuntimeError and names itself.
+    Enter before the first matrix product on a GPU, because cuBLAS reads its environment variable then. An operation
+    without such an algorithm raises a RuntimeError that names it.
     """
     if not wanted:
         yield
@@ -83,7 +83,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     )
     try:
         torch.use_deterministic_algorithms(True)
-        fill.fill_uninitialized_memory = False  # it finds mistakes, and takes time
+        fill.fill_uninitialized_memory = False  # a debugging aid that takes time
         torch.backends.cudnn.deterministic = True
         os.environ[variable] = workspace or ":4096:8"
         yield
@@ -96,9 +96,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def fastest_convolutions(device: torch.device) -> Iterator[None]:
-    """While inside, cuDNN tries its algorithms on each new shape and keeps the fastest; on a GPU only.
+    """Inside, cuDNN benchmarks its algorithms for each new shape and keeps the fastest; on a GPU only.
 
-    Not where torch was told to be deterministic: which one is the fastest may differ from start to start.
+    Not if torch is deterministic, because the fastest algorithm may differ from run to run.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark

@@ -1,10 +1,10 @@
-"""Leaving in good order when the scheduler takes the machine away, the terminal is closed, or somebody types Ctrl-C.
+"""Orderly exit when the scheduler takes the machine away, the terminal is closed, or the user types Ctrl-C.
 
-SIGTERM, SIGUSR1, SIGHUP and SIGINT ask all ranks to save and leave; a signal that was ignored before, as by `nohup`,
-stays so. One rank that was told is enough: the ranks tell each other at the end of each step, in a collective of three
-numbers on the host whose result is read one step later, so that none waits for it; the others say that a rank has news,
-or cannot go on. A second signal ends the process at once; schedulers, terminals and launchers that pass a
-signal on both reach a process within moments, so that what follows the first within two seconds is taken for the same.
+SIGTERM, SIGUSR1, SIGHUP and SIGINT ask all ranks to save and exit; a signal that was ignored before, as under `nohup`,
+stays ignored. It is enough if one rank gets the signal: at the end of each step the ranks exchange three flags in a
+collective on the host, whose result is read one step later so that nobody waits for it. The other two flags say that a
+rank has news or cannot continue. A second signal ends the process immediately; but since a scheduler, a terminal and a
+launcher may all deliver the same signal, one that arrives within two seconds of the first is taken for the same.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SAME_SIGNAL_SECONDS = 2.0
 
 
 class Preemption:
-    """Watches for the signals; a context manager, to be entered in the main thread.
+    """Watches for the signals; a context manager that must be entered in the main thread.
 
     Args:
-        note: called with status and message where the process leaves at once, before it does.
+        note: called with status and message just before the process exits without saving.
 
     Attributes:
-        asked: the signal that this process was sent, if any.
-        status: with which the run ends, once `agreed` said that it has to.
+        asked: the signal that this process received, if any.
+        status: exit status of the run, once `agreed` has returned that it must end.
 
-    Signals are seen even while the main thread waits in a library: the interpreter writes each to a socket at once,
-    and a thread of our own reads it.
+    Signals are noticed even while the main thread waits inside a library: the interpreter writes each to a socket
+    immediately, and a thread of our own reads it.
     """
 
     def __init__(self, note: Callable[[int, str], None] = lambda status, said: None) -> None:
@@ -69,17 +69,20 @@ class Preemption:
         self._reading.close()
 
     def settle(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Before the process group ends: wait for what the ranks still tell each other, unless there was an error."""
+        """Call before the process group ends: waits for the last exchange of flags, unless there was an error."""
         sent, self._sent = self._sent, None
         if kind is None and sent is not None:
             sent[0].wait()
 
     def agreed(self, news: bool = False, ends: bool = False) -> tuple[bool, bool, bool]:
-        """At the end of each step, on all ranks: whether a step before one was asked to end, had news, cannot go on.
+        """Call on all ranks at the end of each step.
+
+        Returns:
+            Whether, one step earlier, any rank was asked to exit, had news, or could not continue.
 
         Args:
-            news: something that this rank wants all to hear of. It is told until all do.
-            ends: this rank cannot go on, so that all are to end.
+            news: this rank has something to exchange with all; repeated until all know.
+            ends: this rank cannot continue, so all must end.
         """
         before, self._sent = self._sent, None
         asked = told = ended = False
@@ -89,17 +92,17 @@ class Preemption:
             self.status = INTERRUPTED if flags[0] == INTERRUPTED else PREEMPTED
             asked, told, ended = (bool(flag) for flag in flags)
         if not (asked or ended):
-            # The status of Ctrl-C is the greater one.
+            # Ctrl-C has the larger status, so it wins the maximum.
             flags = torch.tensor([0 if self.asked is None else _status(self.asked), int(news and not told), int(ends)])
             self._sent = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
         return asked, told, ended
 
     @contextmanager
     def nothing_to_save(self, done: str):
-        """While inside, a signal ends the process at once, with the status of a preemption, for all is saved.
+        """Inside, a signal ends the process immediately with a preemption's status, because nothing needs saving.
 
         Args:
-            done: what is said then.
+            done: the message to print then.
         """
         self._nothing_to_save, self._done = True, done
         if self.asked is not None:
@@ -113,7 +116,7 @@ class Preemption:
         first = None
         while received := self._reading.recv(1):
             number = received[0]
-            if number not in self._handlers:  # one that somebody else answers
+            if number not in self._handlers:  # handled elsewhere
                 continue
             now = time.monotonic()
             if first is None:
@@ -121,9 +124,9 @@ class Preemption:
                 if self._nothing_to_save:
                     self._leave()
                 if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-                    _say(f"{self.asked.name}: saving after this step; a second one ends at once, without saving")
+                    _say(f"{self.asked.name}: saving after this step; a second signal exits at once, without saving")
             elif now - first > SAME_SIGNAL_SECONDS:
-                _say(f"second {signal.Signals(number).name}: leaving at once, without saving")
+                _say(f"second {signal.Signals(number).name}: exiting at once, without saving")
                 os._exit(128 + number)
 
     def _leave(self) -> None:
@@ -138,10 +141,10 @@ def _status(number: signal.Signals) -> int:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """In place of the default, which would end the process; `Preemption._watch` sees the signal too."""
+    """Replaces the default, which would end the process; `Preemption._watch` handles the signal."""
 
 
 def _say(message: str) -> None:
-    """To stderr, unbuffered, and even when the main thread holds its lock."""
-    with suppress(OSError):  # its reader is gone
+    """Print to stderr, unbuffered, even if the main thread holds the stream's lock."""
+    with suppress(OSError):  # nobody reads it any more
         os.write(2, f"{message}\n".encode("ascii", fallback.NAME))

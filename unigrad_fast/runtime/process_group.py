@@ -1,11 +1,11 @@
-"""Processes of a run: which launcher started this one, and the process group that joins them.
+"""Processes of a run: which launcher started this one, and the process group that connects them.
 
-`torchrun` and `deepspeed` say in the environment who a process is; under SLURM `srun` does so in its own
-words; without a launcher a run is one process, which needs no network.
+`torchrun` and `deepspeed` identify a process by environment variables; SLURM's `srun` does so with its own variables;
+without a launcher a run is one process, which needs no network.
 
-A rank that dies is noticed by its launcher, which ends the others (torchrun, `srun --kill-on-bad-exit=1`), and on gloo
-by the others themselves, whose next collective fails when the connection breaks (after 0.1 s on one machine). One that
-hangs is noticed when a collective has taken its timeout. `attendance` says which one it was.
+If a rank dies, its launcher notices and ends the others (torchrun, `srun --kill-on-bad-exit=1`); on gloo the others
+notice too, because their next collective fails when the connection breaks (after 0.1 s on one machine). If a rank
+hangs, collectives time out. `attendance` finds out which rank it was.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from unigrad_fast.runtime.rendezvous import meet, told
 
 Result = TypeVar("Result")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may wait for one that lists millions of files
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may have to wait for one that lists millions of files
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-NCCL_MARGIN = 1.5  # its timeout, by that of the collectives on the host
+NCCL_MARGIN = 1.5  # NCCL's timeout as a multiple of the timeout of host collectives
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says about this process.
+    """This process as described by its launcher.
 
     Attributes:
         launcher: "single", "torchrun", "deepspeed", "slurm", or "environment" for any other that sets RANK.
-        rank, size: this process among all of the run.
-        local_rank, local_size: this process among those on its machine.
+        rank, size: index of this process and number of processes in the run.
+        local_rank, local_size: the same among the processes on its machine.
         address, port: where rank 0 can be reached; None for a single process.
     """
 
@@ -63,12 +63,12 @@ class World:
     """This process in the run, once the process group exists.
 
     Attributes:
-        rank, size: this process among all of the run.
-        local_rank, local_size: this process among those on its machine.
-        device: what this process computes on.
-        backend: of collectives on the device's tensors, "gloo" or "nccl". CPU tensors always go through gloo.
+        rank, size: index of this process and number of processes in the run.
+        local_rank, local_size: the same among the processes on its machine.
+        device: the device of this process.
+        backend: backend of collectives on the device's tensors, "gloo" or "nccl". CPU tensors always use gloo.
         hosts: the machine of each rank, by name.
-        store: what the ranks share beside collectives.
+        store: the key-value store shared by all ranks.
     """
 
     rank: int
@@ -82,14 +82,14 @@ class World:
 
 
 def launch_environment(environ: Mapping[str, str]) -> Launch:
-    """Who this process is, from its environment variables.
+    """Identify this process from its environment variables.
 
     Raises:
-        UserError: the environment is incomplete or contradicts itself; the message names the variable.
+        UserError: the environment is incomplete or contradictory; the message names the variable.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_launcher(environ)
-    # Only srun's tasks have a step; in the batch script itself SLURM_NTASKS says what is reserved.
+    # Only srun's tasks have a step ID; in the batch script itself SLURM_NTASKS is what was reserved.
     if environ.get("SLURM_STEP_ID") and "SLURM_PROCID" in environ:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         if size in environ and _integer(environ, size) > 1:
@@ -107,7 +107,7 @@ def _from_launcher(environ: Mapping[str, str]) -> Launch:
         return Launch(name)
     local_size = _integer(environ, local)
     if local_size > size:
-        raise UserError(f"{local} is {local_size}, but WORLD_SIZE, which counts all machines, is {size}")
+        raise UserError(f"{local} is {local_size}, more than WORLD_SIZE, which counts all machines and is {size}")
     return Launch(
         name,
         rank=rank,
@@ -125,7 +125,7 @@ def _from_slurm(environ: Mapping[str, str], size_name: str) -> Launch:
     counts = _tasks_per_node(local, _text(environ, local))
     node = _integer(environ, "SLURM_NODEID", below=(local, len(counts))) if len(set(counts)) > 1 else 0
     if counts[node] > size:
-        raise UserError(f"{local} is {environ[local]}, but {size_name}, which counts all machines, is {size}")
+        raise UserError(f"{local} is {environ[local]}, more than {size_name}, which counts all machines and is {size}")
     hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     return Launch(
         "slurm",
@@ -146,7 +146,7 @@ def _first_host(name: str, nodelist: str) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port below the range from which systems serve themselves, and another for each job and step."""
+    """A port below the system's range of ephemeral ports, different for each job and step."""
     step = environ["SLURM_STEP_ID"]
     return 12000 + (97 * _integer(environ, "SLURM_JOB_ID") + (int(step) if step.isdecimal() else 0)) % 20000
 
@@ -163,14 +163,14 @@ def _tasks_per_node(name: str, text: str) -> list[int]:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """SLURM's compressed list of hosts, "gpu[01-03,07],login", one by one: gpu01, gpu02, gpu03, gpu07, login.
+    """Expands SLURM's list of hosts: "gpu[01-03,07],login" becomes gpu01, gpu02, gpu03, gpu07, login.
 
     Raises:
         ValueError: it is empty or malformed.
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
-        parts = re.split(r"\[([^\[\]]*)\]", word.strip())  # text and bracket in turn
+        parts = re.split(r"\[([^\[\]]*)\]", word.strip())  # alternately text and content of brackets
         choices = [_ranges(part) if i % 2 else [part] for i, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
     if not all(hosts) or not hosts or re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", nodelist)):
@@ -193,7 +193,7 @@ def _ranges(text: str) -> list[str]:
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise UserError(
-            f"{name} is not set, although other variables say that this is one of several processes; start "
+            f"{name} is not set, but other variables say that this is one of several processes; start "
             "the run with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE for a single process"
         )
     return environ[name]
@@ -202,9 +202,9 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 def _integer(environ: Mapping[str, str], name: str, below: tuple[str, int] | None = None) -> int:
     text = _text(environ, name)
     if not text.isdecimal():
-        raise UserError(f"{name} is {text!r}, expected a whole number")
+        raise UserError(f"{name} is {text!r}, expected an integer")
     if below is not None and int(text) >= below[1]:
-        raise UserError(f"{name} is {text}, but {below[0]} leaves 0 to {below[1] - 1}")
+        raise UserError(f"{name} is {text}, but {below[0]} allows only 0 to {below[1] - 1}")
     return int(text)
 
 
@@ -215,7 +215,7 @@ def _port(environ: Mapping[str, str]) -> int:
     return port
 
 
-_changed: dict[str, str | None] = {}  # environment variables that `start` set, with what they were before
+_changed: dict[str, str | None] = {}  # environment variables that `start` has set, with their previous values
 
 
 def start(
@@ -226,25 +226,25 @@ def start(
     """Join the run's processes: initialise torch.distributed and choose this process's device.
 
     Args:
-        device: "cpu", "cuda", or "auto" for CUDA where there is a GPU.
+        device: "cpu", "cuda", or "auto" for CUDA if there is a GPU.
         rendezvous_timeout: how long to wait for the other processes.
-        timeout: that a collective may take.
+        timeout: how long a collective may take.
 
     Raises:
-        UserError: the environment is wrong, not all processes came, or not all have the device: no GPU, one that torch
-            cannot use, or GPUs on some machines only.
+        UserError: the environment is wrong, some processes did not connect, or not all have the device: no GPU, one
+            that torch cannot use, or GPUs on some machines only.
     """
     launch = launch_environment(os.environ)
     require_limits(launch.size)
     mine = devices.choose(device, launch.local_rank, launch.local_size, own_card=launch.launcher == "slurm")
     chosen = mine.device
-    # DeepSpeed wants it, as the index of the device.
+    # DeepSpeed takes LOCAL_RANK for the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
     _set("LOCAL_WORLD_SIZE", str(launch.local_size))  # the loader divides the cores by it
     if chosen.type == "cpu":
-        _set("DS_ACCELERATOR", "cpu")  # else DeepSpeed takes a GPU where there is one
+        _set("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes a GPU if there is one
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
-        # On one machine the loopback device does, while a host name may not resolve, without a network say.
+        # On one machine the loopback device suffices, while the host's name may not resolve, for example offline.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     _take_fair_share(launch.local_size)
     try:
@@ -253,7 +253,7 @@ def start(
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         with told(
-            f"rank {launch.rank} of {launch.size}: all processes are there, but not all reach each other; {WAYS}"
+            f"rank {launch.rank} of {launch.size}: all processes have started, but some cannot reach each other; {WAYS}"
         ):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
@@ -271,10 +271,10 @@ def start(
         if launch.size == 1:
             raise
         raise UserError(
-            f"rank {launch.rank} of {launch.size} did not meet the others at {launch.address}:{launch.port} "
+            f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:{launch.port} "
             f"within {rendezvous_timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
-            f"Check that all {launch.size} processes were started, that MASTER_ADDR and MASTER_PORT name a "
-            f"free port of rank 0's machine that the others may reach; {WAYS}"
+            f"Check that all {launch.size} processes were started, and that MASTER_ADDR and MASTER_PORT name a "
+            f"free port of rank 0's machine that the others can reach; {WAYS}"
         ) from error
     return World(
         rank=launch.rank,
@@ -289,7 +289,7 @@ def start(
 
 
 def _take_fair_share(ranks: int) -> None:
-    """Has torch compute with no more threads than this rank has cores, unless the user chose a number."""
+    """Limit torch's threads to this rank's share of the cores, unless the user chose a number."""
     chosen = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     if not chosen and torch.get_num_threads() > usable_cores(ranks):
         torch.set_num_threads(usable_cores(ranks))
@@ -298,7 +298,7 @@ def _take_fair_share(ranks: int) -> None:
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        # Once imported, DeepSpeed keeps groups of its own, which a later engine in this process would use.
+        # Once imported, DeepSpeed keeps its own groups, which a later engine in this process would use.
         deepspeed = sys.modules.get("deepspeed.comm")
         if deepspeed is not None and deepspeed.is_initialized():
             deepspeed.destroy_process_group()
@@ -311,8 +311,8 @@ def stop() -> None:
 def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
     """`start`, and `stop` at the end.
 
-    After an error the process group is left as it is where ranks compute on GPUs: the others may wait in a collective
-    that will not come, and to leave in order would be to wait for them.
+    After an error on GPUs the process group is not stopped: the other ranks may be waiting in a collective that this
+    one will never start, and an orderly stop would wait for them.
     """
     world = start(device, timeout=timeout)
     try:
@@ -326,7 +326,7 @@ def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> It
 
 @contextmanager
 def patient(timeout: timedelta) -> Iterator[None]:
-    """While inside, collectives may take long: one rank does what the others wait for. Afterwards `timeout` again."""
+    """Inside, collectives may take long, because ranks wait for one that works; afterwards `timeout` applies again."""
     limit(max(timeout, COLLECTIVE_TIMEOUT))
     try:
         yield
@@ -335,15 +335,15 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
 
 def limit(timeout: timedelta) -> None:
-    """How long a collective may take from now on, in every group that there is, those of libraries too."""
-    # What the host waits for fails first, with an error that can be explained; NCCL ends the process.
+    """Set the timeout of collectives in every existing group, including those of libraries."""
+    # Host collectives must time out first, with an error that we can explain; NCCL kills the process.
     torch_private.set_timeout(lambda backend: timeout * NCCL_MARGIN if backend == "nccl" else timeout)
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Do something that may fail; when it does on one rank, all ranks raise the error of the first that failed.
+    """Run `work` on every rank; if it fails on some, all ranks raise the error of the first of them.
 
-    Without a process group it is a plain call. Errors are those a user can cause: wrong input, a full disk.
+    Without a process group it is a plain call. Only errors that a user can cause are shared: wrong input, a full disk.
     """
     failure: Exception | None = None
     try:
@@ -357,7 +357,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 
 def on_first(work: Callable[[], Result]) -> Result:
-    """Do something on rank 0 alone; all ranks get its picklable value, or raise its error, and none goes on before."""
+    """Run `work` on rank 0 only; all ranks wait for it and return its picklable value or raise its error."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     made = on_all_ranks(lambda: work() if is_first else None)
     if not dist.is_initialized():

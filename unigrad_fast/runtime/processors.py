@@ -1,4 +1,4 @@
-"""Threads that compute and the cores they have: too many of them on too few run several times slower than one would."""
+"""Warns of too many compute threads for the available cores, which can be several times slower than one thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOLERATED = 0.5  # cores
 
 @dataclass(frozen=True)
 class Use:
-    """What one rank has and uses.
+    """Cores that one rank has and uses.
 
     Attributes:
         place: its machine, and the numbers of the cores that it may run on.
-        quota: cores' worth of time that its control groups grant, if they limit it.
-        threads: with which torch computes.
-        own: cores that this process kept busy.
-        busy: cores among its own that anybody kept busy; None where the system does not say.
+        quota: CPU time that its control groups allow, in cores; None if unlimited.
+        threads: torch's compute threads.
+        own: mean number of cores that this process kept busy.
+        busy: mean number of its cores that were busy with any process; None if the system does not say.
     """
 
     place: tuple[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Use:
 
 
 class Watch:
-    """Sees how busy this process's cores are from when it is made."""
+    """Measures how busy this process's cores are, from its creation on."""
 
     def __init__(self) -> None:
         self.cores = own_cores()
@@ -56,15 +56,15 @@ class Watch:
         )
 
     def crowded(self) -> str | None:
-        """What there is to say of rank 0's cores; all ranks call this together."""
+        """A warning if rank 0's cores are overloaded; all ranks call this together."""
         return crowded(gather(self.use()))
 
 
 def crowded(uses: list[Use]) -> str | None:
-    """Whether the threads of ranks that share rank 0's cores wait for each other or for other programs, and what to do.
+    """A warning with a remedy if ranks on rank 0's cores have too few cores, also because of other programs; else None.
 
     Args:
-        uses: of all ranks, rank 0's first.
+        uses: one per rank, rank 0's first.
     """
     first = uses[0]
     sharing = [use for use in uses if use.place == first.place]
@@ -92,7 +92,7 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds(cores: set[int]) -> float | None:
-    """Seconds that some cores were at work for anybody, or taken away by the machine's host."""
+    """Seconds that some cores were busy with any process, or taken away by the hypervisor."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         total = 0

@@ -1,4 +1,4 @@
-"""Silence of libraries that warn of what no user can change. Imports nothing that may be missing."""
+"""Silences library warnings that users cannot act on. Imports nothing that may be missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """While inside, neither warnings nor log messages up to that level are shown."""
+    """Inside, neither Python warnings nor log messages up to WARNING are shown."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

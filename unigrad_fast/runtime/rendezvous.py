@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and who is said to be awaited where that takes long."""
+"""Rendezvous of a run's processes; if it takes long, says which ranks are missing."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
 
-NOTICE_SECONDS = 15.0  # of waiting, after which it is said what for
-LONGEST_PAUSE = 0.1  # seconds between two looks whether all are there
-SHOWN = 8  # missing ranks, by number
+NOTICE_SECONDS = 15.0  # of waiting before a message says what for
+LONGEST_PAUSE = 0.1  # seconds between two checks whether all are present
+SHOWN = 8  # missing ranks listed by number
 
 
 def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
-    """A store that all ranks share, once all of them are there.
+    """Wait for all ranks; returns the store that they share.
 
     Raises:
-        RuntimeError, ValueError: not all of them came in time.
+        RuntimeError, ValueError: some did not connect in time.
     """
     begun = time.monotonic()
     host = f"[{address}]" if ":" in address else address
-    # Each process counts itself alone here: torch's own count does not say who is missing.
+    # world_size=1, because we count ranks ourselves: torch's own count does not say which are missing.
     url = f"tcp://{host}:{port}?rank={rank}&world_size=1"
-    with _resolved(rank, size, address, port), told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}"):
+    # Rank 0 opens the store itself, so it does not wait for itself, however slow its machine is.
+    waiting = told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}") if rank else nullcontext()
+    with _resolved(rank, size, address, port), waiting:
         store, _, _ = next(dist.rendezvous(url, timeout=timeout))
-    # torchrun's store outlives the processes, and with it the addresses of those that were killed: a process that it
-    # starts again would try to reach the dead, and wait.
+    # torchrun's store outlives the processes and still has the addresses of killed ones: without a new prefix, a
+    # restarted process would try to reach them and hang.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
         _gather(store, rank, size, f"{host}:{port}", begun, timeout)
     except dist.DistNetworkError:
-        raise RuntimeError("rank 0 has left again, and says why") from None
+        raise RuntimeError("rank 0 has exited; its own message says why") from None
     return store
 
 
@@ -48,12 +50,12 @@ def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, t
     while not store.check(["all"]):
         waited = time.monotonic() - begun
         if waited > timeout.total_seconds():
-            store.set("all", f"{_named(_missing(store, size))} did not come")  # which the others read too
+            store.set("all", f"{_named(_missing(store, size))} did not connect")  # the others read it too
             time.sleep(5 * LONGEST_PAUSE)
             break
         if not noticed and waited > NOTICE_SECONDS:
             missing = _missing(store, size)
-            if all(other in missing for other in range(rank)):  # one rank speaks for all
+            if all(other in missing for other in range(rank)):  # only the lowest rank prints it
                 say(f"rank {rank} of {size} waits for {_named(missing)} at {place}")
             noticed = True
         time.sleep(pause)
@@ -64,7 +66,7 @@ def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, t
 
 @contextmanager
 def told(what: str | Callable[[], str]) -> Iterator[None]:
-    """Says what is waited for, on stderr, where that takes more than NOTICE_SECONDS."""
+    """Prints a message on stderr if the work inside takes more than NOTICE_SECONDS."""
     timer = threading.Timer(NOTICE_SECONDS, lambda: say(what if isinstance(what, str) else what()))
     timer.daemon = True
     timer.start()
@@ -80,7 +82,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def _resolved(rank: int, size: int, address: str, port: int) -> Iterator[None]:
-    """Says at once where an address has no meaning here, which torch keeps trying; it may get one."""
+    """Reports immediately if an address cannot be resolved, while torch keeps trying, since it may appear later."""
     done = threading.Event()
 
     def resolve() -> None:
@@ -89,7 +91,7 @@ def _resolved(rank: int, size: int, address: str, port: int) -> Iterator[None]:
         except (OSError, UnicodeError) as error:
             if not done.is_set():
                 reason = getattr(error, "strerror", None) or error
-                say(f"rank {rank} of {size}: MASTER_ADDR is {address}, which cannot be resolved ({reason}); trying on")
+                say(f"rank {rank} of {size}: MASTER_ADDR {address} cannot be resolved ({reason}); still trying")
 
     threading.Thread(target=resolve, name="resolving", daemon=True).start()
     try:

@@ -1,9 +1,9 @@
-"""The folder of a run: what is in it under which name, who may write to it, its configuration, how an attempt ended.
+"""A run's folder: the names of its files, who may write to it, its configuration, and how the last attempt ended.
 
-A launcher may report another status than its ranks ended with: `srun --kill-on-bad-exit=1` ends the others by a signal
-as soon as one has left, torchrun says 1 whatever it was. So RUN/preempted.txt says that the run was told to leave and
-the same command goes on, RUN/stopped.txt that it stopped itself and somebody has to look. Processes that torchrun
-starts again leave with the same status; the next command clears both.
+A launcher may report another status than its ranks exited with: `srun --kill-on-bad-exit=1` kills the others as soon as
+one has exited, and torchrun always reports 1. So RUN/preempted.txt says that the run was asked to exit and the same
+command resumes it, RUN/stopped.txt that it stopped itself and needs attention. Processes restarted by torchrun exit
+with the same status again; the next command removes both files.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from unigrad_fast.runtime.wording import byte_size
 
 NEW_RUN = "to start a new run, choose another --output"
 KEYS = ("seed", "output", "recipe", "data", "model", "objective", "target", "optimizer", "schedule")
-LARGEST_CONFIGURATION = 1 << 20  # bytes; a run's has some thousand
+LARGEST_CONFIGURATION = 1 << 20  # bytes; a run's file has a few thousand
 STOPPED_STATUS = 3
-CHECKPOINT = "checkpoint.json"  # which every complete checkpoint has
+CHECKPOINT = "checkpoint.json"  # present in every complete checkpoint
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name in the folder of a run; as an attribute of a `RunFolder` it is the path there.
+    """A name in a run's folder; as an attribute of a `RunFolder` instance it is the path.
 
     Attributes:
         is_folder: it is a folder, not a file.
-        is_own: a run replaces what has this name, so that it is refused where no run lies.
-        is_mark: a folder that has all of these is a run's, and no folder of images.
-        is_of_attempt: it goes where the run begins again.
-        judges: it says something of the run's checkpoints.
+        is_own: a run replaces files of this name, so a folder with it is refused unless it holds a run.
+        is_mark: a folder that has all marked names is a run's, not a folder of images.
+        is_of_attempt: it is deleted when the run starts over.
+        judges: it is an evaluation of the run's checkpoints.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Entry:
 
 
 class RunFolder:
-    """One run's folder, whether it is there or not."""
+    """The folder of one run, which need not exist yet."""
 
     configuration = Entry("config.yaml", is_mark=True)
     metrics = Entry("metrics.jsonl", is_mark=True, is_of_attempt=True)
@@ -70,10 +70,10 @@ class RunFolder:
     checkpoints = Entry("checkpoints", is_folder=True)
     tensorboard = Entry("tensorboard", is_folder=True)
     evaluation = Entry("evaluation", is_folder=True, judges=True)
-    first_knn = Entry("knn.json", judges=True)  # where `evaluate` wrote before it had a folder, as the next two
+    first_knn = Entry("knn.json", judges=True)  # this and the next two: written by early versions of `evaluate`
     first_linear = Entry("linear.json", judges=True)
     first_probe = Entry("linear.safetensors", judges=True)
-    exports = Entry("export", is_folder=True, is_own=False)  # the one folder that other commands may write to
+    exports = Entry("export", is_folder=True, is_own=False)  # the only folder that other commands may write to
     preempted = Entry("preempted.txt", is_own=False)
     stopped = Entry("stopped.txt", is_own=False)
     lock = Entry(".lock", is_own=False)
@@ -85,11 +85,11 @@ class RunFolder:
         return str(self.path)
 
     def holds_run(self) -> bool:
-        """Whether a run lies there: the configuration that every run begins with, or a checkpoint."""
+        """Whether the folder holds a run: the configuration that every run writes first, or a checkpoint."""
         return _is_configuration(self.configuration) or self._has_checkpoint()
 
     def problem(self) -> str | None:
-        """Why a run cannot be written here, or go on here; None when it can."""
+        """Why a run can be neither started nor resumed in this folder; None if it can."""
         if problem := dangling_link(self.path):
             return problem
         if not os.path.exists(self.path):
@@ -103,21 +103,21 @@ class RunFolder:
         ours = sorted((each for each in OWN if each.name in there), key=lambda each: each.name)
         if ours and not self.holds_run():
             names = ", ".join(each.name for each in ours)
-            return f"this is not a run, and a run would replace {names}; give another folder, or move them away"
+            return f"not a run's folder, but a run would replace {names}; give another folder, or move them away"
         for each in ours:
             path = self.path / each.name
             if problem := dangling_link(path):
                 return problem
             if each.is_folder != os.path.isdir(path):
                 found, wanted = ("file", "folder") if each.is_folder else ("folder", "file")
-                return f"{each.name} is a {found}, where a run keeps a {wanted}; move it away, or give another folder"
+                return f"{each.name} is a {found}, but must be a {wanted}; move it away, or give another folder"
         judged = ", ".join(each.name for each in ours if each.judges)
         if judged and not self._has_checkpoint():
             return f"{judged} belongs to deleted checkpoints; move it away, or give another folder"
         return None
 
     def saved_configuration(self) -> dict[str, Any] | None:
-        """The tree in config.yaml, unchecked; None where there is none. Raises UserError where it is damaged."""
+        """The tree in config.yaml, unchecked; None without that file. Raises UserError if it is damaged."""
         import yaml
 
         path = self.configuration
@@ -128,19 +128,19 @@ class RunFolder:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{path}: cannot be read ({error}); {NEW_RUN}") from None
         if not isinstance(saved, dict):
-            raise UserError(f"{path}: is not the configuration of a run; {NEW_RUN}")
+            raise UserError(f"{path}: not a run's configuration; {NEW_RUN}")
         return saved
 
     @contextmanager
     def occupied(self, numbered: bool = False) -> Iterator[RunFolder]:
-        """Makes the folder and keeps other processes off it while inside; all ranks call this together.
+        """Makes the folder and locks it against other processes while inside; all ranks call this together.
 
         Args:
-            numbered: where there is something of its name already, NAME-2, NAME-3, ... is taken, which it yields.
+            numbered: if the name is taken, use NAME-2, NAME-3, ... instead. The folder used is yielded.
 
         Raises:
-            UserError: on all ranks, when another process writes to it, or it holds what a run would replace.
-            OSError: on all ranks, when it cannot be written.
+            UserError: on all ranks, if another process writes to it, or it holds files that a run would replace.
+            OSError: on all ranks, if it cannot be written.
         """
         from unigrad_fast.runtime.process_group import on_first
 
@@ -148,18 +148,21 @@ class RunFolder:
             yield RunFolder(on_first(lambda: _occupy(self.path, numbered, stack)))
 
     def begin(self, configuration: str, goes_on: bool) -> bool:
-        """Writes config.yaml; whether an attempt before had begun, whose files are cleared away but for log.txt.
+        """Writes config.yaml, and deletes the files of a previous attempt except log.txt, unless the run is resumed.
+
+        Returns:
+            Whether there were such files.
 
         Args:
-            configuration: the text.
-            goes_on: the run goes on from a checkpoint, and so do its files.
+            configuration: the text of config.yaml.
+            goes_on: the run is resumed from a checkpoint, so its files are kept.
 
         Raises:
-            UserError: a checkpoint has come to a run that has none.
+            UserError: another process has meanwhile saved a checkpoint in the folder of a new run.
         """
         if not goes_on and self.complete_checkpoints():
             raise UserError(
-                f"output = {self}: another process has trained there meanwhile; the same command continues it"
+                f"output = {self}: another process trained there meanwhile; the same command resumes that run"
             )
         left = [] if goes_on else [path for name in OF_AN_ATTEMPT for path in self.path.glob(name)]
         for path in left:
@@ -168,25 +171,25 @@ class RunFolder:
         return bool(left)
 
     def little_space(self, checkpoint: int, keep: int) -> str | None:
-        """What to warn of where less than two checkpoints of so many bytes fit on the disk; None when more do."""
+        """A warning if fewer than two checkpoints of so many bytes fit on the disk; None otherwise."""
         free = shutil.disk_usage(self.path).free
         if free >= 2 * checkpoint:
             return None
         return (
             f"little space: {byte_size(free)} are free on the disk of {self}, a checkpoint takes "
-            f"{byte_size(checkpoint)}, and checkpoint.keep = {keep} has up to {keep + 1} of them there; make room, or "
-            "the run may stop"
+            f"{byte_size(checkpoint)}, and checkpoint.keep = {keep} keeps up to {keep + 1} of them; free disk space, "
+            "or the run may stop"
         )
 
     def clear_endings(self, environ: Mapping[str, str]) -> None:
-        """Removes what says how the attempt before ended; files of these names that are somebody else's stay.
+        """Removes notes on how the previous attempt ended; files of the same names that are not ours stay.
 
         Raises:
-            Preempted, RunStopped: as then, where torchrun starts the processes again though they ended on purpose.
+            Preempted, RunStopped: as in that attempt, if torchrun restarts processes that ended on purpose.
         """
         if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
             if ended := _ending(self.stopped):
-                raise RunStopped(f"{ended[1]}; the same command, typed anew, begins another attempt")
+                raise RunStopped(f"{ended[1]}; run the same command again for another attempt")
             if ended := _ending(self.preempted):
                 raise Preempted(ended[1], ended[0])
         for path in (self.preempted, self.stopped):
@@ -196,7 +199,7 @@ class RunFolder:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Writes down how an attempt ends on purpose; preempted ranks wait here until all are there."""
+        """Records in the folder how an attempt ends on purpose; preempted ranks wait here for each other."""
         from unigrad_fast.runtime.process_group import on_first
 
         try:
@@ -207,21 +210,21 @@ class RunFolder:
             raise
         except RankLost:
             raise
-        except RunStopped as error:  # maybe on this rank alone
+        except RunStopped as error:  # possibly on this rank only
             _note(self.stopped, STOPPED_STATUS, str(error))
             raise
 
     def note_preemption(self, status: int, said: str) -> None:
-        """Writes down that an attempt was told to leave, where the disk takes it."""
+        """Records that an attempt was asked to exit, if the disk permits."""
         _note(self.preempted, status, said)
 
     def log_loss(self, said: str) -> None:
-        """Into log.txt, where the disk takes it; the error of a collective, which stands there, names nobody."""
+        """Records a lost rank in log.txt, if the disk permits; the collective's own error does not name the rank."""
         with suppress(OSError), open(self.log, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(log_line(f"stopped: {said}"))
 
     def complete_checkpoints(self) -> list[Path]:
-        """Folders of the complete checkpoints, oldest first; a copy under another name is the user's."""
+        """Folders of the complete checkpoints, oldest first; copies under other names are ignored."""
         found = self.checkpoints.glob("step-*")
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
@@ -241,7 +244,7 @@ def log_line(message: str) -> str:
 
 
 def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
-    """Makes and locks the folder until the stack ends; the system takes the lock back however this process ends."""
+    """Makes the folder and locks it until the stack ends; the system releases the lock however this process ends."""
     import fcntl  # not on every system; the package can be imported without it
 
     if not numbered and (problem := RunFolder(wanted).problem()):
@@ -259,15 +262,15 @@ def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(lock)
             raise UserError(
-                f"output = {run}: another process trains in this folder; end it first, or give another folder"
+                f"output = {run}: another process is training in this folder; end it first, or give another folder"
             ) from None
-        # A file system without locks: nothing to be done about it.
+        # A file system without locks: go on without one.
     stack.callback(_leave, run, lock, made)
     return run.path
 
 
 def _leave(run: RunFolder, lock: int, made: list[Path]) -> None:
-    """Gives the folder back; where nothing was written, what was made, the innermost first, is gone again."""
+    """Unlocks the folder; if nothing was written, removes what was made, innermost first."""
     if not run.configuration.exists():
         with suppress(OSError):
             for path in made:
@@ -276,7 +279,7 @@ def _leave(run: RunFolder, lock: int, made: list[Path]) -> None:
 
 
 def _make_numbered(wanted: Path) -> Path:
-    """The first of NAME, NAME-2, NAME-3, ... that is not there, made; of several that ask at once each gets its own."""
+    """Makes the first of NAME, NAME-2, NAME-3, ... that does not exist; concurrent calls get different folders."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -287,7 +290,7 @@ def _make_numbered(wanted: Path) -> Path:
 
 
 def _is_configuration(path: Path) -> bool:
-    """Whether a file is the whole tree with the run's folder in it, as a run writes it."""
+    """Whether a file is a complete configuration including the run's folder, as a run writes it."""
     import yaml
 
     try:
@@ -307,7 +310,7 @@ def _note(path: Path, status: int, said: str) -> None:
 
 
 def _ending(path: Path) -> tuple[int, str] | None:
-    """Status and message; None where there is no such file of ours."""
+    """Status and message; None if there is no such file, or it is not ours."""
     with suppress(OSError, UnicodeDecodeError):
         with open(path, encoding="utf-8") as file:
             match = re.fullmatch(r"status (\d+): (.*)\n?", file.read(1 << 16))

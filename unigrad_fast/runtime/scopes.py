@@ -1,4 +1,4 @@
-"""What a key of a configuration is for beside the result: said at its field, or at a group for all keys below it."""
+"""Scopes of configuration keys: what a key affects. Declared at a field, or at a group for all keys below it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from unigrad_fast.runtime.validation import Node, group
 
 
 class Scope(Flag):
-    """Stands in the `Annotated` of a field. A key without any decides the result, and all ranks have the same value."""
+    """Given in a field's `Annotated`. A key without a scope decides the result and is the same on all ranks."""
 
     RESULT = 0
     MACHINE = auto()
-    """Decides where and how fast, or what is reported: it may change when a run is continued."""
+    """Decides where and how fast a run computes, or what it reports: it may change when a run is resumed."""
     RANK = auto()
     """Each rank may have its own value."""
     JUDGMENT = auto()
-    """Decides what an evaluation finds: the network, the images, the accuracy."""
+    """Decides the outcome of an evaluation: the network, the images, the accuracy."""
     LOCAL = auto()
-    """Another machine may need another value to evaluate or export a run: RUN/config.yaml may change it."""
+    """Evaluating or exporting a run on another machine may need another value: it may be changed in RUN/config.yaml."""
 
 
 def scope_of(model: type[Node], key: str) -> Scope:
-    """The scopes of a dotted key, with those of the groups around it.
+    """The scopes of a dotted key, including those of the groups around it.
 
-    A group may also have a mapping from keys in it to their scopes, for fields that are declared elsewhere.
+    A group may also map keys in it to scopes, for fields that are declared elsewhere.
     """
     scope, owner, declared = Scope.RESULT, model, {}
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""YAML as people write it by hand: what a plain reader would pass over, a key that stands twice, is a mistake."""
+"""Strict reader for hand-written YAML: refuses a repeated key, which the usual reader accepts silently."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import yaml
 
 from unigrad_fast.runtime.errors import UserError
 
-LARGEST = 100_000  # nodes of a tree, those that aliases repeat counted each time
+LARGEST = 100_000  # nodes of a tree, counting nodes repeated by aliases each time
 
 
 def read(text: str) -> Any:
-    """The value of a YAML text; bytes that are no UTF-8 may stand in it as `surrogateescape` reads them.
+    """The value of a YAML text, which may contain undecodable bytes as `surrogateescape` reads them.
 
     Raises:
-        UserError: what is wrong, and in which line: no YAML, a key twice, an alias within what it stands for.
+        UserError: names the problem and the line: not valid YAML, a repeated key, an alias inside its own anchor.
     """
     try:
         return yaml.load(text, _Loader)
     except yaml.reader.ReaderError:
-        raise UserError("cannot be read as text: it has characters that no text has") from None
+        raise UserError("cannot be read as text: it contains control characters") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"not valid YAML{where}: {' '.join(str(problem).split())}") from None
     except RecursionError:
         raise UserError("not valid YAML: nested too deeply") from None
-    except (ValueError, OverflowError) as error:  # of a date or number that cannot be
+    except (ValueError, OverflowError) as error:  # an impossible date or number
         raise UserError(f"not valid YAML: {error}") from None
 
 
@@ -37,8 +37,8 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open: list[str] = []  # anchors of what is being read
-        self._sizes: dict[int, int] = {}  # of nodes, in nodes
+        self._open: list[str] = []  # anchors whose nodes are being read
+        self._sizes: dict[int, int] = {}  # by node, the number of nodes in its tree
         self._size = 0
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
         anchor = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self._open:
-                self._refuse(f"*{anchor} stands within what it stands for; write it out", event)
+                self._refuse(f"alias *{anchor} is inside its own anchor; write the values out", event)
             node = super().compose_node(parent, index)
             self._size += self._sizes.get(id(node), 1)
         else:
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
             self._size += 1
             self._sizes[id(node)] = self._size - before
         if self._size > LARGEST:
-            self._refuse(f"more than {LARGEST:,} values, with what aliases repeat", event)
+            self._refuse(f"more than {LARGEST:,} values, counting those that aliases repeat", event)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
                 name, line = (key.tag, key.value), key.start_mark.line + 1
                 if name in lines:
                     both = f"lines {lines[name]} and {line}"
-                    self._refuse(f"{key.value} stands twice, in {both}; leave one of them out", key)
+                    self._refuse(f"{key.value} is given twice, in {both}; remove one of them", key)
                 lines[name] = line
         return node
 

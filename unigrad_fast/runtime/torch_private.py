@@ -1,7 +1,7 @@
-"""The private parts of torch that the package uses, but for those of `kernels/torch_private.py`.
+"""The private parts of torch that the package uses, except those in `kernels/torch_private.py`.
 
-torch may change or drop any of them with a release. Nothing else in the package names them, and
-`tests/runtime/test_torch_private.py` says which one an installed torch lacks.
+torch may change or drop any of them with a release. No other module of the package uses them, and
+`tests/runtime/test_torch_private.py` reports which one an installed torch lacks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = [
     "tree_leaves",
 ]
 
-BatchNorm = _BatchNorm  # of any number of dimensions
+BatchNorm = _BatchNorm  # base class, for any number of dimensions
 
-# Many tensors at once: torch's optimizers are made of these.
+# Operations on many tensors at once, as used by torch's optimizers.
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_addcmul_ = torch._foreach_addcmul_
@@ -43,12 +43,12 @@ FUSED_OPTIMIZERS = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adamw_)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
+    """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def set_timeout(timeout_of: Callable[[str], timedelta]) -> None:
-    """How long a collective may take from now on, by the name of a backend, in every process group that there is."""
+    """Set the timeout of collectives, by the backend's name, in every existing process group."""
     for group in _process_groups():
         for device in group._device_types:
             backend = group._get_backend(device)
@@ -56,17 +56,17 @@ def set_timeout(timeout_of: Callable[[str], timedelta]) -> None:
 
 
 def collectives_begun() -> int:
-    """Collectives that this rank has begun, over all process groups."""
+    """Number of collectives that this rank has started, over all process groups."""
     return sum(group._get_sequence_number_for_group() for group in _process_groups())
 
 
 def init_fake_process_group(ranks: int) -> None:
-    """Make this process rank 0 of a default group without other ranks, whose collectives send nothing."""
+    """Make this process rank 0 of a default group whose other ranks do not exist and whose collectives send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def _process_groups() -> list[dist.ProcessGroup]:
-    """All of this process, those that libraries have made too."""
+    """All process groups of this process, including those made by libraries."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -1,4 +1,4 @@
-"""Trees of keys and values before they are checked: from the command line, and laid over each other."""
+"""Unchecked trees of keys and values: parsing them from the command line, and merging them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from unigrad_fast.runtime.errors import UserError
 
 
 class Bare(int):
-    """The value of a switch that is written without one: true of a boolean, and of nothing else."""
+    """The value of a switch given without one: true for a boolean key, an error for any other."""
 
 
 BARE = Bare(True)
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`top` laid over `base`, group by group."""
+    """`base` with the values of `top` taking precedence, merged group by group."""
     merged = dict(base)
     for key, value in top.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -25,9 +25,9 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
-    """The tree of texts that `--a.b value` and `--a.b=value` give.
+    """The tree of strings given by `--a.b value` and `--a.b=value`.
 
-    The bare switch `--a.b` is `BARE`, `null` is None; words without a key take those of `positionals` in turn.
+    The bare switch `--a.b` becomes `BARE`, `null` None; words without a key are assigned to `positionals` in order.
     """
     tree: dict[str, Any] = {}
     rest, unnamed = list(arguments), list(positionals)
@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -
         place = tree
         for group in groups:
             if not isinstance(place.setdefault(group, {}), dict):
-                raise UserError(f"--{key}: {group} was given a value before; it is a group of keys")
+                raise UserError(f"--{key}: {group} was already given a value, but it is a group of keys")
             place = place[group]
         place[leaf] = None if str(value).lower() in ("null", "none") else value
     return tree

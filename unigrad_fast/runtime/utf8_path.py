@@ -1,4 +1,4 @@
-"""Files whose names are no UTF-8, for libraries that open no others."""
+"""Opens files whose names are not UTF-8 with libraries that accept only UTF-8 names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[str]:
-    """A name in UTF-8 of a file or folder that exists: its own, or one that holds as long as this context.
+    """A UTF-8 name of an existing file or folder: its own, or a temporary one, valid only inside this context.
 
     Raises:
-        OSError: it needs another name and cannot be opened.
+        OSError: its own name is not UTF-8 and it cannot be opened.
     """
     name = os.fspath(path)
     try:

@@ -1,6 +1,6 @@
-"""Checks a tree of values against a typed tree, and says in one form what is wrong, wherever it came from.
+"""Checks a tree of values against a typed tree, with uniform messages wherever the values came from.
 
-A message has the dotted key, the value, and what is allowed or the nearest valid key.
+A message has the dotted key, the value, and the allowed values or the nearest valid key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unigrad_fast.runtime.trees import BARE
 
 
 def absolute(path: Path) -> Path:
-    """Absolute form of a path, so that a saved configuration means the same from every folder."""
+    """A path made absolute, so that a saved configuration means the same in every working directory."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
@@ -36,9 +36,10 @@ class Node(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_silent_conversion(cls, value: Any, info: Any) -> Any:
-        """Booleans are written true or false, nothing else is a boolean, an empty text is no path, 0.2,1 is a list.
+        """Prevents silent conversions, and parses what the command line writes as text.
 
-        A bare switch is a boolean, and 1e3 an integer.
+        Booleans must be true or false, and only boolean keys accept them; an empty string is not a path; 0.2,1 is a
+        list, a bare switch a boolean, and 1e3 an integer.
         """
         if isinstance(value, str) and _is_list(cls.model_fields[info.field_name].annotation):
             value = value.strip("[]()").split(",")
@@ -55,7 +56,7 @@ class Node(BaseModel):
 
     @classmethod
     def member(cls, tree: object = None) -> type[Node]:
-        """The keys that a tree of values may have, or any tree; a group may have them depend on what the tree holds."""
+        """The model for a tree of values, or for any tree; in some groups valid keys depend on the tree's values."""
         return cls
 
 
@@ -67,7 +68,7 @@ def _is_list(annotation: Any) -> bool:
 
 
 def arms(annotation: Any) -> Iterator[Any]:
-    """What a value may be, of a union and without what Annotated adds."""
+    """The alternatives of a type: the members of a union, with Annotated stripped."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -78,7 +79,7 @@ def arms(annotation: Any) -> Iterator[Any]:
 
 
 def _whole(text: str) -> str | int:
-    """The integer of a text like 1e3 or 2.0; other texts unchanged."""
+    """The integer written as text like 1e3 or 2.0; other texts unchanged."""
     try:
         number = float(text)
     except ValueError:
@@ -87,7 +88,7 @@ def _whole(text: str) -> str | int:
 
 
 def validate(model: type[AnyNode], tree: Mapping[str, Any]) -> AnyNode:
-    """`model` built from a tree of YAML values or texts; UserError lists all that is wrong, one line each."""
+    """Builds `model` from a tree of YAML values or texts; the UserError lists all problems, one per line."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -107,10 +108,10 @@ def _explain(model: type[Node], tree: Any, problem: Mapping[str, Any]) -> list[s
         tree = tree.get(part) if isinstance(tree, Mapping) else None
         inner = group(owner, part, tree)
         if inner is None:
-            break  # what follows a leaf names an arm of its union
+            break  # the rest of the location names a member of the leaf's union
         owner = inner
     else:
-        if isinstance(value, Mapping):  # what the group says of its keys
+        if isinstance(value, Mapping):  # the group's own messages about its keys
             return [f"{'.'.join(path)}.{line}" for line in str(problem["ctx"]["error"]).split("\n")]
         return [f"{'.'.join(path)} = {shown(value)}: a group; its keys are {', '.join(owner.model_fields)}"]
     if problem["type"] == "missing" and len(path) == len(location):
@@ -127,7 +128,7 @@ def _explain(model: type[Node], tree: Any, problem: Mapping[str, Any]) -> list[s
 
 
 def group(owner: type[Node], key: str, tree: object = None) -> type[Node] | None:
-    """The keys below a key, or those that a tree may have there; None of a leaf."""
+    """The model of the group at a key, or the one that fits a tree there; None for a leaf."""
     annotation = owner.model_fields[key].annotation
     return annotation.member(tree) if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
@@ -143,7 +144,7 @@ def keys(model: type[Node], prefix: str = "") -> Iterator[str]:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and JSON values of a tree, which lies below `key`."""
+    """Dotted keys and JSON values of a tree; `key` is the prefix."""
     value = value.model_dump(mode="json") if isinstance(value, Node) else value
     if isinstance(value, Mapping) and value:
         for name, child in value.items():
@@ -172,7 +173,7 @@ def _nearest_key(model: type[Node], wrong: str) -> str | None:
 
 
 def allowed_values(owner: type[Node], key: str) -> str:
-    """Range or choices of a leaf in words."""
+    """Range or choices of a leaf, in words."""
     return _in_words(owner.model_json_schema()["properties"][key])
 
 

@@ -1,4 +1,4 @@
-"""A file that is replaced as a whole or not at all, and errors that name the file."""
+"""Replaces a file as a whole or not at all, and makes errors name the file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the final name, flush to the disk and rename: a crash or a full disk leaves the file before."""
+    """Write to a temporary name, flush to disk and rename: after a crash or a full disk the old file is intact."""
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         with open(unfinished, "wb") as file:
@@ -26,7 +26,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """While inside, an error of the system that names no file names this one; a full disk names none."""
+    """Inside, an OSError without a file name, as from a full disk, gets this path."""
     try:
         yield
     except OSError as error:

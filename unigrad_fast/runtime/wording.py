@@ -1,4 +1,4 @@
-"""How messages say numbers; needs no library."""
+"""Formats numbers for messages; needs no library."""
 
 
 def count(number: int, noun: str) -> str:
@@ -7,7 +7,7 @@ def count(number: int, noun: str) -> str:
 
 
 def byte_size(size: float) -> str:
-    """Bytes for the eye, in three digits."""
+    """Bytes as readable text with three digits."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 2**power:
             return f"{size / 2**power:.3g} {unit}"

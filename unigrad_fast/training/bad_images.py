@@ -1,4 +1,4 @@
-"""Images that a run could not use: told, counted, and listed in RUN/bad_images.jsonl."""
+"""Images that a run could not use: reported, counted, and listed in RUN/bad_images.jsonl."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ MOST_TOLD = 50  # warnings of one image each
 
 
 class BadImages:
-    """All ranks hold the same list; rank 0 writes it. A line is one image in one micro-batch.
+    """All ranks hold the same list; rank 0 writes it. One line is one image in one micro-batch.
 
     Args:
-        folder: of the run, which may hold the list of its earlier part; None writes nothing.
+        folder: the run's folder, which may hold the list of an earlier process; None writes nothing.
         manifest: the training images.
-        most: share of the images that may be bad.
-        goes_on: the earlier part counts, for the run goes on from it.
+        most: largest share of the images that may be bad.
+        goes_on: the run is resumed, so the earlier list counts.
 
     Raises:
-        DataError: already the headers that cannot be read, and the images that a scan found bad, are more.
+        DataError: images with unreadable headers, and those that a scan found bad, already exceed that share.
     """
 
     def __init__(self, folder: Path | None, manifest: Manifest, most: float, goes_on: bool = True):
         self.path = None if folder is None else RunFolder(folder).bad_images
         self.manifest, self.most = manifest, most
-        self._new: list[Failure] = []  # of this rank, since the ranks last exchanged theirs
+        self._new: list[Failure] = []  # this rank's, since the last exchange
         self._told = 0
         self.latest: dict[tuple[int, int], str] = {}  # what the last exchange added
         earlier = self.path if goes_on else None
         self.known = {(failure.step, failure.image): failure.reason for failure in _read(earlier, len(manifest))}
-        # Those that are bad since this process began: what was mended since the run stopped does not count.
+        # Images found bad by this process only: those repaired since the run stopped do not count.
         self.images = set(manifest.unreadable().tolist())
         if self.too_many:
             raise DataError(self._list("cannot be read or were found bad by a scan"))
@@ -49,23 +49,23 @@ class BadImages:
 
     @property
     def total(self) -> int:
-        """Images that were bad at any time of the run."""
+        """Number of images that were bad at any time in the run."""
         return len(self.images | {image for _, image in self.known})
 
     def note(self, failures: list[Failure]) -> None:
-        """This rank's, of one micro-batch."""
+        """Add this rank's failures in one micro-batch."""
         self._new += failures
 
     @property
     def waiting(self) -> bool:
-        """Whether this rank has some that the others do not know of."""
+        """Whether this rank has failures that the others have not seen."""
         return bool(self._new)
 
     def exchange(self) -> list[str]:
-        """Makes the list the same on all ranks, which call this together; what there is to tell.
+        """Makes the list the same on all ranks, which call this together; returns messages for the user.
 
         Raises:
-            OSError: on all ranks, when the list cannot be written.
+            OSError: on all ranks, if the list cannot be written.
         """
         found = {(failure.step, failure.image): failure for part in gather(self._new) for failure in part}
         self._new = []
@@ -73,7 +73,7 @@ class BadImages:
         for (_, image), failure in sorted(found.items(), key=lambda item: item[0]):
             if image not in self.images:
                 self.images.add(image)
-                told.append(f"{printable(failure.path)}: {failure.reason}; another image takes its place")
+                told.append(f"{printable(failure.path)}: {failure.reason}; replaced by another image")
         new = [found[key] for key in sorted(found.keys() - self.known.keys())]
         self.latest = {(failure.step, failure.image): failure.reason for failure in new}
         self.known |= self.latest
@@ -84,11 +84,11 @@ class BadImages:
         if len(told) > left:
             told = told[:left]
             if left:
-                told.append(f"more than {MOST_TOLD} images could not be used; further ones are only listed")
+                told.append(f"more than {MOST_TOLD} images could not be used; only bad_images.jsonl lists further ones")
         return told
 
     def require_few(self) -> None:
-        """Raises RunStopped when there are too many."""
+        """Raises RunStopped if too many images are bad."""
         if self.too_many:
             raise RunStopped(self._list("cannot be used") + f"; all are listed in {self.path}")
 
@@ -99,10 +99,10 @@ class BadImages:
             file.writelines(json.dumps(vars(failure)).encode() + b"\n" for failure in failures)
 
     def told_at_start(self) -> str | None:
-        """What there is to tell of images that are bad from the start; None when all can be used."""
+        """A message about images that are bad from the start; None if all can be used."""
         if not self.images:
             return None
-        return f"{self._some('cannot be used')}; others take their place"
+        return f"{self._some('cannot be used')}; replaced by others"
 
     def _list(self, what: str) -> str:
         return (
@@ -123,7 +123,7 @@ class BadImages:
 
 
 def _read(path: Path | None, count: int) -> list[Failure]:
-    """What an earlier part of the run found among `count` images; lines that are none of ours are left out."""
+    """What an earlier process found among `count` images; malformed lines are skipped."""
     found: list[Failure] = []
     with suppress(FileNotFoundError):
         content = b"" if path is None else path.read_bytes()

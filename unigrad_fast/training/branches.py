@@ -1,9 +1,9 @@
-"""The branches of a step besides the online encoder: where its targets come from, and a trained predictor.
+"""The branches of a step besides the online encoder: the source of targets, and a trained predictor.
 
-momentum        a momentum copy of the online encoder, which passes over the unmixed global views
-stop_gradient   what the online branch makes of the global views; where it sees mixed ones it passes over the
-                unmixed ones besides, without gradient, and batch norm's running buffers take both passes
-weight_sharing  the same; the objective lets gradient into both branches, but under CutMix
+momentum        a momentum copy of the online encoder embeds the unmixed global views
+stop_gradient   the online encoder's own embeddings of the global views; under CutMix it also embeds the unmixed views,
+                without gradient, and batch norm's running buffers are updated by both passes
+weight_sharing  the same, but the objective lets gradient into both branches, except under CutMix
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MomentumBranch:
 
     Attributes:
         module: the copy.
-        copies: its weights in autocast's dtype, which its forward pass reads.
+        copies: its weights in autocast's dtype, read by its forward pass.
     """
 
     def __init__(self, encoder: Encoder, dtype: torch.dtype | None):
@@ -35,15 +35,15 @@ class MomentumBranch:
             self.copies = make_copies(self.module, dtype)
 
     def embed(self, views: Sequence[Tensor], is_mixed: bool) -> list[Tensor] | None:
-        """Embeddings of the unmixed global views; None: they are those that the online branch makes.
+        """Embeddings of the unmixed global views; None means that the online branch's embeddings serve as targets.
 
         Args:
-            is_mixed: whether the online branch will see them mixed.
+            is_mixed: whether the online branch will see mixed views.
         """
         return embed(self.module, self.copies, views)
 
     def update_(self, momentum: float | Tensor, skip: Tensor) -> None:
-        """After a step; where `skip` is not 0 nothing changes."""
+        """Call after a step; changes nothing if `skip` is not 0."""
         update_target_(self.module, self.encoder, momentum, skip, self.copies)
 
 
@@ -64,29 +64,29 @@ class OnlineBranch:
 
 
 def build_branch(config: Config, encoder: Encoder, dtype: torch.dtype | None) -> MomentumBranch | OnlineBranch:
-    """The target branch, from the encoder as it is before the first step."""
+    """The target branch, made from the encoder before the first step."""
     return MomentumBranch(encoder, dtype) if config.objective.target == "momentum" else OnlineBranch(encoder)
 
 
 class WithPredictor(nn.Module):
-    """An encoder and its predictor as one module, whose parameters one engine trains and a checkpoint holds.
+    """An encoder and its predictor as one module, so that one engine trains and one checkpoint holds both.
 
-    It passes views through the encoder; predictions are made by the objective, which has the same predictor.
+    Its forward pass is the encoder's; the objective, which holds the same predictor, makes the predictions.
     """
 
     def __init__(self, encoder: Encoder, predictor: Predictor):
         super().__init__()
-        # The encoder's parts under the names that they have without a predictor.
+        # The encoder's parts keep the names they have without a predictor.
         self.backbone, self.projector, self.predictor = encoder.backbone, encoder.projector, predictor
         self._encode = encoder.forward
 
     def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """As the encoder's."""
+        """The encoder's forward pass."""
         return self._encode(views)
 
 
 def build_predictor(config: Config, device: torch.device) -> Predictor | None:
-    """The trained predictor of a method that has one, a function of the seed; None for the other methods."""
+    """The trained predictor, initialised from the seed; None for methods without one."""
     if not config.objective.takes("predictor_hidden"):
         return None
     width = config.model.projector.width

@@ -1,15 +1,15 @@
-"""All that a run needs to go on as if it had not been interrupted: what it is, saving it, and putting it back.
+"""The state a run needs to resume as if it had not been interrupted: collecting, saving and restoring it.
 
-    online.*     weights, and the running buffers of batch norm       momentum.*   of SGD and LARS, per weight
-    target.*     the same of the target branch                        objective.*  F and the number of its updates
-    gate.*       counters of dropped steps                            exp_avg.*, exp_avg_sq.*, step.*  of AdamW
+    online.*     weights, and batch norm's running buffers            momentum.*   SGD's and LARS's, per weight
+    target.*     the same for the target branch                       objective.*  F and the number of its updates
+    gate.*       counters of dropped steps                            exp_avg.*, exp_avg_sq.*, step.*  AdamW's
 
-with the step, from which the schedules and the data of every later step follow. Weights and what the optimizer keeps
-come from the fragments of the ZeRO stage, F from where it is placed; what all ranks hold alike is written in shares. So
-any stage, placement and number of ranks reads what any other wrote, bit for bit; of an F that was sharded and is
-replicated now the upper triangle, since shards are symmetric to rounding.
+The step is saved too; it determines the schedules and the data of every later step. Weights and optimizer state come
+from the fragments of the ZeRO stage, F from its placement; each rank writes a share of tensors that all ranks hold
+alike. So a checkpoint can be read at any stage, placement and number of ranks, bit for bit. The one exception is an F
+that was sharded and is now replicated: only its upper triangle is read, because shards are symmetric only to rounding.
 
-Other methods than UniGrad have what they keep in place of F or beside it: a bank, W_h, a predictor's running statistics
+Methods other than UniGrad keep other state, instead of F or in addition: a bank, W_h, a predictor's running statistics
 (its weights are among `online.*`). Without a momentum target there is no `target.*`.
 """
 
@@ -39,17 +39,17 @@ from unigrad_fast.training.same_run import contradictions
 from unigrad_fast.training.target import refresh_
 from unigrad_fast.training.trainer import Trainer
 
-LEAST_SHARED = 1 << 16  # elements from which a tensor that all ranks hold is written in shares
+LEAST_SHARED = 1 << 16  # elements; ranks split the writing of replicated tensors from this size on
 
 
 def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
-    """Write a checkpoint of the steps done, then delete the ones that are not kept; all ranks call this together.
+    """Write a checkpoint, then delete those that are not kept; all ranks call this together.
 
     Args:
-        progress: what the telemetry wants to have back, JSON values.
+        progress: the telemetry's state, as JSON values.
 
     Raises:
-        OSError: on all ranks, when it cannot be written; earlier checkpoints are as they were.
+        OSError: on all ranks, if it cannot be written; earlier checkpoints are unchanged.
     """
     config, step = trainer.config, trainer.steps_done
     about = {
@@ -72,10 +72,10 @@ def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
 
 
 def restore(trainer: Trainer, reader: Reader) -> None:
-    """Put a verified checkpoint back; all ranks call this together.
+    """Restore a verified checkpoint; all ranks call this together.
 
     Raises:
-        UserError: it does not hold what this run consists of.
+        UserError: it does not match this run's state.
     """
     fragments = list(state(trainer))
     on_all_ranks(lambda: _require_fit(fragments, reader))
@@ -95,7 +95,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
 
 
 def state(trainer: Trainer) -> Iterator[Fragment]:
-    """Everything that a step may change, as this rank holds it, under the names it has in a checkpoint."""
+    """All state that a step may change, as this rank holds it, under its names in a checkpoint."""
     kept = [(kind, trainer.fragments.kept(kind)) for kind in trainer.optimizer.kinds]
     for branch, fragments in (("online", trainer.fragments.parameters()), *kept):
         for f in fragments:
@@ -110,7 +110,7 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
 
 
 def size(trainer: Trainer) -> int:
-    """Bytes of a checkpoint, near enough: of its tensors, whatever each rank writes of them."""
+    """Approximate size of a whole checkpoint in bytes: that of its tensors."""
     online, fp32 = trainer.online.module, 4
     copies = 1 + trainer.optimizer.copies
     weights_and_kept = copies * fp32 * sum(parameter.numel() for parameter in online.parameters())
@@ -121,7 +121,7 @@ def size(trainer: Trainer) -> int:
 
 def _of_objective(objective: nn.Module) -> Iterator[Fragment]:
     shards = {name: module for name, module in objective.named_modules() if isinstance(module, ShardedCorrelation)}
-    trained = {name for name, _ in objective.named_parameters()}  # of a predictor, which the engine trains
+    trained = {name for name, _ in objective.named_parameters()}  # the predictor's; the engine trains and saves them
     for name, tensor in objective.state_dict().items():
         if name in trained:
             continue
@@ -135,7 +135,7 @@ def _of_objective(objective: nn.Module) -> Iterator[Fragment]:
 
 
 def _shares(fragments: Iterator[Fragment], world: World) -> Iterator[Piece]:
-    """This rank's pieces: its own fragments, and its share of what all ranks hold alike."""
+    """This rank's pieces: its own fragments, and its share of replicated tensors."""
     for fragment in fragments:
         numel = fragment.tensor.numel()
         first, last = 0, numel
@@ -153,23 +153,25 @@ def _require_fit(fragments: list[Fragment], reader: Reader) -> None:
     stored = set(reader.names)
     missing = [f.name for f in fragments if f.name not in stored]
     if missing:
-        what = "was imported to be evaluated and exported" if "images" not in reader.about else "is another model's"
-        raise UserError(f"{reader.folder}: has no {missing[0]} and {len(missing) - 1} others: it {what}; {NEW_RUN}")
+        what = "was imported for evaluation and export only" if "images" not in reader.about else "is of another model"
+        raise UserError(
+            f"{reader.folder}: {missing[0]} and {len(missing) - 1} other tensors are missing: it {what}; {NEW_RUN}"
+        )
     for f in fragments:
         if reader.shape(f.name) != f.shape:
             raise UserError(f"{reader.folder}: {f.name} is {reader.shape(f.name)} instead of {f.shape}; {NEW_RUN}")
 
 
 def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, list[str]]:
-    """The checkpoint that a run goes on from, verified, and warnings; None when it has none yet.
+    """The verified checkpoint from which a run resumes, or None if it has none yet; and warnings.
 
     All ranks call this together; it changes nothing.
 
     Args:
-        fall_back: take the newest intact one when the newest is damaged.
+        fall_back: if the newest checkpoint is damaged, take the newest intact one.
 
     Raises:
-        UserError: on all ranks, when it is damaged, or the configuration contradicts it.
+        UserError: on all ranks, if the checkpoint is damaged or the configuration contradicts it.
     """
     run, damaged = config.output, []
     pointer = on_first(lambda: _dangling_pointer(run) if fall_back else None)
@@ -192,7 +194,7 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
 
 
 def _dangling_pointer(run: Path) -> str | None:
-    """What is wrong with the pointer to the newest checkpoint; None when nothing is."""
+    """What is wrong with the pointer to the newest checkpoint; None if it is valid."""
     try:
         files.latest(run)
     except UserError as error:
@@ -201,7 +203,7 @@ def _dangling_pointer(run: Path) -> str | None:
 
 
 def _candidates(run: Path, fall_back: bool) -> list[Path]:
-    """Checkpoints to go on from, the best first."""
+    """Checkpoints to resume from, in order of preference."""
     if fall_back:
         return RunFolder(run).complete_checkpoints()[::-1]
     newest = files.latest(run)
@@ -220,19 +222,20 @@ def _require_same(config: Config, reader: Reader) -> None:
 
 
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
-    """Raises UserError when the training images are not those that the checkpoint was made with."""
+    """Raises UserError if the training images differ from those that the checkpoint was made with."""
     remembered = reader.about.get("images")
     if remembered is not None and not manifests.are_the_same(remembered, train):
         raise UserError(
-            f"data.train = {config.data.train}: holds other images than those that the run in {config.output} began "
-            f"with (other names or number, or sizes in pixels); give those, or {NEW_RUN}"
+            f"data.train = {config.data.train}: not the images that the run in {config.output} began with (their "
+            f"names, number or sizes in pixels differ); use the same images; {NEW_RUN}"
         )
 
 
 def prune(run: Path, keep: int, keep_every: int) -> None:
     """Delete all but the newest `keep` checkpoints and those of every `keep_every`-th step (0: none).
 
-    Later ones than `latest` names are left alone and not counted: damaged ones, behind which the run fell back.
+    Checkpoints newer than the one `latest` names are neither touched nor counted: they are damaged, and the run fell
+    back to an earlier one.
     """
     newest = files.latest(run)
     behind = [folder for folder in RunFolder(run).complete_checkpoints() if folder <= newest]

@@ -1,4 +1,4 @@
-"""What `engine.compile` needs."""
+"""Requirements of `engine.compile`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from unigrad_fast.runtime.errors import UserError
 
 
 def require(config: Config, ranks: int) -> None:
-    """Raises UserError where the networks cannot be compiled."""
+    """Raises UserError if the networks cannot be compiled."""
     config.check_world(ranks)
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         raise UserError(
-            f"engine.compile = true: there is no C++ compiler {compiler}; install one, name yours in CXX, or leave "
-            "engine.compile out"
+            f"engine.compile = true: C++ compiler {compiler} not found; install one, name yours in CXX, or omit "
+            "engine.compile"
         )

@@ -1,7 +1,7 @@
-"""The private parts of DeepSpeed's ZeRO optimizer, stages 1 and 2, that `fragments` is built on.
+"""The private parts of DeepSpeed's ZeRO optimizer, stages 1 and 2, that `fragments` relies on.
 
-DeepSpeed is pinned because of them. Nothing else in the package names them, and
-`tests/training/test_deepspeed_private.py` says which one an installed DeepSpeed lacks.
+They are why DeepSpeed is pinned. No other module uses them, and `tests/training/test_deepspeed_private.py` reports
+which one an installed DeepSpeed lacks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Where this rank has a piece of a parameter.
+    """Location of this rank's piece of a parameter.
 
     Attributes:
         start: its first element in the parameter.
-        in_flat, numel: its first element in this rank's flat tensor, and how many there are.
+        in_flat, numel: its first element in this rank's flat tensor, and its number of elements.
     """
 
     start: int
@@ -27,17 +27,17 @@ class Place(NamedTuple):
 
 
 def flat_masters(zero) -> list[Tensor]:
-    """This rank's fp32 master weights, a flat tensor per parameter group."""
+    """This rank's fp32 master weights, one flat tensor per parameter group."""
     return list(zero.single_partition_of_fp32_groups)
 
 
 def parameter_groups(zero) -> list[list[Tensor]]:
-    """The network's parameters, a list for each of `flat_masters`."""
+    """The network's parameters, one list for each of `flat_masters`."""
     return zero.bit16_groups
 
 
 def place_of(parameter: Tensor) -> Place | None:
-    """Of a parameter of the network; None where this rank has nothing of it."""
+    """Location of this rank's piece of a network parameter; None if it has none."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
@@ -46,10 +46,10 @@ def place_of(parameter: Tensor) -> Place | None:
 
 
 def gradient_parts(optimizer) -> Mapping[int, Sequence[Tensor]]:
-    """By parameter group the averaged gradients, laid out one after the other like its flat tensor; none at stage 0."""
+    """The averaged gradients by parameter group, one after the other as in its flat tensor; none at stage 0."""
     return getattr(optimizer, "averaged_gradients", {})
 
 
 def weight_parts(zero) -> Iterator[tuple[Sequence[Tensor], dist.ProcessGroup]]:
-    """By parameter group the flat network weights, a part per rank, and the ranks among which they are divided."""
+    """By parameter group, the flat network weights, one part per rank, and the process group that shares them."""
     return zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)

@@ -12,7 +12,7 @@ from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
-BUCKET = 50_000_000  # elements that DeepSpeed reduces or gathers at once; its default of 5e8 costs 1.9 GiB of fp32
+BUCKET = 50_000_000  # elements that DeepSpeed reduces or gathers per call; its default of 5e8 takes 1.9 GiB of fp32
 
 
 def build_engine(
@@ -26,20 +26,20 @@ def build_engine(
 ):
     """A DeepSpeed engine for the online encoder; the process group must exist.
 
-    Parameters are the same on all ranks afterwards; at ZeRO stage 0 they lie channels-last, and the engine does not
+    Afterwards parameters are the same on all ranks; at ZeRO stage 0 they are channels-last, and the engine does not
     reduce gradients (see `reduction`).
 
     Args:
         module: the online encoder, contiguous, on its device.
         micro_batch_size: images per rank and micro-batch.
-        dtype: of autocast, None for fp32. Gradients are reduced in fp32 either way.
+        dtype: autocast's dtype, None for fp32. Gradients are reduced in fp32 either way.
     """
     deepspeed = quiet_deepspeed(verbose)
     sharding = {
         "stage": settings.zero_stage,
         "reduce_bucket_size": BUCKET,
         "allgather_bucket_size": BUCKET,
-        "compute_grad_norm": False,  # the optimizer's, on the device; DeepSpeed's waits for the device in every step
+        "compute_grad_norm": False,  # the optimizer computes it on the device; DeepSpeed's would sync in every step
     }
     engine, _, _, _ = deepspeed.initialize(
         model=module,
@@ -50,16 +50,16 @@ def build_engine(
             "gradient_clipping": 0.0,  # clipping is the optimizer's; DeepSpeed's default is 1.0
             "zero_optimization": sharding if settings.zero_stage else {"stage": 0},
             "zero_allow_untested_optimizer": True,
-            "timers": {"throughput": {"enabled": False}},  # its default synchronises the device in every step
-            # Without the empty list gradients of linear layers and convolutions would be reduced in bf16.
+            "timers": {"throughput": {"enabled": False}},  # on by default, which synchronises in every step
+            # Without the empty list, gradients of linear layers and convolutions would be reduced in bf16.
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16", "lower_precision_safe_modules": []},
         },
     )
-    process_group.limit(timedelta(minutes=settings.timeout))  # in DeepSpeed's own groups too, which it has made now
+    process_group.limit(timedelta(minutes=settings.timeout))  # also in DeepSpeed's own groups, which exist by now
     if settings.zero_stage == 0:
-        # Only now: DeepSpeed's broadcast of the parameters takes contiguous tensors alone. At the other stages they
-        # are slices of one flat tensor, and the channels-last input alone decides the layout of what follows.
+        # Only now, because DeepSpeed's broadcast of the parameters takes only contiguous tensors. At the other stages
+        # they are slices of one flat tensor, and only the channels-last input decides the activations' layout.
         engine.module.to(memory_format=torch.channels_last)
-        # `reduction` does it while backward runs; DeepSpeed would copy all gradients into a buffer and back.
+        # `reduction` does it during backward; DeepSpeed would copy all gradients into a buffer and back.
         engine.enable_backward_allreduce = False
     return engine

@@ -1,8 +1,8 @@
-"""Where every parameter's elements, gradient and what the optimizer keeps for it live, at each ZeRO stage.
+"""Locates every parameter's elements, gradient and optimizer state in memory, at each ZeRO stage.
 
-At stage 0 every rank holds all of them. At stages 1 and 2 DeepSpeed hands the optimizer one flat fp32 partition per
-parameter group and rank, in which a parameter has a range of its elements, or none: the one place that knows which
-is here. Whatever needs norms of layers, or state by name, is built on it.
+At stage 0 every rank holds all of them. At stages 1 and 2 DeepSpeed gives the optimizer one flat fp32 partition per
+parameter group and rank, which holds a range of a parameter's elements, or none of them. Only this module knows which;
+code that needs layer norms or state by name builds on it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unigrad_fast.training import deepspeed_private
 class Fragment:
     """Elements [start, start + numel) of a named tensor, in row-major order, as this rank holds them.
 
-    `tensor` is the memory of exactly these elements; where it is not one-dimensional it is the whole tensor, in any
-    layout. `replicated`: all ranks hold the same.
+    `tensor` is the memory of exactly these elements; if it is not one-dimensional, it is the whole tensor, in any
+    memory layout. `replicated`: all ranks hold the same.
     """
 
     name: str
@@ -44,7 +44,7 @@ def whole(name: str, tensor: Tensor) -> Fragment:
 
 
 class WholeFragments:
-    """Stage 0: parameters, gradients and what the optimizer keeps are whole on every rank."""
+    """Stage 0: parameters, gradients and optimizer state are whole on every rank."""
 
     sharded = False
 
@@ -57,7 +57,7 @@ class WholeFragments:
             yield whole(name, parameter)
 
     def kept(self, kind: str) -> Iterator[Fragment]:
-        """What the optimizer keeps of a kind, one of its `kinds`, by parameter."""
+        """One kind of optimizer state, out of the optimizer's `kinds`, by parameter."""
         for name, parameter in self.named:
             yield whole(name, self.optimizer.state_of(parameter)[kind])
 
@@ -66,14 +66,15 @@ class WholeFragments:
         return [parameter.grad for _, parameter in self.named if parameter.grad is not None]
 
     def refresh(self) -> None:
-        """After the parameters' fragments were written: bring the network's weights up to date."""
+        """Update the network's weights after the parameters' fragments were written."""
 
 
 class PartitionedFragments:
-    """Stages 1 and 2: what the optimizer keeps and master weights are split over the ranks, in a flat tensor per group.
+    """Stages 1 and 2: optimizer state and master weights are split over the ranks, in a flat tensor per group.
 
     Attributes:
-        stretches: this rank's pieces of parameters in the flat tensors, which they fill in this order but for padding.
+        stretches: this rank's pieces of parameters in the flat tensors, which they fill in this order except for
+            padding.
     """
 
     sharded = True
@@ -100,12 +101,12 @@ class PartitionedFragments:
             yield from self._fragments(lambda flat: self.optimizer.state_of(flat)[kind])
             return
         groups = deepspeed_private.parameter_groups(self.zero)
-        for value, group in zip(kept, groups, strict=True):  # one for all parameters of a flat tensor
+        for value, group in zip(kept, groups, strict=True):  # one value for all parameters of a flat tensor
             members = {id(parameter) for parameter in group}
             yield from (whole(name, value) for name, parameter in self.named if id(parameter) in members)
 
     def gradients(self) -> list[Tensor]:
-        """Of each stretch; what DeepSpeed has besides is padding."""
+        """The gradient of each stretch; the rest of DeepSpeed's tensors is padding."""
         found = []
         for number, flat in enumerate(self.flats):
             parts = deepspeed_private.gradient_parts(self.zero)[number]
@@ -124,7 +125,7 @@ class PartitionedFragments:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        # DeepSpeed's gather would take, on gloo, as much memory as all weights; a broadcast takes none.
+        # On gloo, DeepSpeed's gather would need as much memory as all weights; a broadcast needs none.
         for flat, (parts, group) in zip(self.flats, deepspeed_private.weight_parts(self.zero), strict=True):
             parts[dist.get_rank(group)].data.copy_(flat)
             for source, part in enumerate(parts):
@@ -135,11 +136,10 @@ Fragments = WholeFragments | PartitionedFragments
 
 
 def build_fragments(engine, optimizer: Gated) -> Fragments:
-    """The adapter of the engine's stage, checked against the engine's own weights; all ranks call this together.
+    """The adapter for the engine's stage, checked against the engine's own weights; all ranks call this together.
 
     Raises:
-        UserError: a setting of DeepSpeed with which the pieces are not where they are sought, or a version of it that
-            lays them out otherwise.
+        UserError: a DeepSpeed setting or version that lays out parameters differently.
     """
     stage = engine.zero_optimization_stage()
     refused = {
@@ -148,15 +148,15 @@ def build_fragments(engine, optimizer: Gated) -> Fragments:
         "load_universal": engine.load_universal_checkpoint(),
     }
     reasons = {
-        "round_robin_gradients": "it reorders the parameters, and DeepSpeed's own table of their places is wrong then",
-        "elastic_checkpoint": "it knows the state of Adam only; checkpoints here fit any number of ranks without it",
-        "load_universal": "it knows the state of Adam only; checkpoints here fit any stage without it",
+        "round_robin_gradients": "it reorders parameters and makes DeepSpeed's own table of their places wrong",
+        "elastic_checkpoint": "it supports only Adam's state; checkpoints here fit any number of ranks without it",
+        "load_universal": "it supports only Adam's state; checkpoints here fit any stage without it",
     }
     for name, on in refused.items():
         if on:
-            raise UserError(f"DeepSpeed's {name} is on: {reasons[name]}; leave it out of the configuration")
+            raise UserError(f"DeepSpeed's {name} is on: {reasons[name]}; remove it from the configuration")
     if stage not in (0, 1, 2):
-        raise UserError(f"ZeRO stage {stage}: allowed is 0, 1 or 2")
+        raise UserError(f"ZeRO stage {stage}: must be 0, 1 or 2")
     fragments, places, problem = None, {}, None
     try:
         fragments = WholeFragments(engine, optimizer) if stage == 0 else PartitionedFragments(engine, optimizer)
@@ -169,7 +169,7 @@ def build_fragments(engine, optimizer: Gated) -> Fragments:
         problem = _gap(fragments, [places for places, _ in answers])
     if problem is not None:
         raise UserError(
-            f"DeepSpeed {version('deepspeed')} does not keep parameters where this package seeks them at ZeRO stage "
+            f"DeepSpeed {version('deepspeed')} does not keep parameters where this package expects them at ZeRO stage "
             f"{stage} ({problem}); install deepspeed==0.19.8, or use engine.zero_stage 0"
         )
     return fragments
@@ -177,7 +177,7 @@ def build_fragments(engine, optimizer: Gated) -> Fragments:
 
 @torch.no_grad()
 def _compare(fragments: Fragments) -> tuple[dict[str, tuple[int, int]], str | None]:
-    """First element and number of elements of this rank's pieces, and what is wrong with their values if anything."""
+    """First element and number of elements of each of this rank's pieces; and any problem with their values."""
     weights, places = dict(fragments.named), {}
     for fragment in fragments.parameters():
         numel = fragment.tensor.numel()
@@ -189,13 +189,13 @@ def _compare(fragments: Fragments) -> tuple[dict[str, tuple[int, int]], str | No
 
 
 def _gap(fragments: Fragments, ranks: list[dict[str, tuple[int, int]]]) -> str | None:
-    """Which parameter the pieces of all ranks do not cover exactly once; None when they cover all."""
+    """A parameter that the pieces of all ranks do not cover exactly once; None if they cover all."""
     for name, parameter in fragments.named:
         place = 0
         for start, numel in sorted(places[name] for places in ranks if name in places):
             if start != place:
-                return f"elements {place} to {start} of {name} are found never or twice"
+                return f"elements {place} to {start} of {name} are missing or found twice"
             place += numel
         if place != parameter.numel():
-            return f"{place} of {parameter.numel()} elements of {name} are found"
+            return f"only {place} of {parameter.numel()} elements of {name} are found"
     return None

@@ -1,9 +1,9 @@
-"""The gate: a step that met a non-finite value leaves no trace, and the host does not wait to find out.
+"""The gate: a step with a non-finite value changes nothing, and the host need not wait to find out.
 
-Three things hold state besides F, which its objective guards: the optimizer (see `sgd.SGD`), the target
-branch (see `target.update_target_`) and the running buffers of batch norm in both branches, which a forward pass
-changes at once. The gate keeps the buffers as they were before the step and puts them back by a select; so it does with
-a predictor's running statistics, which are no buffers.
+Besides F, which the objective guards, three things hold state: the optimizer (see `sgd.SGD`), the target branch (see
+`target.update_target_`) and batch norm's running buffers in both branches, which the forward pass changes immediately.
+The gate copies the buffers before the step and restores them with a `torch.where`; it does the same with a predictor's
+running statistics, which are not buffers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from unigrad_fast.training.host_copy import HostCopy
 
 
 class FlatBuffers:
-    """The buffers of a module in one tensor per dtype, so that keeping and restoring them is one operation each.
+    """The buffers of a module in one tensor per dtype, so that saving and restoring them is one operation each.
 
-    They and what a predictor keeps become views of the flat tensors; they must only be changed in place afterwards.
+    The buffers and a predictor's kept state become views of the flat tensors; afterwards change them only in place.
     """
 
     def __init__(self, module: nn.Module):
@@ -50,9 +50,9 @@ class StepGate:
     """Restores running buffers after a dropped step, and counts dropped steps.
 
     Args:
-        modules: the encoders, and a predictor by itself: autograd would take what it keeps for what torch's batch norm
-            saves, did they share memory.
-        max_skipped: dropped steps in a row after which the run stops.
+        modules: the encoders, and a predictor separately: if its kept state shared memory with the encoders' buffers,
+            autograd would see changes of one as changes of the other.
+        max_skipped: number of consecutive dropped steps after which the run stops.
     """
 
     def __init__(self, modules: list[nn.Module], max_skipped: int, device: torch.device):
@@ -64,17 +64,17 @@ class StepGate:
         self._seen_total = 0
 
     def open(self) -> None:
-        """Before the first forward pass of a step."""
+        """Call before the first forward pass of a step."""
         for buffers in self.buffers:
             buffers.keep()
 
     def undo(self) -> None:
-        """Undo what forward passes have changed since `open`."""
+        """Undo the changes of forward passes since `open`."""
         for buffers in self.buffers:
             buffers.restore_where(torch.ones((), device=self.total.device))
 
     def close(self, skip: Tensor) -> None:
-        """After a step: undo what its forward passes changed, where `skip` is not 0, and count."""
+        """Call after a step: if `skip` is not 0, undo the changes of its forward passes; count the step."""
         for buffers in self.buffers:
             buffers.restore_where(skip)
         skipped = (skip != 0).to(torch.int64)
@@ -82,14 +82,14 @@ class StepGate:
         self.total.add_(skipped)
 
     def send(self, step: int) -> None:
-        """After `close`: the counters go to the host."""
+        """Call after `close`: start copying the counters to the host."""
         self._counters.send(step, torch.stack([self.in_a_row, self.total]))
 
     def check(self, before: int) -> int:
-        """Look at the counters of the steps before `before`; nothing waits when the last of them is one step old.
+        """Check the counters of the steps before `before`; this does not wait if the last of them is one step old.
 
         Returns:
-            The steps dropped so far.
+            The number of steps dropped so far.
 
         Raises:
             RunStopped: `max_skipped` steps in a row were dropped.
@@ -98,7 +98,7 @@ class StepGate:
             self._seen_total = total
             if in_a_row >= self.max_skipped:
                 raise RunStopped(
-                    f"step {step + 1}: {in_a_row} steps in a row met NaN or infinite values and were dropped "
+                    f"step {step + 1}: {in_a_row} steps in a row had NaN or infinite values and were dropped "
                     f"(engine.max_skipped_steps is {self.max_skipped}); parameters and target are those of the last "
                     "good step. Look for damaged images, lower optimizer.base_lr, or set optimizer.clip_norm"
                 )

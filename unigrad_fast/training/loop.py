@@ -1,4 +1,4 @@
-"""Pretraining, top to bottom: start, walk through the steps, evaluate, save, report."""
+"""Pretraining, top to bottom: start, run the steps, evaluate, save, report."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from unigrad_fast.training.trainer import Trainer
 
 
 def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, numbered: bool = False) -> None:
-    """Pretrain as the configuration says; everything is written to `config.output`, which must be set.
+    """Pretrain with a configuration; everything is written to `config.output`, which must be set.
 
-    A run whose folder holds a checkpoint goes on from it, and ends with the numbers it would have had.
+    If the folder holds a checkpoint, the run resumes from it, with the same results as without the interruption.
 
     Args:
-        fall_back: where the newest checkpoint is damaged, go on from the newest intact one.
-        numbered: a new run, which takes `config.output`-2, -3, ... where there is a folder of that name.
+        fall_back: if the newest checkpoint is damaged, resume from the newest intact one.
+        numbered: start a new run, in `config.output`-2, -3, ... if a folder of that name exists.
 
     Raises:
         UserError, DataError: input that cannot work, before anything is written.
-        RunStopped: too many steps in a row met non-finite values, an image cannot be decoded, or a checkpoint cannot
-            be written.
-        Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C came, and the state is saved.
+        RunStopped: too many steps in a row had non-finite values, too many images cannot be used, or a checkpoint
+            cannot be written.
+        Preempted: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C was received; the state is saved.
     """
     with start.join(config, numbered) as attempt:
         saved = start.open_run(config, attempt, fall_back)
@@ -47,10 +47,10 @@ def run(
     preemption: Preemption,
     at: Callable[[str], None] = lambda stage: None,
 ) -> None:
-    """The loop over all steps that are left, with its evaluations, savings and reports.
+    """Run all remaining steps, evaluating, saving and reporting along the way.
 
     Args:
-        at: is told the stage that this rank is at.
+        at: called with the stage that this rank has reached.
     """
     if trainer.steps_done == trainer.total_steps and RunFolder(trainer.config.output).summary.exists():
         telemetry.say("this run is complete; there is nothing left to do")
@@ -70,12 +70,12 @@ def run(
             with needs.step(images, output, trainer.steps_done):
                 waited = trainer.step(trainer.steps_done, batches)
         except DataError as error:
-            # Not one image was read. Other ranks know nothing of it, and after a micro-batch F is between two steps.
+            # No image could be read. Save only if no other rank is involved and F is not in the middle of a step.
             if trainer.world.size == trainer.accumulation == 1:
                 tell_bad_images(trainer, telemetry)
                 save(trainer, telemetry)
             raise RunStopped(str(error)) from None
-        report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device is done with it
+        report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device has finished it
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
 
         preempted, bad, lost = preemption.agreed(trainer.bad_images.waiting, ends=bool(trainer.lost))
@@ -87,9 +87,9 @@ def run(
             tell_bad_images(trainer, telemetry)
         if lost:
             why = next(filter(None, gather(trainer.lost)))
-            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command goes on from there")
+            raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command resumes from there")
         if preempted:
-            done = f"saved after step {trainer.steps_done}; the same command goes on from there"
+            done = f"saved after step {trainer.steps_done}; the same command resumes from there"
             raise Preempted(done, preemption.status)
         at(f"what follows step {trainer.steps_done}")
         evaluate(trainer, telemetry, probe, preemption)
@@ -97,7 +97,7 @@ def run(
 
 
 def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
-    """Hand the metrics of the steps before `before` to the telemetry, and stop a run that only drops steps."""
+    """Pass the metrics of the steps before `before` to the telemetry, and stop a run that keeps dropping steps."""
     try:
         skipped = trainer.gate.check(before)
     except RunStopped:
@@ -108,7 +108,7 @@ def report(trainer: Trainer, telemetry: Telemetry, before: int) -> None:
 
 
 def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
-    """Exchange what was found to be bad, and stop a run in which that is too much; all ranks call this together."""
+    """Exchange bad images, and stop the run if there are too many; all ranks call this together."""
     try:
         messages = trainer.bad_images.exchange()
     except OSError as error:
@@ -129,9 +129,9 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
         checkpoint.save(trainer, telemetry.progress_so_far())
     except OSError as error:
         if RunFolder(trainer.config.output).complete_checkpoints():
-            left = "earlier ones are as they were, and the same command goes on from the newest"
+            left = "earlier ones are unchanged, and the same command resumes from the newest"
         else:
-            left = "there is no earlier one: the same command begins again, so free disk space first"
+            left = "there is no earlier one: the same command starts over, so free disk space first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"
@@ -139,12 +139,12 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
 
 
 def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
-    """Judge the encoder where that is due and was not done, as it may have been before the run was resumed."""
+    """Evaluate the encoder if an evaluation is due; skip it if the run did it before it was resumed."""
     step = trainer.steps_done
     if probe is None or not trainer.is_evaluation_due() or on_first(lambda: telemetry.evaluated(step)):
         return
-    saved = f"the checkpoint after step {step} is saved" if step else "nothing was done yet"
-    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command goes on from there"):
+    saved = f"the checkpoint after step {step} is saved" if step else "no step was done yet"
+    with telemetry.evaluation(), preemption.nothing_to_save(f"{saved}; the same command resumes from there"):
         try:
             with needs.evaluation(probe, trainer.config.output, step):
                 result = probe(trainer.online.module.backbone, trainer.dtype)
@@ -166,6 +166,6 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
         show_end(trainer, telemetry, probe, skipped)
     if skipped == trainer.total_steps:
         raise RunStopped(
-            f"all {count(skipped, 'step')} met NaN or infinite values and were dropped, so the encoder is as it began; "
+            f"all {count(skipped, 'step')} had NaN or infinite values and were dropped, so the encoder is untrained; "
             "lower optimizer.base_lr or objective.balance, or set optimizer.clip_norm"
         )

@@ -1,4 +1,4 @@
-"""What the parts of a run take of memory, and the keys that make it less, for the message when there is too little."""
+"""Memory that the parts of a run need, and the keys that reduce it, for the message when memory runs out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer(encoder: nn.Module, optimizer: Gated) -> AbstractContextManager[No
 
 
 def objective(config: Config, shards: int) -> AbstractContextManager[None]:
-    """What a method keeps from step to step: F, also with what is made of its eigenvectors, or a bank."""
+    """The state a method keeps between steps: F, possibly with W_h made from its eigenvectors, or a bank."""
     width, remedy = config.model.projector.width, "a smaller model.projector.width needs less"
     if config.objective.takes("bank_size"):
         keys = config.objective.bank_size
@@ -59,7 +59,7 @@ def objective(config: Config, shards: int) -> AbstractContextManager[None]:
 
 
 def step(images: int, run: Path | None, done: int) -> AbstractContextManager[None]:
-    """The activations, gradients and momentum of a step with so many images; `done` steps are behind it."""
+    """The activations, gradients and momentum of a step with so many images, after `done` steps."""
     what = f"step {done + 1}, with {images} images at once on each rank"
     remedy = (
         "a smaller data.batch_size, a larger engine.accumulation_steps or a smaller model.projector.width needs less, "
@@ -70,13 +70,13 @@ def step(images: int, run: Path | None, done: int) -> AbstractContextManager[Non
 
 def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextManager[None]:
     images = len(probe.train) + len(probe.val)
-    what = f"the features of {images:,} images, {probe.settings.batch_size} at once, for the evaluation"
-    remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false leave it out"
+    what = f"the features of {images:,} images for the evaluation, {probe.settings.batch_size} at a time"
+    remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false skip it"
     return memory_for(what, None, remedy, *_loss(run, done))
 
 
 def _loss(run: Path | None, done: int) -> tuple[type[Exception], str]:
-    """The kind of error after so many steps, and what is left of them."""
+    """The kind of error to raise after so many steps, and what is saved of them."""
     if done == 0:
         return UserError, ""
     newest = None if run is None else latest(run)

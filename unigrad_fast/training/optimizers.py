@@ -14,13 +14,13 @@ __all__ = ["LARS", "SGD", "AdamW", "build_optimizer", "parameter_groups"]
 
 
 def parameter_groups(module: nn.Module, settings: config.Optimizer, constant: nn.Module | None = None) -> list[dict]:
-    """Parameters with their weight decay, and `lr_share`, their part of the schedule's learning rate.
+    """Parameter groups with their weight decay and `lr_share`, their factor of the schedule's learning rate.
 
-    One-dimensional ones, biases and batch norm, are a group of their own where they are treated otherwise: with
-    `exclude_bias_and_norm` they have no decay, and LARS does not adapt them; `bias_base_lr` is their learning rate.
+    One-dimensional parameters, biases and batch norm, get a separate group if they are treated differently: with
+    `exclude_bias_and_norm` they have no decay and LARS does not adapt them; `bias_base_lr` is their learning rate.
 
     Args:
-        constant: a part of the module whose learning rate is the peak throughout: groups of its own, with `constant`.
+        constant: a part of the module whose learning rate stays at the peak; it gets groups marked `constant`.
     """
     if constant is not None:
         fixed = set(constant.parameters())

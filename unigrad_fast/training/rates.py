@@ -1,4 +1,4 @@
-"""The numbers that the schedules change from step to step, where the device reads them."""
+"""The scheduled numbers of each step, in device memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from unigrad_fast.optimization.gated import Gated
 
 
 class Rates:
-    """Learning rates and the target's momentum, scalars on the device; all of them are sent at once.
+    """Learning rates and the target's momentum as scalars on the device; one copy sends all of them.
 
-    The optimizer's groups have theirs as `lr`, for good: a launch that was recorded finds the rate of its step there.
+    Each of the optimizer's groups holds its scalar as `lr` permanently, so a recorded CUDA graph reads the current
+    step's rate from it.
 
     Args:
-        optimizer: each of its groups has `lr_share`, its part of the schedule's learning rate, or of the peak where it
-            is marked `constant`.
+        optimizer: each of its groups has `lr_share`, a factor of the schedule's learning rate, or of the peak if the
+            group is marked `constant`.
 
     Attributes:
         target_momentum: float64.
@@ -34,7 +35,7 @@ class Rates:
         self.target_momentum = exact[-1]
 
     def send(self, learning_rate: float, peak: float, target_momentum: float) -> None:
-        """Before a step; the host waits for nothing."""
+        """Call before a step; the host does not wait."""
         rates = [(peak if is_constant else learning_rate) * share for share, is_constant in self._shares]
         numbers = [*rates, target_momentum]
         packed = struct.pack(f"={len(numbers)}d{len(numbers)}f", *numbers, *numbers)

@@ -1,10 +1,10 @@
-"""Gradients averaged over the ranks in buckets, while backward still computes those of earlier layers.
+"""Averages gradients over the ranks in buckets, while backward still computes those of earlier layers.
 
-For ZeRO stage 0, where DeepSpeed would flatten all gradients after backward, reduce them at once and copy them back.
-Here each is copied once, into its bucket, and is from then on a view of it. Buckets are filled from the last layer to
-the first, as backward goes, and reduced in that order on every rank, whatever becomes ready first; nothing else tells
-the ranks how to meet. Sums of two ranks do not depend on buckets; of three and more their order does, and with it the
-rounding.
+Used at ZeRO stage 0, where DeepSpeed would flatten all gradients after backward, reduce them in one call and copy them
+back. Here each gradient is copied once, into its bucket, and becomes a view of it. Buckets are filled from the last
+layer to the first, following backward, and reduced in that order on every rank, whichever becomes ready first; this
+order alone pairs up the ranks' collectives. With two ranks, sums do not depend on the buckets; with three or more, the
+bucket size can change the order of summation and thus the rounding.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from unigrad_fast.runtime.torch_private import foreach_copy_
 
-BUCKET_BYTES = 25_000_000  # as DDP has it: large enough for bandwidth, small enough to begin early
-ALIGNMENT = 64  # elements: gradients begin where 128-bit accesses may
+BUCKET_BYTES = 25_000_000  # as in DDP: large enough for bandwidth, small enough to start early
+ALIGNMENT = 64  # elements, so that gradients are aligned for 128-bit accesses
 
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients lie side by side, in the order of backward.
+    """Parameters whose gradients are adjacent in memory, in the order of backward.
 
     Attributes:
-        places: first element of each, by parameter.
-        missing: parameters whose gradient backward has not given yet.
+        places: first element of each parameter's gradient.
+        missing: parameters whose gradient backward has not computed yet.
     """
 
     places: dict[Tensor, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class _Bucket:
         self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The parameter's gradient in the bucket, laid out as the parameter."""
+        """The parameter's gradient in the bucket, with the parameter's memory layout."""
         place = self.places[parameter]
         if is_dense(parameter):
             return self.flat.as_strided(parameter.shape, parameter.stride(), place)
@@ -63,9 +63,9 @@ class BucketedReduction:
     """Averages gradients over all ranks of the default group during backward.
 
     Args:
-        parameters: trained ones in the order of the forward pass, the same on all ranks. All ranks have gradients of
-            the same ones; one without a gradient stays without.
-        bucket_bytes: from which on a bucket is full.
+        parameters: trained parameters in the order of the forward pass, the same on all ranks. A parameter has a
+            gradient on all ranks or on none; without one it stays without.
+        bucket_bytes: size from which a bucket is full.
     """
 
     def __init__(self, parameters: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES):
@@ -85,13 +85,13 @@ class BucketedReduction:
         self._active = False
 
     def open(self) -> None:
-        """Before the backward pass whose gradients are reduced: of an optimizer step's last micro-batch."""
+        """Call before the backward pass of an optimizer step's last micro-batch."""
         for bucket in self.buckets:
             bucket.missing, bucket.work, bucket.flat = set(bucket.places), None, None
         self._active, self._next = True, 0
 
     def finish(self) -> None:
-        """After it: gradients are those of all ranks. On a GPU the stream waits for them, and the host for nothing."""
+        """Call after that pass; gradients are then averaged. On a GPU the stream waits for them, the host does not."""
         for bucket in self.buckets[self._next :]:
             self._reduce(bucket)
         share = 1.0 / dist.get_world_size()
@@ -113,7 +113,7 @@ class BucketedReduction:
     @torch.no_grad()
     def _reduce(self, bucket: _Bucket) -> None:
         first = next(iter(bucket.places))
-        # What lies between gradients, and in the place of those that are not there, is added up too; nobody reads it.
+        # Padding, and the places of absent gradients, are reduced too; nobody reads them.
         bucket.flat = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
         there = [parameter for parameter in bucket.places if parameter.grad is not None]
         views = [bucket.view(parameter) for parameter in there]
@@ -125,14 +125,14 @@ class BucketedReduction:
 
 
 def build_reduction(engine) -> BucketedReduction | None:
-    """What averages the gradients of a DeepSpeed engine: None where it does so itself, or there is one rank."""
+    """The reduction for a DeepSpeed engine; None if DeepSpeed does it itself, or with a single rank."""
     if engine.zero_optimization_stage() or dist.get_world_size() == 1:
         return None
     return BucketedReduction(engine.module.parameters())
 
 
 def backward(engine, loss: Tensor, reduction: BucketedReduction | None) -> None:
-    """The engine's backward; after a step's last micro-batch gradients are those of all ranks."""
+    """The engine's backward; after a step's last micro-batch gradients are averaged over all ranks."""
     if reduction is None or not engine.is_gradient_accumulation_boundary():
         engine.backward(loss)
         return

@@ -1,4 +1,4 @@
-"""Whether a configuration may go on with a run that was begun with another: which keys may differ."""
+"""Whether a run may continue with a changed configuration: which keys may differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 10  # differences between ranks
 
 
 def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list[str]:
-    """What forbids to continue a run with this configuration, one line per key; empty when nothing does.
+    """Why a run cannot continue with this configuration, one line per key; empty when it can.
 
     Args:
         saved: the configuration that the run began with, as JSON values.
@@ -31,7 +31,7 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
 
 
 def require_same_run(config: Config) -> None:
-    """Raises UserError when a run that has no checkpoint yet was begun in this folder with another configuration."""
+    """Raises UserError when the folder holds a run without a checkpoint that was begun with another configuration."""
     run = RunFolder(config.output)
     saved = run.saved_configuration()
     if saved is not None and (differing := contradictions(config, saved, f"the run in {run}")):
@@ -39,7 +39,7 @@ def require_same_run(config: Config) -> None:
 
 
 def require_same_everywhere(config: Config, world: World) -> None:
-    """Raises UserError on all ranks where their settings are not those of one run; all call it together."""
+    """Raises UserError on all ranks when their settings differ; all ranks call it together."""
     first, *others = gather(dict(leaves(config)))
     differing = [
         f"{key} = {shown(value)} on rank {rank} ({world.hosts[rank]}): "
@@ -49,4 +49,4 @@ def require_same_everywhere(config: Config, world: World) -> None:
         if value != first.get(key) and Scope.RANK not in scope_of(Config, key)
     ]
     if differing:
-        raise UserError("\n".join([*differing[:SHOWN], "all ranks of a run are started with the same command"]))
+        raise UserError("\n".join([*differing[:SHOWN], "start all ranks of a run with the same command"]))

@@ -1,4 +1,4 @@
-"""How a run starts: ranks join, its folder is opened, images are listed, parts are built, its state is restored."""
+"""Starting a run: ranks join, its folder is opened, images are listed, parts are built, its state is restored."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from unigrad_fast.training.trainer import Trainer
 
 @dataclass
 class Attempt:
-    """This process among the ranks of a run, from when they joined until it leaves.
+    """This process as one of the ranks of a run, from joining until it exits.
 
     Attributes:
-        numbered: the run is a new one, which takes the first free folder of its name.
-        at: is told the stage that this rank is at.
-        folder: the run's, once it is occupied.
-        warnings: what the user is told when the run begins.
+        numbered: the run is new and takes the first free folder of its name.
+        at: call it with the stage that this rank has reached.
+        folder: the run's folder, once it is locked.
+        warnings: warnings to show when the run begins.
     """
 
     preemption: Preemption
@@ -51,14 +51,14 @@ class Attempt:
     warnings: list[str] = field(default_factory=list)
 
     def note_loss(self, said: str) -> None:
-        """Into the run's log, of a rank that is awaited in vain."""
+        """Record in the run's log that a rank was lost."""
         if self.folder is not None and self.world.rank == 0:
             self.folder.log_loss(said)
 
 
 @dataclass(frozen=True)
 class Images:
-    """The training images, the probe that judges by them, and why there is none where it is None."""
+    """The training images, the kNN probe that uses them, and, if `probe` is None, why."""
 
     train: Manifest
     probe: KNNProbe | None
@@ -67,7 +67,7 @@ class Images:
 
 @contextmanager
 def join(config: Config, numbered: bool) -> Iterator[Attempt]:
-    """The ranks find each other, and watch for signals and for ranks that are lost while inside."""
+    """Connects the ranks; inside, they watch for signals and for lost ranks."""
     timeout, watch = timedelta(minutes=config.engine.timeout), processors.Watch()
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
@@ -83,10 +83,12 @@ def join(config: Config, numbered: bool) -> Iterator[Attempt]:
 
 
 def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None:
-    """The verified checkpoint that the run goes on from; None where it begins. But for endings nothing is changed.
+    """The verified checkpoint from which the run continues; None if the run is new.
+
+    Changes nothing in the folder except that it removes notes on how the previous attempt ended.
 
     Raises:
-        UserError: the configuration contradicts what was begun there.
+        UserError: the configuration contradicts the run in that folder.
     """
     if attempt.numbered:
         return None
@@ -99,8 +101,8 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
 
 
 def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Images:
-    """The same images on all ranks, and those that the run began with."""
-    doing = "the images were being listed; nothing was done"
+    """Lists the images; all ranks must find the same ones, and a resumed run those it began with."""
+    doing = "stopped while listing images; nothing was written"
     timeout = timedelta(minutes=config.engine.timeout)
     with attempt.preemption.nothing_to_save(doing), process_group.patient(timeout):
         train, val, said = read_manifests(config.data, attempt.world)
@@ -116,7 +118,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
 
 @contextmanager
 def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbose: bool) -> Iterator[Trainer]:
-    """The run's folder is taken, and all that a step needs built; how the attempt ends is written down there."""
+    """Locks the run's folder and builds everything a step needs; records in the folder how the attempt ends."""
     world, engine = attempt.world, config.engine
     with ExitStack() as stack:
         stack.enter_context(tensor_float32(engine.tf32))
@@ -140,10 +142,10 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
 
 @contextmanager
 def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | None) -> Iterator[Telemetry]:
-    """The folder made ready, the saved state put back, and the run's first lines said; inside it tells what happens.
+    """Prepares the folder, restores the saved state and introduces the run; yields its telemetry.
 
     Raises:
-        UserError: a checkpoint has come to a run that has none.
+        UserError: another process has meanwhile saved a checkpoint in the folder of a new run.
     """
     config, folder, progress = trainer.config, attempt.folder, None
     begins_again = on_first(lambda: folder.begin(to_yaml(config), goes_on=saved is not None))
@@ -158,7 +160,7 @@ def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | 
     with Telemetry(folder.path, config, *lengths, attempt.world.rank, trainer.steps_done, progress) as telemetry:
         introduce(telemetry, trainer, images.train, images.obstacle)
         if begins_again:
-            telemetry.say("begins again: the attempt before it in this folder has saved no checkpoint")
+            telemetry.say("starting over: the previous attempt in this folder saved no checkpoint")
         for warning in attempt.warnings:
             telemetry.warn(warning)
         yield telemetry

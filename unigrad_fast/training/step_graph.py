@@ -1,13 +1,13 @@
-"""A training step that a GPU replays: recorded once for each size of the views, launched as a whole from then on.
+"""Training steps as a CUDA graph: captured once for each size of the views, then replayed as a whole.
 
-What a step computes is fixed with the recording, and so are the places of all that it reads and writes: views and
-CutMix's pairs are copied to where they lay, rates lie on the device (see `rates`). What the host does in a step it does
-not do in a replay; what DeepSpeed counts is made up for here. F's copy in lower precision is brought up to date before
-the recording, in which the two then move together: whoever is given F between two replays finds it repaired, as ever.
+The capture fixes what a step computes and the addresses of everything it reads and writes: views and CutMix's pairs are
+copied into fixed buffers, rates are in device memory (see `rates`). A replay skips the host's part of a step;
+DeepSpeed's counters are therefore advanced here. F's copy in lower precision is refreshed before the capture, and
+captured steps update both together, so F is as consistent between replays as after any other step.
 
-The first steps with views of a size are launched one by one, as without a graph: in them libraries try their
-algorithms and kernels are compiled, and whatever stays is allocated. A size's recording, with the memory of its
-activations, is given back when another size comes.
+The first steps with views of a given size are launched operator by operator, as without a graph: during them libraries
+choose their algorithms, kernels are compiled, and persistent memory is allocated. When the size changes, the previous
+graph is freed, with the memory of its activations.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
-LAUNCHED = 3  # steps with views of a size before one is recorded
-COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
+LAUNCHED = 3  # steps with views of a size before one is captured
+COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")  # attributes of DeepSpeed's engine
 
 Compute: TypeAlias = "Callable[[Iterable[Batch]], ObjectiveOutput]"
 Record: TypeAlias = "Callable[[Callable[[], ObjectiveOutput]], tuple[ObjectiveOutput, Callable[[], None]]]"
 
 
 def require(world: World) -> None:
-    """Raises UserError where a step cannot be recorded on the ranks that there are; see also `Config`."""
+    """Raises UserError if a step cannot be captured on this world's ranks; `Config` checks further conditions."""
     reason = None
     if world.device.type != "cuda":
-        reason = "graphs are a GPU's, and this run has none; leave it out"
+        reason = "needs a GPU, and this run has none; leave it out"
     elif not use_triton(world.device):
         reason = "with UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"
     elif world.size > 1 and world.backend != "nccl":
-        reason = f"{world.size} ranks meet over {world.backend}, for which the host waits; use nccl, or one rank"
+        reason = f"{world.size} ranks use {world.backend}, for which the host waits; use nccl, or one rank"
     if reason is not None:
         raise UserError(f"engine.cuda_graph = true: {reason}")
 
 
 def own_stream(settings: config.Engine, device: torch.device) -> AbstractContextManager:
-    """A stream of its own for a run that records its steps, as the default stream cannot be recorded."""
+    """A separate stream for a run that captures its steps, because the default stream cannot be captured."""
     if not settings.cuda_graph or device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -60,14 +60,14 @@ def own_stream(settings: config.Engine, device: torch.device) -> AbstractContext
 
 
 class StepGraph:
-    """Computes steps as `compute` does, most of them by a replay.
+    """Computes steps like `compute`, most of them by replaying a graph.
 
     Args:
-        compute: what a step does on the device, given its micro-batch; the host reads nothing in it.
-        engine: DeepSpeed's.
-        record: computes nothing, and returns what its argument returned and what computes it, each time anew.
+        compute: the device's part of a step, given its micro-batch; the host reads no result inside it.
+        engine: DeepSpeed's engine.
+        record: captures its argument without computing; returns the argument's output and a function that replays it.
 
-    The output is the same one after each replay, with other numbers in it.
+    Each replay returns the same output object, overwritten with new numbers.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class StepGraph:
         shapes = [view.shape for view in batch.views]
         if shapes != self._shapes:
             self._shapes, self._launched = shapes, 0
-            self._replay = self._output = self._batch = None  # its memory is free for what follows
+            self._replay = self._output = self._batch = None  # frees the memory of the previous graph
         if self._launched < LAUNCHED:
             self._launched += 1
             return self.compute([batch])
@@ -123,16 +123,16 @@ class StepGraph:
 
 
 def record_on_cuda(compute: Callable[[], ObjectiveOutput]) -> tuple[ObjectiveOutput, Callable[[], None]]:
-    """A CUDA graph of what is launched on the current stream, which is not the default one."""
+    """A CUDA graph of the work launched on the current stream, which must not be the default stream."""
     from unigrad_fast.kernels import multi_tensor
 
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks about its events meanwhile, which is forbidden in this thread alone.
+    # NCCL's watchdog thread queries its events meanwhile; "thread_local" forbids that only in this thread.
     recording = torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local")
     with multi_tensor.captured_tables() as tables, recording:
         output = compute()
     multi_tensor.fill(tables)
-    kept = graph, tables  # which are read in each replay
+    kept = graph, tables  # each replay reads the tables
 
     def replay() -> None:
         kept[0].replay()
@@ -141,7 +141,7 @@ def record_on_cuda(compute: Callable[[], ObjectiveOutput]) -> tuple[ObjectiveOut
 
 
 def _empty_like(batch: Batch, device: torch.device) -> Batch:
-    """A batch for a copy of this one's views and pairs, on the device."""
+    """An uninitialised batch on the device, shaped like this one."""
     views = [torch.empty_like(view, device=device) for view in batch.views]
     mix = None
     if batch.mix is not None:
@@ -150,7 +150,7 @@ def _empty_like(batch: Batch, device: torch.device) -> Batch:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """What the device reads of a batch."""
+    """The tensors of a batch that the device reads."""
     return [*batch.views, *([] if batch.mix is None else _of_mix(batch.mix))]
 
 

@@ -1,7 +1,7 @@
 """The target branch: a momentum copy of the online encoder that receives no gradient.
 
-Its weights are fp32, and what autocast multiplies are copies in a lower precision. Whoever updates the weights writes
-the copies too, so that no pass over images casts them.
+Its weights are fp32; under autocast, layers multiply with copies in a lower precision. Code that updates the weights
+updates the copies too, so that no forward pass has to cast them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def make_target(online: nn.Module) -> nn.Module:
 
 
 def make_copies(target: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copies, by name, of what autocast casts in each pass: weights of convolutions and linear layers.
+    """Copies, by name, of the weights that autocast would cast in each pass: those of convolutions and linear layers.
 
     Args:
-        dtype: of autocast; None is fp32, which needs no copies.
+        dtype: autocast's dtype; None is fp32, which needs no copies.
     """
     cast = [name for name, module in target.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     copies = {
@@ -43,13 +43,13 @@ def make_copies(target: nn.Module, dtype: torch.dtype | None) -> dict[str, Tenso
 
 @torch.no_grad()
 def refresh_(copies: Mapping[str, Tensor], target: nn.Module) -> None:
-    """After the target's weights were written by others than `update_target_`: bring the copies up to date."""
+    """Update the copies after code other than `update_target_` has written the target's weights."""
     for name, low in copies.items():
         low.copy_(target.get_parameter(name))
 
 
 def embed(target: nn.Module, copies: Mapping[str, Tensor], views: Sequence[Tensor]) -> list[Tensor]:
-    """The target's embeddings of views, with the copies for its weights; under autocast in their dtype."""
+    """The target's embeddings of views, computed with the copies as weights; under autocast in their dtype."""
     return functional_call(target, dict(copies), (views,), tie_weights=False)
 
 
@@ -64,8 +64,9 @@ def update_target_(
     """target ← momentum · target + (1 − momentum) · online, in place; unchanged where `skip` is not 0.
 
     Args:
-        momentum: m(s+1) after step s; a number, or a float64 scalar on the parameters' device, as `skip` is one.
-        copies: of `make_copies`: written as well.
+        momentum: m(s+1) after step s; a number, or a float64 scalar on the parameters' device.
+        skip: a scalar on the parameters' device.
+        copies: result of `make_copies`, updated as well.
     """
     if not isinstance(momentum, Tensor):
         momentum = torch.full_like(skip, momentum, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""The target branch on a stream of its own, where a GPU runs it beside the online branch's forward pass.
+"""The target branch on a separate CUDA stream, concurrent with the online branch's forward pass.
 
-What it requires: neither branch may meet other ranks meanwhile. NCCL takes a group's collectives in the order in which
-the host gives them, so that with synchronised batch norm the online branch would wait for all of the target's, and
-nothing would overlap; that is refused. Batch norm's running buffers, the target's weights and all that the optimizer
-moves belong to the current stream, which the target's waits for before it begins; the objective waits for the target.
+Neither branch may start collectives meanwhile: NCCL runs a group's collectives in the order in which the host issues
+them, so with synchronised batch norm the online branch would wait for all of the target's, and nothing would overlap.
+That combination is refused. Batch norm's running buffers, the target's weights and everything the optimizer updates
+belong to the current stream; the target's stream waits for it before it starts, and the objective waits for the target.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from unigrad_fast.runtime.process_group import World
 
 
 class TargetStream:
-    """Where the target branch runs: on a stream of its own with `engine.target_stream`, else on the current one.
+    """The stream for the target branch: a separate one with `engine.target_stream`, else the current one.
 
     Raises:
-        UserError: it is asked for without a GPU, or with batch norm over several ranks.
+        UserError: it is requested without a GPU, or with batch norm synchronised over several ranks.
     """
 
     def __init__(self, engine: config.Engine, model: config.Model, world: World):
@@ -31,7 +31,7 @@ class TargetStream:
         if not engine.target_stream:
             return
         if world.device.type != "cuda":
-            raise UserError("engine.target_stream = true: streams are a GPU's, and this run has none; leave it out")
+            raise UserError("engine.target_stream = true: needs a GPU, and this run has none; leave it out")
         if world.size > 1 and model.sync_batch_norm:
             raise UserError(
                 f"engine.target_stream = true: with {world.size} ranks batch norm exchanges statistics, in one order "
@@ -41,7 +41,7 @@ class TargetStream:
 
     @contextmanager
     def beside(self, views: Sequence[Tensor]) -> Iterator[None]:
-        """While inside, work goes to the stream; it reads `views`, and nothing else that is let go before `join`."""
+        """Queue the work inside on the stream; of the tensors it reads, only `views` may be freed before `join`."""
         if self._stream is None:
             yield
             return
@@ -52,6 +52,6 @@ class TargetStream:
             view.record_stream(self._stream)
 
     def join(self) -> None:
-        """What follows on the current stream waits for it; the host does not."""
+        """Make later work on the current stream wait for it; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,4 +1,4 @@
-"""The state of a run, and one step of it: every stage by name, in the order of the data."""
+"""The state of a run and one training step, stage by stage in the order of the data flow."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ class Trainer:
     """The state of one run and the operations on it.
 
     Args:
-        verbose: show what DeepSpeed says.
-        goes_on: images that the run could not use before count; they do not where it begins, or begins again.
+        verbose: show DeepSpeed's output.
+        goes_on: the run is resumed, so images that it could not use earlier count.
 
     Attributes:
-        online: the DeepSpeed engine around the online encoder, and its predictor if it has one; objective: with F.
-        branch: where targets come from; target: its momentum copy of the encoder, an empty module where it keeps none.
-        target_copies: the target's weights in autocast's dtype, which its forward pass reads.
-        fragments: where the online branch's weights, gradients and what the optimizer keeps lie.
-        loader: batches of one micro-step each.
-        compute: what a step does on the device, launched operator by operator or as a graph.
-        total_steps, steps_done: optimizer steps of the run, and those it has behind it.
-        images: what the training images are known by.
-        lost: why this rank can read no more images; empty while it can.
+        online: the DeepSpeed engine around the online encoder and, if there is one, its predictor.
+        objective: the objective, including F.
+        branch: the source of targets; target: its momentum copy of the encoder, an empty module if it keeps none.
+        target_copies: the target's weights in autocast's dtype, read by its forward pass.
+        fragments: where the online branch's weights, gradients and optimizer state are in memory.
+        loader: yields one micro-batch at a time.
+        compute: the device's part of a step, launched operator by operator or as a graph.
+        total_steps, steps_done: optimizer steps of the run, and those completed.
+        images: identifies the training images in a checkpoint.
+        lost: why this rank cannot read any more images; empty while it can.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Trainer:
 
         with needs.network(config.model):
             encoder = build_encoder(config.model, config.seed, world.device)
-        # Copied now: the seed makes it equal on all ranks, and DeepSpeed leaves hooks in the module it is given.
+        # Copied now: the seed makes it equal on all ranks, and DeepSpeed will add hooks to the module it is given.
         self.branch = build_branch(config, encoder, self.dtype)
         self.target, self.target_copies = self.branch.module, self.branch.copies
         if config.engine.recompute_projector:
@@ -105,12 +106,12 @@ class Trainer:
         self.reduction = build_reduction(self.online)
         self.rates = Rates(self.optimizer, world.device)
         if config.engine.compile:
-            # In place: names stay, and the backbone that is evaluated by itself stays as it is written.
+            # In place: names stay the same, and the backbone, which is evaluated on its own, stays uncompiled.
             self.online.module.compile()
             self.target.compile()
         self.objective = build_objective(config, world, predictor)
         is_sharded = isinstance(self.objective, UniGrad) and self.objective.placement == "sharded"
-        self.begins_update = is_sharded  # a step of its own, which has most time before the online branch
+        self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
         self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
         parts = [encoder, self.target, *([] if predictor is None else [predictor])]
@@ -134,7 +135,7 @@ class Trainer:
         return self._waited
 
     def on_device(self, batches: Iterable[Batch]) -> ObjectiveOutput:
-        """All that a step does on the device: the micro-batches, then the target's update, or nothing at all."""
+        """The device's part of a step: micro-batches, then the target's update; no effect if the step is dropped."""
         self.gate.open()
         self.optimizer.open()
         for batch in batches:
@@ -145,7 +146,7 @@ class Trainer:
         return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
-        """Target branch, online branch, objective with its update of F, backward, and the engine's step."""
+        """Run target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
         with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
@@ -155,10 +156,10 @@ class Trainer:
             with self._autocast():
                 self.objective.begin_update(target)
         self.phases.mark("target")
-        if mix is not None:  # the target has seen the views as they are
+        if mix is not None:  # only for the online branch; the target has seen the unmixed views
             views = [*mix.apply(views[:2]), *views[2:]]
         online = self.online(views)
-        if target is None:  # the online branch has made it
+        if target is None:  # the online embeddings are the targets
             target = online[:2]
         self.target_stream.join()
         self.phases.mark("online")
@@ -175,10 +176,10 @@ class Trainer:
         return output
 
     def warm_up(self) -> None:
-        """One pass of both branches over views of zeros, forward and backward, which leaves no trace.
+        """Run both branches forward and backward over views of zeros, without changing any state.
 
-        What a GPU's libraries do once per shape, cuDNN's trials above all, is done before the first step. All ranks
-        call this together.
+        This way GPU libraries do their one-time work per shape, above all cuDNN's algorithm search, before the first
+        step. All ranks call this together.
         """
         images = self.config.images_at_once(self.world.size)
         sizes = [view.size for view in self.loader.views_in(self.steps_done // self.steps_per_epoch)]
@@ -186,7 +187,7 @@ class Trainer:
             torch.zeros(images, 3, size, size, device=self.world.device).contiguous(memory_format=torch.channels_last)
             for size in sizes
         ]
-        online = self.online.module  # past the engine, whose hooks would take this for a step
+        online = self.online.module  # bypass the engine, whose hooks would take this for a step
         self.gate.open()
         with self._autocast():
             with torch.no_grad():
@@ -197,12 +198,12 @@ class Trainer:
         self.gate.undo()
 
     def is_save_due(self) -> bool:
-        """Whether the run saves after the steps done."""
+        """Whether the run saves a checkpoint now, after `steps_done` steps."""
         every = max(1, round(self.config.checkpoint.every * self.steps_per_epoch))
         return self.steps_done % every == 0 or self.steps_done == self.total_steps
 
     def is_evaluation_due(self) -> bool:
-        """Whether the encoder is judged after the steps done: before the first, after the last, every so often."""
+        """Whether the encoder is evaluated now: before the first step, after the last, and regularly in between."""
         if self.steps_done == 0:
             return self.config.evaluation.at_start
         every = self.config.evaluation.every * self.steps_per_epoch
@@ -229,7 +230,7 @@ class Trainer:
         return target_momentum(step, self.total_steps, initial=settings.momentum, final=settings.final_momentum)
 
     def metrics(self, before: int) -> Iterator[tuple[int, dict[str, float]]]:
-        """Metrics of the reported steps before `before` that were not given out yet, averaged over ranks."""
+        """Metrics of reported steps before `before` that were not returned yet, averaged over ranks."""
         for step, numbers in self.numbers.receive(before):
             named = dict(zip(self.reported, numbers, strict=True))
             if math.isnan(named["effective_rank"]):  # not computed in this step
@@ -246,7 +247,7 @@ class Trainer:
             )
 
     def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The micro-batches of a step; how long they were waited for is noted."""
+        """The micro-batches of a step; records how long the step waited for them."""
         for _ in range(self.accumulation):
             asked = time.perf_counter()
             batch = next(batches)
@@ -284,7 +285,7 @@ def build_objective(config: Config, world: World, predictor: Predictor | None = 
     """The objective of a configuration.
 
     Args:
-        predictor: of BYOL and SimSiam, which the engine trains.
+        predictor: the predictor of BYOL and SimSiam, which the engine trains.
     """
     width, images = config.model.projector.width, config.images_at_once(world.size)
     arguments = config.objective.arguments()
@@ -299,12 +300,12 @@ def build_objective(config: Config, world: World, predictor: Predictor | None = 
 
 
 def choose_placement(config: Config, world: World) -> str:
-    """Where F lies: "replicated" or "sharded"."""
+    """The placement of F: "replicated" or "sharded"."""
     placement, width = config.objective.placement, config.model.projector.width
     if placement == "auto":
         return choose(width, config.images_at_once(world.size), len(config.data.views()), world.size)
     if placement == "sharded" and width < world.size:
-        raise UserError(f"objective.placement = sharded: {world.size} ranks share {width} rows; use replicated")
+        raise UserError(f"objective.placement = sharded: {world.size} ranks cannot share {width} rows; use replicated")
     return placement
 
 

@@ -18,9 +18,8 @@ class CollapseWatch:
     """Tells once when the embeddings have collapsed.
 
     Args:
-        warmup_steps: steps at the start in which nothing is said, for an untrained projector may look
-            collapsed.
-        has_balance: whether the method has a negative term to be weighed.
+        warmup_steps: steps at the start without warnings, because an untrained projector may look collapsed.
+        has_balance: whether the method has a negative term with a weight, objective.balance.
     """
 
     def __init__(self, warmup_steps: int, has_balance: bool = True) -> None:
@@ -47,5 +46,5 @@ class CollapseWatch:
         )
 
     def remember(self, warning: str) -> None:
-        """A warning that an earlier process gave: if it was of collapse, that is told."""
+        """Take note of an earlier process's warning, so that collapse is not reported twice."""
         self.warned |= warning.startswith(COLLAPSING)

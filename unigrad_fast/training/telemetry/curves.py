@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its metrics.jsonl alone, as PNG and as SVG."""
+"""Plots of a run, drawn from its metrics.jsonl, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ from unigrad_fast.training.telemetry.events import Events
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 GRAY = "#777777"
-SMOOTHED_SHARE = 0.04  # of a curve's points that one point of the smoothed line is the mean of
-FEWEST_SMOOTHED = 30  # points; fewer are drawn as they are
-LEAST_ACCURACY_SPAN = 10  # percentage points; closer by, chance would look like progress
-LABEL_POINTS = 12  # height of a label beside the accuracies, with the space below it
+SMOOTHED_SHARE = 0.04  # share of a curve's points averaged into one point of the smoothed line
+FEWEST_SMOOTHED = 30  # points; shorter curves are not smoothed
+LEAST_ACCURACY_SPAN = 10  # percentage points; on a finer scale, chance would look like progress
+LABEL_POINTS = 12  # height of a label beside the accuracies, including the space below it
 Series = tuple[np.ndarray, np.ndarray]  # epochs, values
 
 
 def draw(run_dir: Path | str) -> Path:
-    """Draws RUN/curves.png and RUN/curves.svg, and returns the first: over epochs the loss, the positive cosine, the
-    kNN accuracy, the two signals of collapse, the learning rate with the target's momentum."""
+    """Draws RUN/curves.png and RUN/curves.svg, and returns the path of the former.
+
+    Plotted over epochs: the loss, the positive cosine, the kNN accuracy, the two signals of collapse, and the learning
+    rate with the target's momentum.
+    """
     run_dir = Path(run_dir)
     return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, RunFolder(run_dir).curves)
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
-    """Draws the panels of `draw` with one colour per run, named by the keys of `runs`, to a PNG file and to an SVG file
-    beside it."""
+    """Draws the panels of `draw` with one colour per run, named by the keys of `runs`.
+
+    Writes a PNG file and, beside it, an SVG file.
+    """
     figure = Figure(figsize=(13.3, 7.5), dpi=130, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03)
     loss, cosine, accuracy, deviation, rank, rate = figure.subplots(2, 3).flat
@@ -74,7 +79,7 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
             axes.set_xlim(-0.02 * end, 1.02 * end)
     _name(figure, list(runs))
     figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")  # done; each drawing would do it again
+    figure.set_layout_engine("none")  # done; each drawing would repeat it
     _spread(labels)
     path = Path(path)
     FigureCanvasAgg(figure).print_png(path)  # savefig would draw twice
@@ -84,20 +89,20 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The events of RUN/metrics.jsonl in order, without lines that are none."""
+    """The events of RUN/metrics.jsonl in order; lines that are not events are skipped."""
     return [event for _, event in Events(RunFolder(Path(run_dir)).metrics).whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:
-    """Epochs and values; null, a value that was not finite, becomes a gap."""
+    """Epochs and values; null, which stands for a non-finite value, becomes a gap."""
     found = [(e["epoch"], e[name]) for e in events if e["event"] == event and name in e]
     return np.array([x for x, _ in found], float), np.array([y for _, y in found], float)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Means over the finite values around each one, of as many points on either side; gaps stay gaps.
+    """Moving average over the finite values in a symmetric window; gaps stay gaps.
 
-    Towards both ends the window narrows to a quarter, so that the line begins and ends near where the values do.
+    Towards both ends the window narrows to a quarter, so that the line begins and ends near the first and last value.
     """
     most = max(1, round(len(values) * SMOOTHED_SHARE / 2))
     place = np.arange(len(values))
@@ -120,7 +125,7 @@ def _draw_smoothed(axes: Axes, series: Series, color: str) -> None:
 
 
 def _draw_line(axes: Axes, series: Series, color: str, **style: Any) -> None:
-    """A line; values that stand alone between gaps, of which a line shows nothing, become points."""
+    """A line; isolated values between gaps, which a line would not show, become points."""
     epochs, values = series
     axes.plot(epochs, values, **{"color": color, "linewidth": 1.7, **style})
     finite = np.pad(np.isfinite(values), 1)
@@ -130,7 +135,7 @@ def _draw_line(axes: Axes, series: Series, color: str, **style: Any) -> None:
 
 
 def _limit_deviation(axes: Axes) -> None:
-    """From 0, all vectors equal, to 1, spread evenly; with the limit below which a run warns."""
+    """Scale from 0 (all vectors equal) to 1 (spread evenly), with the threshold below which a run warns."""
     if not _with_values(axes):
         return
     _mark(axes, 1.0, "1: spread\nevenly")
@@ -139,7 +144,7 @@ def _limit_deviation(axes: Axes) -> None:
 
 
 def _limit_rank(axes: Axes) -> None:
-    """Logarithmic from 1, all vectors on one line; with the limit below which a run warns."""
+    """Logarithmic scale from 1 (all vectors on one line), with the threshold below which a run warns."""
     if not _with_values(axes):
         return
     _mark(axes, COLLAPSED_EFFECTIVE_RANK, f"collapsed\nbelow {COLLAPSED_EFFECTIVE_RANK:g}")
@@ -151,8 +156,10 @@ def _limit_rank(axes: Axes) -> None:
 
 
 def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annotation]:
-    """kNN accuracies; returns the labels of the untrained encoders and of the last values, which stand beside the
-    panel, where no curve passes."""
+    """Draws kNN accuracies; returns the labels of the untrained encoders and of the last values.
+
+    The labels are beside the panel, where no curve passes.
+    """
     labels, starts = [], set()
     for color, events in zip(_colors(len(runs)), runs, strict=True):
         epochs, values = _series(events, "knn", "accuracy")
@@ -160,7 +167,7 @@ def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annot
             continue
         axes.plot(epochs, values, color=color, linewidth=1.7, marker="o", markersize=5 if len(values) < 40 else 0)
         untrained = f"{values[0]:.1f} untrained"
-        if epochs[0] == 0 and np.isfinite(values[0]) and untrained not in starts:  # runs that are compared share it
+        if epochs[0] == 0 and np.isfinite(values[0]) and untrained not in starts:  # compared runs may share it
             starts.add(untrained)
             labels.append(_mark(axes, values[0], untrained, fontsize=10))
         if epochs[-1] > 0 and np.isfinite(values[-1]):
@@ -180,7 +187,7 @@ def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annot
 
 
 def _spread(labels: list[Annotation]) -> None:
-    """Moves labels up until none lies on another; the panel has its size by now."""
+    """Moves labels up until none overlap; call after the layout is fixed."""
     below = -np.inf
     for label in sorted(labels, key=lambda label: label.xy[1]):
         height = label.axes.transData.transform(label.xy)[1] * 72 / label.figure.dpi
@@ -189,7 +196,7 @@ def _spread(labels: list[Annotation]) -> None:
 
 
 def _mark(axes: Axes, value: float, text: str, fontsize: float = 8) -> Annotation:
-    """A dotted line at a value, and what it says."""
+    """A dotted line at a value, with a label."""
     axes.axhline(value, color=GRAY, linewidth=1, linestyle=":", zorder=1)
     return _beside(axes, value, text, GRAY, fontsize=fontsize)
 
@@ -210,7 +217,7 @@ def _beside(axes: Axes, value: float, text: str, color: str, **style: Any) -> An
 
 
 def _name(figure: Figure, labels: list[str]) -> None:
-    """One run's name as the title, or a legend of several above the panels."""
+    """The name of a single run as the title, or a legend of several runs above the panels."""
     if len(labels) == 1:
         figure.suptitle(labels[0], x=0.01, ha="left", fontsize=14, fontweight="bold")
         return
@@ -227,7 +234,7 @@ def _with_values(axes: Axes) -> list[Line2D]:
 
 
 def _as_text(name: str) -> str:
-    """The name of a folder, which need not be text, and no formula where it has dollar signs."""
+    """A folder's name as text, with dollar signs escaped so that matplotlib does not read a formula."""
     return printable(name).replace("$", r"\$")
 
 

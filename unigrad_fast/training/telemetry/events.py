@@ -1,4 +1,4 @@
-"""Reading RUN/metrics.jsonl, whatever a crash or another program left of it."""
+"""Reads RUN/metrics.jsonl, even if a crash or another program damaged it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# What readers rely on besides the step and the epoch.
+# Fields that readers rely on, besides the step and the epoch.
 NUMBERS = {"knn": ("accuracy", "k", "temperature")}
 TEXTS = {"knn": ("protocol", "branch"), "warning": ("message",)}
 SHOWN = 60  # characters of a broken line
@@ -16,9 +16,9 @@ class Events:
     """The events of a metrics.jsonl in order.
 
     Attributes:
-        whole: lines as they stand in the file, without the line break, and the event of each.
-        complaint: what to say of lines that are no events and were left out, None where there are none. A half
-            written last line, as a killed process leaves it, is left out without a word.
+        whole: the valid lines as in the file, without the line break, and the event of each.
+        complaint: message about lines that are not events and were ignored; None if there are none. A half-written
+            last line, as a killed process leaves it, is ignored silently.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,21 +37,23 @@ class Events:
 def _complaint(path: Path, broken: list[tuple[int, bytes]]) -> str:
     number, line = broken[0]
     shown = line[:SHOWN].decode("utf-8", "backslashreplace") + "..." * (len(line) > SHOWN)
-    which = f"line {number} is no event" if len(broken) == 1 else f"{len(broken)} lines are no events, first {number}"
-    return f"{path}: {which}: {shown}; left out"
+    which = (
+        f"line {number} is not an event" if len(broken) == 1 else f"{len(broken)} lines are not events, first {number}"
+    )
+    return f"{path}: {which}: {shown}; ignored"
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is not what a run writes."""
+    """The event in a line; None if a run would not write such a line."""
     try:
         event = json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is one of the former
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
     kind = event["event"]
     numbers = [event.get(key) for key in ("step", "epoch", *NUMBERS.get(kind, ()))]
-    if kind == "train":  # all the others are numbers too, null where they were not finite
+    if kind == "train":  # all other values are numbers too, null if not finite
         numbers += [value for key, value in event.items() if key != "event" and value is not None]
     texts = [event.get(key) for key in TEXTS.get(kind, ())]
     return event if all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts) else None

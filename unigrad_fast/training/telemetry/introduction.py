@@ -1,4 +1,4 @@
-"""What a run says before its first step and after its last."""
+"""What a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from unigrad_fast.evaluation.knn_probe import KNNProbe
     from unigrad_fast.training.trainer import Trainer
 
-ENOUGH_IMAGES = 96  # on a GPU at once; ours, from the counts of the dry run
+ENOUGH_IMAGES = 96  # per GPU and micro-batch; ours, from the counts of the dry run
 
 
 def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle: str | None) -> None:
-    """Say what is going to happen, in a few lines, and warn of what costs accuracy."""
+    """Describe the run in a few lines, and warn of settings that cost accuracy."""
     run, world = trainer.config, trainer.world
     projector, images = run.model.projector, run.images_at_once(world.size)
     classes = f" in {count(len(train.classes), 'class')}" if train.has_labels else ""
@@ -58,30 +58,30 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
 
 
 def few_images(data: config.Data, engine: config.Engine, images: int, world: World) -> str | None:
-    """What is said where more GPUs than the batch is worth work on it."""
+    """A warning if the batch is too small for so many GPUs; None otherwise."""
     if world.device.type != "cuda" or world.size == 1 or images >= ENOUGH_IMAGES:
         return None
     return (
         f"data.batch_size = {data.batch_size}: {count(images, 'image')} at once on each of {world.size} GPUs; "
-        f"below {ENOUGH_IMAGES} the step is bound by latency; use fewer GPUs, or a larger data.batch_size"
+        f"below {ENOUGH_IMAGES} latency limits the step; use fewer GPUs, or a larger data.batch_size"
         + (", or a smaller engine.accumulation_steps" if engine.accumulation_steps > 1 else "")
     )
 
 
 def short_timeout(data: config.Data, engine: config.Engine, world: World) -> str | None:
-    """What is said where ranks would give up one of them that only waits for its storage."""
+    """A warning if ranks would give up on one that is only waiting for its storage; None otherwise."""
     patience = 4 * data.read_timeout
     if world.size == 1 or 60 * engine.timeout >= patience:
         return None
     return (
-        f"engine.timeout = {engine.timeout:g} minutes: shorter than a rank may wait for silent files "
-        f"({patience:g} s by data.read_timeout = {data.read_timeout:g}), which the others would take for lost; "
+        f"engine.timeout = {engine.timeout:g} minutes: shorter than a rank may wait for files "
+        f"({patience:g} s by data.read_timeout = {data.read_timeout:g}), so the others would take it for lost; "
         f"use {patience / 60:.3g}, or a smaller data.read_timeout"
     )
 
 
 def described(data: config.Data) -> str:
-    """The views of a run and what is done to them, in a few words."""
+    """The views of a run and their augmentation, in a few words."""
     sizes = [view.size for view in data.views()]
     views = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes)) + " px"
     if data.growth():
@@ -90,7 +90,7 @@ def described(data: config.Data) -> str:
 
 
 def method_of(config: config.Config) -> str | None:
-    """What a run minimises, in a few words, where it is not UniGrad with a momentum target."""
+    """What a run minimises, in a few words; None for UniGrad with a momentum target."""
     objective = config.objective
     if (objective.method, objective.row, objective.target) == ("unigrad", None, "momentum"):
         return None

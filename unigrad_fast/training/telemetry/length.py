@@ -1,4 +1,4 @@
-"""How long a run is, in optimizer steps: its epochs, and the evaluations that lie ahead."""
+"""Length of a run in optimizer steps: its epochs, and the evaluations still to come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Length:
         return self.epoch(self.total_steps)
 
     def epoch(self, step: int) -> float:
-        """Epochs until a step is complete, with their fraction."""
+        """Epochs, with fraction, completed after a step."""
         return step / self.steps_per_epoch
 
     def evaluations_left(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Loggers: what a run's events are handed to. RUN/metrics.jsonl has all of them; the others are a user's to choose."""
+"""Loggers receive a run's events. RUN/metrics.jsonl always gets all of them; users may choose others besides."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ from unigrad_fast.training.telemetry.length import Length
 
 
 class Logger:
-    """Takes the events of a run, on rank 0 alone."""
+    """Receives the events of a run, on rank 0 only."""
 
     def __init__(self, run: RunFolder, length: Length) -> None:
         """Nothing is written before `open`."""
 
     def open(self, start_step: int) -> None:
-        """Begin, or go on; what an earlier process said of steps after this one does not count any more."""
+        """Begin or continue; discard what an earlier process wrote about later steps."""
 
     def write(self, event: str, step: int, numbers: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        """`train`, `knn`, `warning` or `resumed`: measured numbers, None where not finite, and settings or texts."""
+        """Write a `train`, `knn`, `warning` or `resumed` event.
+
+        `numbers` are measurements, None where not finite; `about` are settings or texts.
+        """
 
     def close(self) -> None:
-        """The process ends."""
+        """Called when the process ends."""
 
     def command(self, run: RunFolder) -> str | None:
-        """What to type to look at it, given the run as the user would name it; None where there is nothing."""
+        """The shell command that shows this log, given the run as the user would name it; None if there is none."""
         return None
 
 
 class MetricsFile(Logger):
-    """RUN/metrics.jsonl: one event per line, on its way to the disk as soon as it is written.
+    """RUN/metrics.jsonl: one event per line, flushed after each.
 
     Attributes:
-        events: those up to the first step of this process; the rest was dropped.
-        complaint: what was wrong with the file when it was opened, None when nothing was.
+        events: events up to the first step of this process; later ones were dropped.
+        complaint: what was wrong with the file when it was opened; None if nothing.
     """
 
     def __init__(self, run: RunFolder, length: Length) -> None:
@@ -71,7 +74,7 @@ class MetricsFile(Logger):
             self.file.flush()
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Force everything to disk."""
         with naming(self.path):
             os.fsync(self.file.fileno())
 
@@ -107,12 +110,12 @@ class TensorBoard(Logger):
         return typed(*program("tensorboard", "tensorboard.main"), "--logdir", run.tensorboard)
 
 
-# Beside metrics.jsonl, by the key of the configuration's `telemetry` that turns it on.
+# Loggers besides metrics.jsonl, by the key under `telemetry` that turns each on.
 LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard}
 
 
 def json_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values as JSON takes them, non-finite ones as None, and those by name."""
+    """The values as JSON numbers, non-finite ones as None; and the non-finite ones by name, as text."""
     numbers, odd = {}, {}
     for name, value in values.items():
         value = value.item() if hasattr(value, "item") else value  # a 0-d tensor or a NumPy number
@@ -124,7 +127,7 @@ def json_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
 
 
 def memory_gib() -> float:
-    """Most memory in use so far, GiB: of the CUDA allocator where CUDA runs, else of the process."""
+    """Peak memory so far, GiB: the CUDA allocator's if CUDA is in use, else the process's."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""What a run says: lines and warnings on the console and, with the time of day, in RUN/log.txt."""
+"""A run's messages: lines and warnings on the console and, with the time of day, in RUN/log.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unigrad_fast.runtime.whole_file import naming
 
 
 class Messages:
-    """Everything is shown as it is, for the name of a folder may look like markup."""
+    """Prints text without interpreting markup, because a folder's name may look like it."""
 
     def __init__(self, console: Console, path: Path) -> None:
         self.console, self.path = console, path
@@ -29,7 +29,7 @@ class Messages:
         self.show(message)
 
     def warn(self, message: str) -> None:
-        """In a frame where the console is a terminal."""
+        """Shown in a frame if the console is a terminal."""
         self.log_warning(message)
         if self.console.is_terminal:
             self.console.print(Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow"))
@@ -37,7 +37,7 @@ class Messages:
             self.show(f"WARNING: {message}")
 
     def log(self, message: str) -> None:
-        """Into the file alone."""
+        """Write to the file only."""
         with naming(self.path):
             self.file.write(log_line(message))
 
@@ -45,5 +45,5 @@ class Messages:
         self.log(f"WARNING: {message}")
 
     def show(self, message: str) -> None:
-        """On the console alone."""
+        """Print on the console only."""
         self.console.print(message, soft_wrap=True, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""How long each phase of a step takes, on the device's own clock and without waiting for it."""
+"""Time of each phase of a step, measured on the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PHASES = ("data", "target", "online", "objective", "backward", "step", "target_u
 
 
 class PhaseClock:
-    """Marks the ends of a step's phases and adds up the milliseconds in between.
+    """Marks the end of each phase of a step and sums the milliseconds in between.
 
-    On CUDA the marks are events on the current stream, read one step late, so that a phase counts what the device did
-    in it, or waited for. On the CPU they are the time of day.
+    On CUDA the marks are events on the current stream, read one step late, so a phase includes the device's work and
+    its waiting. On the CPU they are readings of a host clock.
     """
 
     def __init__(self, device: torch.device):
@@ -28,12 +28,12 @@ class PhaseClock:
         self._stopped = False
 
     def start(self, step: int) -> None:
-        """A step begins."""
+        """Call when a step begins."""
         self._steps.append((step, []))
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """The phase that began with the mark before ends here."""
+        """End the phase that began at the previous mark."""
         if self._stopped:
             return
         if self.on_cuda:
@@ -45,7 +45,7 @@ class PhaseClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """While inside nothing is marked: a mark in a graph that is captured could not be read."""
+        """Ignore marks inside: an event captured in a CUDA graph could not be read."""
         self._stopped = True
         try:
             yield
@@ -53,7 +53,7 @@ class PhaseClock:
             self._stopped = False
 
     def read(self, before: int) -> dict[str, float]:
-        """Milliseconds per phase, `ms_<phase>`, means over the steps before `before` that were not read yet."""
+        """Milliseconds per phase, `ms_<phase>`: means over the steps before `before` that were not read yet."""
         while self._steps and self._steps[0][0] < before:
             _, marks = self._steps.popleft()
             for (_, begin), (phase, end) in itertools.pairwise(marks):

@@ -1,4 +1,4 @@
-"""How far a run is: a bar where the console is a terminal, elsewhere a line every few seconds."""
+"""Progress of a run: a bar if the console is a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from unigrad_fast.training.telemetry.length import Length
 
-PLAIN_SECONDS = 5.0  # least time between two progress lines where there is no terminal
+PLAIN_SECONDS = 5.0  # least time between two progress lines without a terminal
 
 # Columns of a progress line: key, label, format, width of the value.
 COLUMNS = (
@@ -25,7 +25,7 @@ IN_BAR = {"loss", "positive_cosine", "images_per_second", "data_wait_share"}  # 
 
 
 class ProgressBar:
-    """A bar below all that is printed."""
+    """A bar below everything that is printed."""
 
     def __init__(self, console: Console, length: Length, step: int) -> None:
         self.length = length
@@ -65,7 +65,7 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """Lines with a place for each number, not more often than every PLAIN_SECONDS."""
+    """Lines with a column for each number, at most one every PLAIN_SECONDS."""
 
     def __init__(self, length: Length, clock: Callable[[], float]) -> None:
         self.length, self.clock = length, clock

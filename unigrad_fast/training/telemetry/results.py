@@ -1,4 +1,4 @@
-"""What a run has reached: the numbers of RUN/summary.json, and the table that it ends with."""
+"""Results of a run: the numbers in RUN/summary.json, and the table printed at its end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PHASE_METRICS = tuple(f"ms_{phase}" for phase in PHASES)
 
 
 class Results:
-    """The newest metrics, the accuracies, and the times of a step's phases.
+    """The latest metrics, the accuracies, and the times of a step's phases.
 
     Attributes:
-        latest: the newest finite value of each training metric.
+        latest: the latest finite value of each training metric.
         accuracies: (step, percent) of each kNN evaluation.
     """
 
@@ -35,7 +35,7 @@ class Results:
         self.latest |= {name: value for name, value in numbers.items() if value is not None}
 
     def add_phases(self, numbers: Mapping[str, Any]) -> None:
-        """The times among the metrics of a reported step."""
+        """Add the phase times among the metrics of a reported step."""
         self.phase_sums.update({name: numbers[name] for name in PHASE_METRICS if name in numbers})
         self.reported_steps += 1
 
@@ -43,14 +43,14 @@ class Results:
         self.accuracies.append((step, accuracy))
 
     def remember(self, event: Mapping[str, Any]) -> None:
-        """An event of an earlier process."""
+        """Take over an event of an earlier process."""
         if event["event"] == "train":
             self.add_metrics({name: value for name, value in event.items() if name not in ("event", "step", "epoch")})
         elif event["event"] == "knn":
             self.add_accuracy(event["step"], event["accuracy"])
 
     def final(self) -> dict[str, float | None]:
-        """Their entries of the summary."""
+        """The summary's entries for metrics and accuracies."""
         accuracies = [accuracy for _, accuracy in self.accuracies]
         return {
             **{name: self.latest.get(name) for name in ("loss", "positive_cosine", "feature_std", "effective_rank")},
@@ -67,12 +67,12 @@ class Results:
 
 
 def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str, run_dir: Path) -> Table:
-    """The summary for the eye, what was reached first, with the files that the run has left; counts of 0 are left out.
+    """The summary as a table, results first, then the run's files; counts of 0 are omitted.
 
     Args:
         numbers: the summary.
-        further: names of its entries that are not the telemetry's own, each a row.
-        phases: milliseconds of a step's phases, empty where none were reported.
+        further: names of its entries that are not the telemetry's own, one row each.
+        phases: milliseconds of a step's phases; empty if none were reported.
     """
 
     def show(name: str, form: str, unit: str = "") -> str:
@@ -90,11 +90,11 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
         ("positive cosine", show("positive_cosine", ".4f")),
         ("feature std (healthy: 1)", show("feature_std", ".3f")),
     ]
-    if numbers["effective_rank"] is not None:  # of methods that keep F
+    if numbers["effective_rank"] is not None:  # the method keeps F
         rows.append(("effective rank of F", show("effective_rank", ".1f")))
     for name in further:
         value = numbers[name]
-        if value == 0 and isinstance(value, int):  # nothing of what could have gone wrong
+        if value == 0 and isinstance(value, int):  # nothing went wrong
             continue
         form, unit = (".2f", " %") if name.startswith("knn_") else (".4g", "")
         label = name.replace("knn_", "kNN ").replace("_", " ")
@@ -108,7 +108,7 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
     ]
     table = Table(title="Pretraining finished", title_justify="left", show_header=False)
     for row in rows:
-        table.add_row(*(Text(fitted(cell)) for cell in row))  # as it is: a folder's name may look like markup
+        table.add_row(*(Text(fitted(cell)) for cell in row))  # without markup: a folder's name may look like it
     return table
 
 
@@ -117,5 +117,5 @@ def _files(run_dir: Path) -> list[str]:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """Three on a line."""
+    """Comma-separated, three per line."""
     return ",\n".join(", ".join(parts[first : first + 3]) for first in range(0, len(parts), 3))

@@ -1,4 +1,4 @@
-"""The telemetry of a run: takes what happens, and has it shown, written and watched.
+"""The telemetry of a run: shows progress, writes metrics and watches for collapse.
 
 Only rank 0 writes; on other ranks every method returns at once.
 """
@@ -43,11 +43,11 @@ class Telemetry:
         run_dir: the run's folder; it is created.
         config: the run's configuration.
         total_steps, steps_per_epoch: optimizer steps.
-        start_step: steps done when this process begins. What metrics.jsonl says of later ones, left by a process
-            that was killed, is dropped; the rest is continued.
+        start_step: steps done when this process begins. Events of later steps, which a killed process left in
+            metrics.jsonl, are dropped; new events are appended.
         progress: what `progress_so_far` returned when `start_step` was saved.
-        rank: of this process; only 0 shows and writes anything.
-        console: where to show; standard output by default.
+        rank: rank of this process; only 0 shows and writes anything.
+        console: where to print; standard output by default.
         clock: seconds, monotonic.
     """
 
@@ -114,24 +114,27 @@ class Telemetry:
         self.messages.close()
 
     def resumed(self) -> None:
-        """Says that this process goes on with what another began, and records it as an event."""
+        """Says that this process continues a run, and records it as an event."""
         if self.active:
             self._write("resumed", self.start_step)
-            self.say(f"going on after step {self.start_step} of {self.length.total_steps}")
+            self.say(f"resuming after step {self.start_step} of {self.length.total_steps}")
 
     def evaluated(self, step: int) -> bool:
         """Whether the encoder after this step was evaluated, on rank 0; False on other ranks."""
         return any(step == at for at, _ in self.results.accuracies)
 
     def progress_so_far(self) -> dict[str, Any]:
-        """What a later process needs to go on with, JSON values; the metrics until now are on the disk then."""
+        """What a later process needs to continue, as JSON values; forces the metrics so far to disk."""
         if not self.active:
             return {}
         self.metrics.sync()
         return self.throughput.so_far()
 
     def advance(self, step: int, images: int, data_seconds: float = 0.0) -> None:
-        """After every step; waits for no device. Images of all ranks in it, seconds it waited for data."""
+        """Call after every step; does not wait for the device.
+
+        `images` counts those of all ranks in the step, `data_seconds` the time it waited for data.
+        """
         if not self.active:
             return
         self.step = step
@@ -139,11 +142,11 @@ class Telemetry:
         self._move_bar()
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Time inside is evaluation: left out of the throughput, expected again in the time left."""
+        """Time inside counts as evaluation: excluded from throughput, included in the estimate of the time left."""
         return self.throughput.evaluation()
 
     def log_train(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the metrics of a step, numbers or 0-d tensors, and warns of collapse. It may come late.
+        """Writes the metrics of a step, numbers or 0-d tensors, and warns of collapse. May be called a few steps late.
 
         `images_per_second`, `data_wait_share` and `memory_gib` are added here.
         """
@@ -179,7 +182,7 @@ class Telemetry:
         )
 
     def warn(self, message: str, step: int | None = None) -> None:
-        """Shows a warning that nobody overlooks and records it as an event, by default of the latest step."""
+        """Shows a conspicuous warning and records it as an event, by default of the latest step."""
         if self.active:
             self._write("warning", self.step if step is None else step, about={"message": message})
             self.messages.warn(message)
@@ -190,10 +193,10 @@ class Telemetry:
             self.messages.say(message)
 
     def finish(self, summary: Mapping[str, Any] | None = None, next_commands: Sequence[str] = ()) -> dict[str, Any]:
-        """Shows the final table and the commands to type next; writes summary.json and returns what it holds.
+        """Shows the final table and the commands to type next; writes summary.json and returns its content.
 
-        summary: further entries, each a row of the table (percent where the name begins with knn_), or other
-            values for the telemetry's own.
+        summary: further entries, each a row of the table (percent if the name begins with knn_); an entry of the
+            same name replaces one of the telemetry's own.
         """
         if not self.active:
             return {}
@@ -221,7 +224,7 @@ class Telemetry:
         return numbers
 
     def commands(self, run: RunFolder) -> list[str]:
-        """What to type to look at what the loggers have, given the run as the user would name it."""
+        """The shell commands that show the logs, given the run as the user would name it."""
         return [command for logger in self.loggers if (command := logger.command(run))]
 
     def _write(
@@ -231,7 +234,7 @@ class Telemetry:
             logger.write(event, step, numbers or {}, about or {})
 
     def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
-        """Every occasion is an event; the console is told once per metric."""
+        """Every occurrence is an event; the console shows one warning per metric."""
         message = f"non-finite at step {step}, written as null: " + ", ".join(f"{k} = {v}" for k, v in odd.items())
         if odd.keys() <= self.named_non_finite:
             self._write("warning", step, about={"message": message})

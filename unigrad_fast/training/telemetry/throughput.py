@@ -1,4 +1,4 @@
-"""How fast a run goes: images per second, the share of waiting for data, the time that is left."""
+"""Speed of a run: images per second, share of time spent waiting for data, time left."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from unigrad_fast.training.telemetry.length import Length
 
-WINDOW = 50  # steps that the running throughput looks back on
+WINDOW = 50  # steps over which the running throughput is averaged
 
 
 class Throughput:
-    """Images per second over the last steps and over the run, without the time spent evaluating.
+    """Images per second over the last steps and over the run, excluding evaluation.
 
     Args:
-        length: of the run.
+        length: length of the run.
         clock: seconds, monotonic.
-        earlier: what `so_far` of the process before this one returned.
+        earlier: what `so_far` returned in the previous process.
     """
 
     def __init__(self, length: Length, clock: Callable[[], float], earlier: Mapping[str, Any]) -> None:
@@ -36,12 +36,12 @@ class Throughput:
         self.images += images
         self.waited += data_seconds
         self.marks.append((self.clock() - self.excluded, self.images, self.waited))
-        # Counting starts at the end of the first step: it holds the start-up of loader and libraries.
+        # Counting starts at the end of the first step, which includes the start-up of loader and libraries.
         self.first = self.first or self.marks[0]
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Time inside is evaluation."""
+        """Time inside counts as evaluation."""
         start = self.clock()
         try:
             yield
@@ -60,7 +60,7 @@ class Throughput:
         return images / seconds if seconds > 0 else None
 
     def seconds_left(self, step: int) -> float | None:
-        """The steps after this one at the recent pace, and the evaluations that lie among them."""
+        """Seconds for the remaining steps at the recent pace and for the evaluations among them."""
         seconds = self._between(self.marks[0] if self.marks else None)[0]
         if seconds <= 0:
             return None
@@ -69,7 +69,7 @@ class Throughput:
         return (self.length.total_steps - step) * per_step + self.length.evaluations_left(step) * per_evaluation
 
     def so_far(self) -> dict[str, Any]:
-        """Seconds of the run, with earlier processes, and of each of its evaluations; JSON values."""
+        """Seconds of the run, including earlier processes, and of each evaluation, as JSON values."""
         return {"wall_seconds": self.clock() - self.started, "evaluation_seconds": self.evaluations}
 
     def _between(self, start: tuple[float, int, float] | None) -> tuple[float, ...]:
