@@ -1,4 +1,4 @@
-"""The arithmetic of UniGrad: unit embeddings, correlation update, gradient. Imports torch and, on a GPU, Triton."""
+"""UniGrad's arithmetic: unit embeddings, correlation update, gradient. Imports torch, and Triton when on a GPU."""
 
 from .attached_gradient import attach_gradient
 from .functional import (

@@ -1,4 +1,4 @@
-"""The autograd function of a loss whose gradient was computed with it."""
+"""The autograd function of a loss whose gradient was computed together with it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class _KnownGradient(Function):
     def forward(ctx, terms: Tensor, gradient_MC: Tensor, *embeddings: Tensor) -> Tensor:
         ctx.dtypes = [embedding.dtype for embedding in embeddings]
         ctx.save_for_backward(gradient_MC)
-        # Not a view: those of a function cannot be worked on in place, and what was done to one is done to all.
+        # A copy, not a view: views returned by a Function cannot be modified in place, and would share memory.
         return terms[0].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         (gradient_MC,) = ctx.saved_tensors
-        # Multiplied before it is rounded: a scale of the loss is there to lift gradients into fp16's range.
+        # Multiply before rounding: a loss scale is there to lift gradients into fp16's range.
         alike = len(set(ctx.dtypes)) == 1
         dtype = ctx.dtypes[0] if alike else gradient_MC.dtype
         scaled_MC = torch.empty_like(gradient_MC, dtype=dtype)
@@ -34,19 +34,19 @@ class _KnownGradient(Function):
 
 
 def attach_gradient(terms: Tensor, gradient_MC: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-    """Give a loss the gradient that was computed with it.
+    """Attach to a loss the gradient that was computed together with it.
 
-    UniGrad's gradient holds F constant and is not the derivative of a program that happens to compute the loss,
-    so it is handed to autograd as it is.
+    UniGrad's gradient holds F constant, so it is not what autograd would derive from the computation of the loss. It is
+    passed to autograd unchanged.
 
     Args:
-        terms: the loss that is reported, and whatever else, as `unigrad_gradient` returns them.
+        terms: the reported loss, then any further terms, as `unigrad_gradient` returns them.
         gradient_MC: [V·N, C], dloss/dembedding of all views.
         embeddings: V tensors [N, C] that the loss depends on.
 
     Returns:
-        The loss, a scalar in memory of its own; its backward gives each embedding its gradient times `grad_output`, in
-        its dtype.
+        The loss, a scalar with its own memory; its backward gives each embedding its gradient times `grad_output`, in
+        the embedding's dtype.
     """
     if not torch.is_grad_enabled() or not any(embedding.requires_grad for embedding in embeddings):
         return terms[0].clone()

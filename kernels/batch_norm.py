@@ -1,18 +1,18 @@
 """Batch norm of several groups of images in one pass, fused with the addition and the ReLU that follow it.
 
     statistics  n, mean and Σ (x − mean)² per group and channel: x is read once
-    settle      those of all ranks merged, running buffers moved: C numbers per rank and group
+    settle      the statistics of all ranks merged, running buffers updated: C numbers per rank and group
     normalise   y = relu((x − mean)/σ · γ + β + residual): x and residual are read once, y is written once
     sums        Σ dy' and Σ dy'·x̂ per group and channel: dy and x are read once
     gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx and dy' are written once
 
-with x̂ = (x − mean)/σ, and dy' the part of dy that the ReLU lets through. Which that is follows from x without a
-residual; with one, a bit per element is kept.
+with x̂ = (x − mean)/σ, and dy' the part of dy that passes the ReLU. Without a residual that part can be recomputed from
+x; with one, a bit per element is saved.
 
-A tensor is its rows of channels, channels-last: row r of image i is a position of its feature map. Rows of a group are
-cut into chunks, one program for each and for a block of channels. What chunks find is merged by the program that takes
-the last ticket, in the order of the chunks: two runs are bitwise equal. Sums within a chunk are fp32 and relative to
-the chunk's first row, across chunks and ranks float64.
+A tensor is processed as rows of channels, channels-last: each row of an image is one position of its feature map. The
+rows of a group are cut into chunks, with one program per chunk and block of channels. The program that takes the last
+ticket merges the results of the chunks in their order, so that two runs are bitwise equal. Sums within a chunk are fp32
+and relative to the chunk's first row; sums across chunks and ranks are float64.
 
 Shape suffixes: G groups, R ranks, C channels.
 """
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from .batch_norm_reference import WORD, empty_mask, is_dense
 
-MOST_CHUNKS = 256  # of a group, so that the last program is soon done with them
+MOST_CHUNKS = 256  # per group, so that the last program merges them quickly
 PARTS = 16  # chunks that it merges at a time
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows are cut: rows and columns of a tile, rows of a chunk, the grid (chunks, groups, blocks of channels)."""
+    """How rows are cut: rows and columns per tile, rows per chunk, the grid (chunks, groups, blocks of channels)."""
 
     rows: int
     columns: int
@@ -45,9 +45,9 @@ class Cut:
 
 @functools.cache
 def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
-    """The cut of `rows` rows per group for about so many programs.
+    """The cut of `rows` rows per group into about `programs` programs.
 
-    A thread has 8 neighbouring channels, 128 bits of bf16.
+    Each thread holds 8 adjacent channels, which are 128 bits in bf16.
     """
     columns = min(128, max(WORD, triton.next_power_of_2(channels)))
     tile_rows = 2048 // columns
@@ -59,7 +59,7 @@ def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
 
 @triton.jit
 def place(rows, chunk, C, COLUMNS: tl.constexpr):
-    """This program's group and channels, which of them exist, and the rows that its chunk begins and ends before."""
+    """This program's group and channels, a mask of the channels that exist, and its chunk's first row and end."""
     o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * chunk
     return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
@@ -67,8 +67,8 @@ def place(rows, chunk, C, COLUMNS: tl.constexpr):
 
 @triton.jit
 def tile_at(start, last, group, rows, o_C, m_C, C, ROWS: tl.constexpr):
-    """Of the tile that begins in row `start` of a group: rows [ROWS] among those of all groups, offsets and which of
-    them exist, both [ROWS, COLUMNS]."""
+    """For the tile that begins at row `start` of a group: row indices over all groups [ROWS], offsets and a mask of the
+    elements that exist, both [ROWS, COLUMNS]."""
     o_R = start + tl.arange(0, ROWS)
     o_row = group.to(tl.int64) * rows + o_R
     return o_row, o_row[:, None] * C + o_C[None, :], (o_R < last)[:, None] & m_C[None, :]
@@ -76,7 +76,7 @@ def tile_at(start, last, group, rows, o_C, m_C, C, ROWS: tl.constexpr):
 
 @triton.jit
 def per_channel(p, o_C, m_C, otherwise):
-    """[COLUMNS] of a parameter in fp32; `otherwise` where there is none."""
+    """[COLUMNS] of a parameter in fp32; `otherwise` if there is no parameter."""
     if p is None:
         b = tl.zeros_like(o_C).to(tl.float32) + otherwise
     else:
@@ -86,7 +86,7 @@ def per_channel(p, o_C, m_C, otherwise):
 
 @triton.jit
 def factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps):
-    """mean, 1/σ, γ and β of a group's channels, each [COLUMNS]."""
+    """mean, 1/σ, γ and β for a group's channels, each [COLUMNS]."""
     b_mean = tl.load(p_mean + group * C + o_C, mask=m_C, other=0)
     b_inverse = tl.rsqrt(tl.load(p_variance + group * C + o_C, mask=m_C, other=1) + eps)
     return b_mean, b_inverse, per_channel(p_weight, o_C, m_C, 1.0), per_channel(p_bias, o_C, m_C, 0.0)
@@ -94,7 +94,7 @@ def factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps):
 
 @triton.jit
 def is_last(p_ticket, programs):
-    """Whether all of the programs that share a ticket have been here; what they stored before can then be read."""
+    """Whether this is the last program to take the shared ticket; if so, what the others stored before can be read."""
     tl.debug_barrier()
     last = tl.atomic_add(p_ticket, 1) == programs - 1
     if last:
@@ -368,7 +368,7 @@ def gradient_kernel(
 
 @functools.lru_cache(maxsize=16)
 def tickets(size: int, device: torch.device, stream: int | None) -> Tensor:
-    """Zeros, which each launch leaves as zeros; two streams may not share them."""
+    """Zeros, which every launch resets to zero; two streams must not share them."""
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
@@ -379,7 +379,7 @@ def tickets_for(cut: Cut, device: torch.device) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[N, C] or [N, C, H, W] as its rows of channels, channels-last: a view where it lies so, else a copy."""
+    """[N, C] or [N, C, H, W] as rows of channels, channels-last: a view if the memory layout fits, else a copy."""
     if x.dim() == 2:
         return x.contiguous()
     return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
@@ -512,7 +512,7 @@ def _kept(mask: Tensor | None) -> Tensor | None:
 
 
 def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
-    """Rows of channels as [N, C] or as channels-last [N, C, H, W], whichever `like` is."""
+    """Rows of channels as [N, C] or channels-last [N, C, H, W], shaped like `like`."""
     if like.dim() == 2:
         return y_RC
     images, channels, height, width = like.shape

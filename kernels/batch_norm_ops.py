@@ -1,6 +1,6 @@
-"""The operators of batch norm by groups, as `batch_norm_reference` describes them.
+"""The operators of batch norm by groups; `batch_norm_reference` describes them.
 
-As in `ops`: the Triton kernels of `batch_norm` on CUDA, plain torch elsewhere and in float64.
+As in `ops`, they run the Triton kernels of `batch_norm` on CUDA, and plain torch elsewhere and in float64.
 """
 
 from __future__ import annotations

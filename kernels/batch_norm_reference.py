@@ -2,13 +2,13 @@
 
 With x_r the n_r rows of rank r (images, or image positions), per channel and group:
 
-    forward    μ, M₂ of all rows from the ranks' (n_r, μ_r, M₂_r), merged as Chan, Golub and LeVeque (1979) do
-               y = x̂·γ + β,  x̂ = (x − μ) / σ,  σ² = M₂ / n + ε;  then + residual and ReLU where they are asked for
+    forward    μ, M₂ of all rows from the ranks' (n_r, μ_r, M₂_r), merged as in Chan, Golub and LeVeque (1979)
+               y = x̂·γ + β,  x̂ = (x − μ) / σ,  σ² = M₂ / n + ε;  then optionally + residual, and ReLU
     backward   dx = γ/σ · (dy' − Σdy' / n − x̂ · Σ(dy'·x̂) / n)        sums over all ranks' rows
-               dγ = Σ dy'·x̂,  dβ = Σ dy'                            sums over this rank's rows, as always
+               dγ = Σ dy'·x̂,  dβ = Σ dy'                            sums over this rank's rows, as usual
 
-dy' is dy where the ReLU's input was above zero. Groups are equally large and follow each other along the first
-dimension.
+dy' is dy where the ReLU's input was above zero, and 0 elsewhere. Groups have equal sizes and are consecutive along the
+first dimension.
 
 Shape suffixes: G groups, R ranks, C channels.
 """
@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements per block of the statistics: a block stays in the cache while it is read three times, and fp32 sums
-# over its rows lose little. torch.batch_norm sums all rows of channels-last input at once: 65,536 of mean 1e4
-# and deviation 1 give it a variance 9 times too large in fp32.
+# Elements per block of the statistics: a block stays in the cache while it is read three times, and fp32 sums over its
+# rows lose little precision. torch.batch_norm sums all rows of channels-last input at once: for 65,536 rows with mean
+# 1e4 and standard deviation 1 its variance in fp32 is 9 times too large.
 BLOCK_ELEMENTS = 1 << 17
-WORD = 32  # bits of a word of the ReLU's mask
+WORD = 32  # bits per word of the ReLU's mask
 
 _fixed_backward = torch.ops.aten.native_batch_norm_backward
 
 
 def statistics(x: Tensor, groups: int) -> Tensor:
-    """Rows, mean and sum of squared deviations of this rank, per group and channel.
+    """Number of rows, mean and sum of squared deviations on this rank, per group and channel.
 
     Args:
         x: [N, C, ...], contiguous or channels-last; N is a multiple of `groups` and may be 0.
@@ -53,9 +53,9 @@ def _statistics(x: Tensor) -> Tensor:
     ones = torch.ones_like(blocks[0])
     parts = []
     for block in blocks:
-        # The running buffers, unused, are there to make the results fp32 for bf16 input.
+        # The running buffers are not used; passing them makes the results fp32 for bf16 input.
         mean_C, variance_C = torch.batch_norm_update_stats(block, unit_C.clone(), unit_C.clone(), 0.0)
-        # Σ (x − mean), what rounding left out of the mean: the weight's gradient for an output gradient of 1.
+        # Σ (x − mean), the rounding error of the mean: it is the weight's gradient for an output gradient of 1.
         _, rest_C, _ = _fixed_backward(
             ones[: len(block)], block, unit_C, mean_C, unit_C, None, None, False, 0.0, [False, True, False]
         )
@@ -70,7 +70,7 @@ def merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics of the union of disjoint sets of rows (Chan, Golub and LeVeque, 1979).
 
     Args:
-        parts: [R, 3, ..., C] float64: rows, mean and sum of squared deviations of each set; some are not empty.
+        parts: [R, 3, ..., C] float64: rows, mean and sum of squared deviations of each set; not all sets may be empty.
 
     Returns:
         count, mean and squares [..., C].
@@ -90,14 +90,14 @@ def settle(
     momentum: float | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics over all ranks; the running buffers take each group's in turn.
+    """The statistics over all ranks; also updates the running buffers with each group in turn.
 
     Args:
-        parts_RG3C: float64, what each rank's `statistics` returned.
-        running_mean, running_var: [C], changed in place; None where none are kept.
-        tracked: int64 scalar, the batches that they have taken; counted here.
-        momentum: share of the new in the running buffers; None is their mean over all batches.
-        dtype: of the results.
+        parts_RG3C: float64, the result of `statistics` on each rank.
+        running_mean, running_var: [C], updated in place; None if there are none.
+        tracked: int64 scalar, the number of batches that the running buffers cover; incremented here for each group.
+        momentum: weight of the new statistics in the running buffers; None averages over all batches.
+        dtype: dtype of the results.
 
     Returns:
         Mean and biased variance [G, C], and the number of rows [G] in float64.
@@ -130,14 +130,14 @@ def normalise(
 
     Args:
         x: [N, C, ...], contiguous or channels-last.
-        mean_GC, variance_GC: of each group.
+        mean_GC, variance_GC: statistics of each group.
         weight, bias: γ and β [C].
-        residual: shaped as x.
-        relu: whether there is one.
-        keep_mask: whether to return what it let through.
+        residual: shaped like x.
+        relu: whether to apply the ReLU.
+        keep_mask: whether to return the mask of the elements that passed the ReLU.
 
     Returns:
-        y, and with `keep_mask` int32 [rows, ⌈C/32⌉]: bit c of a row (an image position, channels-last) says that the
+        y, and with `keep_mask` int32 [rows, ⌈C/32⌉]: bit c of a row (an image position, channels-last) is set if the
         ReLU's input in channel c was above zero.
     """
     dtype = mean_GC.dtype
@@ -161,24 +161,24 @@ def normalise_(
     eps: float,
     relu: bool,
 ) -> None:
-    """`normalise`, over x."""
+    """`normalise`, overwriting x."""
     x.copy_(normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask=False)[0])
 
 
 def empty_mask(x: Tensor, keep_mask: bool) -> Tensor:
-    """Memory for the mask of a ReLU, and where none is kept a tensor without elements."""
+    """Memory for the ReLU's mask; without `keep_mask` a tensor without elements."""
     channels = x.shape[1]
     shape = (x.numel() // channels, -(-channels // WORD)) if keep_mask else (0,)
     return x.new_empty(shape, dtype=torch.int32)
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether x lies as its rows of channels, one after the other."""
+    """Whether x is stored as consecutive rows of channels."""
     return x.is_contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.is_contiguous()
 
 
 def _per_group(x: Tensor, work, groups: int) -> Tensor:
-    """What `work` makes of each group, in one tensor of x's memory format."""
+    """The results of `work` for all groups, in one tensor in x's memory format."""
     if groups == 1:
         return work(x, 0)
     y = torch.empty_like(x)
@@ -201,7 +201,7 @@ def _packed(flags: Tensor) -> Tensor:
 
 
 def _unpacked(mask: Tensor, like: Tensor) -> Tensor:
-    """The flags in the shape of `like`."""
+    """The mask as booleans in the shape of `like`."""
     flags_RWB = (mask.to(torch.int64).unsqueeze(-1) >> torch.arange(WORD)) & 1
     flags_RC = flags_RWB.flatten(1)[:, : like.shape[1]].bool()
     return flags_RC.view(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
@@ -229,12 +229,13 @@ def sums(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Σ dy' and Σ dy'·x̂ of this rank, and with them the gradients of the parameters.
+    """Σ dy' and Σ dy'·x̂ on this rank, and the gradients of the parameters.
 
     Args:
-        dy: shaped and laid out as x.
+        dy: shaped and laid out like x.
         x, mean_GC, variance_GC, weight, bias, eps, relu: as in `normalise`.
-        mask: what that returned; None or without elements where what the ReLU lets through follows from x.
+        mask: the mask that `normalise` returned; None or without elements if it can be recomputed from x, or without
+            ReLU.
 
     Returns:
         [G, 2, C] float64, and dγ and dβ [2, C].
@@ -267,12 +268,13 @@ def gradient(
     relu: bool,
     residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and dy' where there is a residual, whose gradient it is; else a tensor without elements.
+    """dx, and the residual's gradient dy'; without `residual` a tensor without elements instead.
 
     Args:
         dy, x, mean_GC, variance_GC, weight, bias, mask, eps, relu: as in `sums`.
-        sums_G2C: its sums, over all ranks.
-        count_G: rows over all ranks, as `settle` returns them.
+        sums_G2C: the sums that `sums` returns, added up over all ranks.
+        count_G: number of rows over all ranks, as `settle` returns it.
+        residual: whether there was a residual.
     """
     dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
     dtype = mean_GC.dtype
@@ -280,7 +282,7 @@ def gradient(
     scale_GC = torch.rsqrt(variance_GC + eps) * (1 if weight is None else weight.to(dtype))
     zero_C, unit_C = torch.zeros_like(mean_GC[0]), torch.ones_like(mean_GC[0])
 
-    # Both terms have the form of a batch norm with fixed statistics, which is one fused pass each.
+    # Both terms have the form of a batch norm with fixed statistics, so each is one fused pass.
     def of_dy(part: Tensor, g: int) -> Tensor:
         return F.batch_norm(part, zero_C, unit_C, scale_GC[g], -scale_GC[g] * dy_mean_GC[g], eps=0.0)
 
@@ -292,4 +294,4 @@ def gradient(
         out += of_x(part, group)
     if not residual:
         return dx, x.new_empty(0)
-    return dx, dy if relu else dy.clone()  # an operator may not return what it was given
+    return dx, dy if relu else dy.clone()  # an operator must not return one of its inputs

@@ -1,7 +1,7 @@
-"""What the operators refuse: shapes, dtypes, devices and numbers that do not fit, each with its value.
+"""Checks of the operators' arguments: shapes, dtypes, devices and numbers.
 
-Every function here returns nothing and raises ValueError. Shape suffixes: M rows, C embedding width, K rows of
-targets, R rows of F.
+Every function here returns None or raises ValueError with the offending value. Shape suffixes: M rows, C embedding
+width, K rows of targets, R rows of F.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INDEX = (torch.int64, torch.int32)
 def require(
     name: str, tensor: Tensor | None, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
-    """A tensor is None or has this shape (None is any size), one of the dtypes, and lies on the device."""
+    """Require that a tensor is None, or has this shape (None is any size) and one of the dtypes, on this device."""
     if tensor is None:
         return
     sizes_fit = tensor.dim() == len(shape) and all(
@@ -32,13 +32,13 @@ def require(
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{name} is {names} [{sizes}] on {device}, not {str(tensor.dtype).removeprefix('torch.')} "
+            f"{name} must be {names} [{sizes}] on {device}, not {str(tensor.dtype).removeprefix('torch.')} "
             f"{list(tensor.shape)} on {tensor.device}"
         )
 
 
 def require_flags(name: str, flags: Tensor | None, device: torch.device) -> None:
-    """Flags are None or int32 of any shape on the device."""
+    """Require that flags are None, or int32 of any shape on the device."""
     if flags is not None:
         require(name, flags, tuple(flags.shape), (torch.int32,), device)
 
@@ -49,59 +49,59 @@ def require_precision(input_precision: str | None) -> None:
 
 
 def require_views(views: Sequence[Tensor]) -> None:
-    """One or more views of one shape [N, C], floating, on one device."""
+    """Require one or more floating-point views of the same shape [N, C] on the same device."""
     shapes = {tuple(view.shape) for view in views}
     if len(shapes) != 1 or views[0].dim() != 2:
-        raise ValueError(f"embeddings have shapes {sorted(shapes)}; give one or more of one shape [N, C]")
+        raise ValueError(f"embeddings have shapes {sorted(shapes)}; give one or more of the same shape [N, C]")
     for number, view in enumerate(views):
         require(f"embeddings[{number}]", view, (None, None), FLOATING, views[0].device)
 
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in FLOATING:
-        raise ValueError(f"{name} cannot be in {dtype}; use float32, bfloat16, float16 or float64")
+        raise ValueError(f"{name} cannot have dtype {dtype}; use float32, bfloat16, float16 or float64")
 
 
 def require_row_flags(nonfinite: Tensor, rows: int, device: torch.device) -> None:
-    """Flags of rows, int32 on the device, that can be written."""
+    """Require one writable int32 flag per row on the device."""
     require("nonfinite", nonfinite, (rows,), (torch.int32,), device)
     if not nonfinite.is_contiguous():
-        raise ValueError(f"nonfinite with strides {nonfinite.stride()} cannot be written; give a contiguous one")
+        raise ValueError(f"nonfinite with strides {nonfinite.stride()} is not contiguous; give a contiguous tensor")
 
 
 def require_sent(
     rows: int, view: Tensor, *, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
 ) -> None:
-    """What unit embeddings that are sent come with."""
+    """Require arguments that fit unit embeddings to be sent to other ranks."""
     require("raised", raised, (2,), (torch.int32,), view.device)
     require("ticket", ticket, (), (torch.int32,), view.device)
     if not 0 <= since <= rows:
-        raise ValueError(f"since {since} is not among {rows} rows")
+        raise ValueError(f"since {since} is outside the rows; use 0 to {rows}")
     if spare and (raised is None or spare < tail_rows(view.shape[1])):
-        raise ValueError(f"spare {spare} needs `raised`, and rows for the tail: {tail_rows(view.shape[1])} or more")
+        raise ValueError(f"spare {spare} needs `raised`, and {tail_rows(view.shape[1])} rows or more for the tail")
 
 
 def require_correlation(correlation_RC: Tensor, *, first_row: int, working: Tensor | None) -> None:
-    """F or some of its rows from `first_row` on, fp32 or float64, and its working copy: both can be written."""
+    """Require writable rows of F from `first_row` on, in fp32 or float64, and a writable working copy or None."""
     device = correlation_RC.device
     require("the correlation", correlation_RC, (None, None), (torch.float32, torch.float64), device)
     rows, width = correlation_RC.shape
     if not 0 <= first_row <= width - rows:
-        raise ValueError(f"{rows} rows of a correlation with {width} cannot start at row {first_row}")
+        raise ValueError(f"{rows} rows of a correlation with {width} rows cannot start at row {first_row}")
     require("the working copy", working, (rows, width), HALF, device)
     for name, matrix in (("correlation", correlation_RC), ("working copy", working)):
         if matrix is not None and not matrix.is_contiguous():
-            raise ValueError(f"a {name} with strides {matrix.stride()} cannot be updated; give a contiguous one")
+            raise ValueError(f"a {name} with strides {matrix.stride()} is not contiguous; give a contiguous tensor")
 
 
 def require_batch(unit_MC: Tensor, correlation_RC: Tensor, *, decay: Tensor | float, count: Tensor | float) -> None:
-    """Unit embeddings that F can take, with numbers that are known to the host in their range."""
+    """Require unit embeddings that fit F; numbers are checked only if the host knows them."""
     require("unit_MC", unit_MC, (None, correlation_RC.shape[1]), FLOATING, correlation_RC.device)
     if correlation_RC.dtype != exact_dtype(unit_MC):
-        raise ValueError(f"a correlation in {correlation_RC.dtype} cannot take units in {unit_MC.dtype}")
+        raise ValueError(f"a correlation in {correlation_RC.dtype} cannot be updated with units in {unit_MC.dtype}")
     for name, value, least in (("decay", decay, 0.0), ("count", count, 1.0)):
         if not isinstance(value, Tensor) and not value >= least:
-            raise ValueError(f"{name} {value} is below {least:g}")
+            raise ValueError(f"{name} {value} is too small; use {least:g} or more")
 
 
 def require_units(unit_MC: Tensor) -> None:
@@ -109,13 +109,13 @@ def require_units(unit_MC: Tensor) -> None:
 
 
 def require_factor(correlation: Tensor, unit_MC: Tensor, *, rows: int | None) -> None:
-    """F or its working copy as a product of these unit embeddings takes it, with so many rows (None is any number)."""
+    """Require F or its working copy in a form that these unit embeddings can multiply; `rows` None is any number."""
     dtypes = (*HALF, exact_dtype(unit_MC))
     require("the correlation", correlation, (rows, unit_MC.shape[1]), dtypes, unit_MC.device)
 
 
 def require_product(product_MC: Tensor, unit_MC: Tensor) -> None:
-    """A product of these unit embeddings with F."""
+    """Require the shape and dtype of a product of these unit embeddings with F."""
     require("product_MC", product_MC, tuple(unit_MC.shape), (exact_dtype(unit_MC),), unit_MC.device)
 
 
@@ -129,7 +129,7 @@ def require_rows(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Norms and positives of these unit embeddings, and the dtype of their gradient."""
+    """Require norms and positives that fit these unit embeddings, and a floating dtype for the gradient."""
     device = unit_MC.device
     rows, width = unit_MC.shape
     require("inverse_norm_M", inverse_norm, (rows,), FLOATING, device)
@@ -138,7 +138,7 @@ def require_rows(
         require(name, index, (rows,), INDEX, device)
     require("ratio", ratio, (rows,), FLOATING, device)
     if (second is None) != (ratio is None) or (first is None and second is not None):
-        raise ValueError("a pair of targets takes `first`, `second` and `ratio`, a single one `first` or none of them")
+        raise ValueError("for pairs of targets give `first`, `second` and `ratio`; for single ones `first` or nothing")
     require_dtype("a gradient", dtype)
 
 
@@ -149,7 +149,7 @@ def require_state(
     updates: Tensor | None = None,
     ticket: Tensor | None = None,
 ) -> None:
-    """Flags, the counter of updates and the ticket, each of them None or on the device."""
+    """Require that flags, update counter and ticket are each None or on the device."""
     require_flags("nonfinite", nonfinite, device)
     require_flags("skip", skip, device)
     require("updates", updates, (), (torch.int64,), device)

@@ -2,18 +2,18 @@
 
     F ← ρ·F + (1−ρ)/count · UᵀU
 
-One program has one tile of F. Whole F is symmetric: each pair of mirrored tiles is computed once, from the tile on
-or above the diagonal, and how much of F is written depends on who reads it next:
+Each program computes one tile of F. A whole F is symmetric: of two mirrored tiles only the one on or above the diagonal
+is computed. How much of F is written depends on what the product reads next:
 
-  - With a working copy (bf16 or fp16, what the product multiplies) only the upper triangle of F and of the copy is
-    kept up, in blocks of `TRIANGLE` rows and columns, those on the diagonal whole. 5·C² bytes pass: half of F is
-    read (2·C²) and written (2·C²), half of the copy written (C²).
-  - Without one (fp32) the product reads F itself, and both halves are written: 6·C² bytes.
+  - With a working copy (bf16 or fp16, the product's operand) only the upper triangles of F and of the copy are kept up
+    to date, in blocks of `TRIANGLE` rows and columns; blocks on the diagonal are written whole. This moves 5·C² bytes:
+    half of F is read (2·C²) and written (2·C²), half of the copy is written (C²).
+  - Without a working copy (fp32) the product reads F itself, and both halves are written: 6·C² bytes.
 
-A block of rows of a sharded F has no mirror image here: all of its tiles are computed.
+The block of rows of a sharded F does not contain its mirror image, so all of its tiles are computed.
 
-`mirror_` fills the lower triangle from the upper in one launch, for whoever reads all of F: 2·C² bytes read, 2·C²
-written.
+`mirror_` fills the lower triangle from the upper one in one launch, for readers that need all of F: 2·C² bytes read,
+2·C² written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MIRRORED = 64  # rows and columns of a tile that is mirrored
 
 @triton.jit
 def upper_tile(index):
-    """(i, j) with i ≤ j of tile `index`, counted down the columns of the upper triangle: index = j·(j+1)/2 + i."""
+    """(i, j) with i ≤ j for tile `index`, counting down the columns of the upper triangle: index = j·(j+1)/2 + i."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # The root is rounded, so it may be one off either way; integers decide.
+    # The square root is rounded and may be off by one either way; integer arithmetic corrects it.
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
     return index - column * (column + 1) // 2, column
@@ -71,7 +71,7 @@ def update_correlation_kernel(
     o_column = j * BLOCK + tl.arange(0, BLOCK)
     m_row, m_column = o_row < R, o_column < C
     if p_skip is not None:
-        m_row = m_row & (tl.load(p_skip) == 0)  # then nothing is read or written
+        m_row = m_row & (tl.load(p_skip) == 0)  # if raised, nothing is read or written
 
     b_product = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, M, DEPTH):
@@ -99,7 +99,7 @@ def update_correlation_kernel(
         b_working = (b_new * working_scale).to(p_working.dtype.element_ty)
         tl.store(p_working + o_tile, b_working, mask=m_tile)
 
-    # Square tiles with one owner for each pair: nobody else writes the mirror image, and none straddles the diagonal.
+    # Tiles are square, so none straddles the diagonal. One program has both tiles of a pair: no other one writes here.
     if SYMMETRIC and (not WORKING or BLOCK < TRIANGLE):
         mirrored = i != j
         if WORKING:
@@ -145,14 +145,14 @@ def update_correlation_(
     input_precision: str = "",
     tile: Tile | None = None,
 ) -> None:
-    """See `functional.update_correlation_`; `tile` is the table's unless given."""
+    """See `functional.update_correlation_`; `tile` defaults to the table's entry."""
     rows, width = correlation.shape
     unit_MC = unit_MC.contiguous()
     input_precision = input_precision or precision_of(unit_MC)
     if skip is not None and skip.numel() != 1:
         skip = skip.ne(0).any().to(skip.dtype)
     if unit_MC.dtype == torch.float32 and input_precision != "ieee":
-        # TF32 units multiply rows of operands that are contiguous in memory; rows of zeros keep them aligned.
+        # TF32 tensor cores need operands contiguous along the summed dimension; rows of zeros keep them aligned.
         odd = -len(unit_MC) % 16
         unit_MC = (torch.nn.functional.pad(unit_MC.T, (0, odd)) if odd else unit_MC.T).contiguous().T
     tile = tile or tile_for("update", unit_MC, input_precision)

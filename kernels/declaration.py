@@ -1,4 +1,4 @@
-"""An operator of torch's library `unigrad_fast`, declared once: who computes it, what it writes, what it returns."""
+"""An operator of torch's library `unigrad_fast`, declared once: its implementations, what it writes and returns."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ R = TypeVar("R")
 
 
 def takes_first(first: Tensor, *_: Any) -> bool:
-    """Whether the Triton kernels take the first argument."""
+    """Whether the Triton kernels support the first argument."""
     return takes_triton(first.device, first.dtype)
 
 
 class Operator(Generic[P, R]):
-    """A function that torch knows as `torch.ops.unigrad_fast.NAME`.
+    """A function registered with torch as `torch.ops.unigrad_fast.NAME`.
 
-    Calling it goes past torch's dispatcher where nothing needs to see it, and checks nothing.
+    A direct call bypasses torch's dispatcher when nothing has to observe the operator, and checks no arguments.
 
     Args:
-        name: in torch's library.
-        twin: computes it in plain torch, and without `kernel` on every device; its annotations are the schema's.
-        kernel: module of this package whose launcher has the twin's name and arguments.
-        takes: whether the launcher takes these arguments, of those given by place; the device is that of the first.
-        writes: arguments that change in place.
-        fake: takes the arguments by name and returns tensors like the results, without content; None: there are none.
+        name: name in torch's library.
+        twin: plain-torch implementation, used on every device if there is no `kernel`; its annotations give the schema.
+        kernel: module of this package with a launcher of the twin's name and arguments.
+        takes: whether the launcher supports the positional arguments; the first one determines the device.
+        writes: arguments that are modified in place.
+        fake: called with the arguments by name, returns empty tensors shaped like the results; None: no results.
     """
 
     def __init__(
@@ -74,4 +74,4 @@ class Operator(Generic[P, R]):
 
     @functools.cached_property
     def _launchers(self) -> ModuleType:
-        return import_module(f".{self.kernel}", __package__)  # not before: it imports Triton
+        return import_module(f".{self.kernel}", __package__)  # imported lazily: it imports Triton

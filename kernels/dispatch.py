@@ -1,4 +1,4 @@
-"""Who computes, Triton or plain torch, and in which precision and on which device Triton does."""
+"""The choice between Triton and plain torch, and the precision and device that Triton uses."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from unigrad_fast.kernels.torch_private import dispatch_modes
 
-INTERPRETED = ("1", "true", "yes", "on", "y")  # values of Triton's variable
-_imagined = False  # CPU tensors stand for those of a GPU
+INTERPRETED = ("1", "true", "yes", "on", "y")  # values of TRITON_INTERPRET that switch the interpreter on
+_imagined = False  # whether CPU tensors stand for GPU tensors
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While inside, fake tensors on the CPU take the ways of tensors on a GPU; nothing can be computed then."""
+    """A context in which fake CPU tensors take the code paths of GPU tensors; nothing can be computed in it."""
     global _imagined
     _imagined = True
     try:
@@ -27,12 +27,12 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def acts_as_cuda(device: torch.device) -> bool:
-    """Whether a device is a GPU, or stands for one."""
+    """Whether a device is a GPU or stands for one."""
     return device.type == "cuda" or _imagined
 
 
 def host_may_read(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values makes nobody wait, and breaks no graph that is being traced."""
+    """Whether the host can read a tensor's values without waiting for a GPU and without breaking a traced graph."""
     return not acts_as_cuda(tensor.device) and not torch.compiler.is_compiling()
 
 
@@ -59,10 +59,10 @@ def use_triton(device: torch.device) -> bool:
 
 
 def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether the Triton kernels take tensors of these dtypes on a device; float64 they never do.
+    """Whether the Triton kernels are used for tensors of these dtypes on a device; never for float64.
 
     Raises:
-        ValueError: as `use_triton` does; bf16 in Triton's interpreter.
+        ValueError: as in `use_triton`; or bf16 in Triton's interpreter.
     """
     if torch.float64 in dtypes or not use_triton(device):
         return False
@@ -72,15 +72,15 @@ def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:
 
 
 def needs_dispatcher() -> bool:
-    """Whether torch has to see an operator: it is traced, recorded for autograd, or watched by a mode.
+    """Whether torch has to see an operator: for tracing, for autograd, or because a dispatch mode is active.
 
-    Else its function may be called past the dispatcher, which takes longer than some launchers do.
+    If not, its function may be called directly: the dispatcher takes longer than some launchers.
     """
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or dispatch_modes() > 0
 
 
 def exact_dtype(*tensors: Tensor) -> torch.dtype:
-    """What tensors are computed in: fp32, or float64 where one of them is."""
+    """The dtype that tensors are computed in: float64 if one of them is float64, else fp32."""
     for tensor in tensors:
         if tensor.dtype == torch.float64:
             return torch.float64
@@ -88,18 +88,18 @@ def exact_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def precision_of(unit: Tensor) -> str:
-    """How operands of unit's dtype are multiplied: "ieee", or "tf32" for fp32 where torch may use it."""
+    """How operands of unit's dtype are multiplied: "tf32" for fp32 if torch allows it, else "ieee"."""
     return float32_precision() if unit.dtype == torch.float32 else "ieee"
 
 
 def float32_precision() -> str:
-    """How fp32 operands are multiplied: "ieee", or "tf32" where torch may use it for matrix products."""
+    """How fp32 operands are multiplied: "tf32" if torch allows it for matrix products, else "ieee"."""
     try:
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    except RuntimeError:  # the setting was made by the other of torch's two interfaces
+    except RuntimeError:  # set through the other of torch's two interfaces
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def on_device_of(tensor: Tensor) -> torch.cuda.device:
-    """Makes the tensor's device the current one, on which Triton launches."""
+    """A context that makes the tensor's device the current one, because Triton launches there."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

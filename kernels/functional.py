@@ -1,4 +1,4 @@
-"""UniGrad's arithmetic as functions: they check their arguments and call an operator of `ops` by the dispatcher.
+"""UniGrad's arithmetic as functions that check their arguments and call an operator of `ops` through the dispatcher.
 
 Shape suffixes: V views, N images, M = V·N rows, C embedding width, K rows of targets, R rows of F.
 """
@@ -28,21 +28,21 @@ def unit_embeddings(
     """ℓ2-normalise embeddings row by row: u = z / max(‖z‖, 1e-12).
 
     Args:
-        embeddings: one tensor or V views, each [N, C], any floating dtypes and strides.
-        dtype: of the unit embeddings; None is fp32, float64 where an embedding is float64.
-        nonfinite: int32 [V·N], written: 1 for a row that holds a NaN or an infinity, else 0.
-        raised: int32 [2], written: 1 where one of all rows is not finite, and where one from `since` on is not.
-        ticket: int32 scalar that is 0, and 0 again afterwards; None makes one. No two streams may share one.
-        since: the first row of those that are sent to other ranks.
-        spare: rows to add after the last: zeros, and a tail with the number of rows from `since` on and `raised` (see
-            `tails`), which takes `tail_rows(C)` of them; 0 adds neither.
+        embeddings: one tensor or V views, each [N, C], with any floating dtypes and strides.
+        dtype: dtype of the unit embeddings; None is float64 if an embedding is float64, else fp32.
+        nonfinite: int32 [V·N], written: 1 for a row that contains a NaN or an infinity, else 0.
+        raised: int32 [2], written: whether any row is not finite, and whether any row from `since` on is not.
+        ticket: int32 scalar, 0 before and after the call; None creates one. Two streams must not share one.
+        since: the first of the rows that are sent to other ranks.
+        spare: number of rows to append: zeros, and a tail with the number of rows from `since` on and `raised` (see
+            `tails`). The tail takes `tail_rows(C)` of these rows; with 0 nothing is appended.
 
     Returns:
         The unit embeddings [V·N + spare, C] and the inverse norms [V·N], fp32 (float64 for float64). A row of zeros and
         a non-finite row give a zero unit embedding and a zero inverse norm, hence a zero gradient.
 
     Raises:
-        ValueError: views of different shapes, not [N, C], not floating; `nonfinite` that does not fit; with its values.
+        ValueError: views of different shapes, not [N, C] or not floating; a `nonfinite` that does not fit.
     """
     views = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
     checks.require_views(views)
@@ -70,21 +70,21 @@ def update_correlation_(
 ) -> Tensor:
     """Move the correlation towards this batch's, in place: F ← ρ·F + (1−ρ)/count · Σ mᵀm.
 
-    Whole F (as many rows as columns) is taken to be symmetric, only its upper triangle is read, and it stays equal to
-    Fᵀ bit for bit. With `working` only its upper triangle is sure to be kept up, which is what `correlation_product`
-    reads; `mirror_` fills the rest.
+    A whole F (as many rows as columns) must be symmetric; only its upper triangle is read, and it stays equal to Fᵀ bit
+    for bit. With `working`, only the upper triangle is guaranteed to be up to date, which `correlation_product` reads;
+    `mirror_` fills the rest.
 
     Args:
         correlation: F, [C, C] and symmetric, or some of its rows [R, C]; fp32, or float64 with float64 units.
         unit_MC: [M, C] unit embeddings.
-        decay: ρ, a number or an fp32 scalar on the device; 0 makes F this batch's correlation.
-        count: rows over all ranks (2·N·W for two global views), a number or an fp32 scalar on the device.
-        skip: int32, any shape; where one of them is not 0, F stays bitwise as it is.
-        updates: int64 scalar, how many batches F has taken; where it is 0, ρ is 0. It is only read here:
-            `unigrad_gradient` counts it, and without that ρ stays 0.
-        first_row: which row of F the first of `correlation` is.
-        working: bf16 or fp16, shaped as `correlation`; written: F times `working_scale`, for the product.
-        input_precision: how Triton multiplies fp32 units: "ieee", "tf32x3" or "tf32"; None is torch's setting.
+        decay: ρ, a number or an fp32 scalar on the device; 0 replaces F by this batch's correlation.
+        count: number of rows over all ranks (2·N·W for two global views), a number or an fp32 scalar on the device.
+        skip: int32, any shape; if any of them is not 0, F stays bitwise unchanged.
+        updates: int64 scalar, the number of batches F was updated with; if it is 0, ρ is 0. It is only read here:
+            `unigrad_gradient` increments it, and until then ρ stays 0.
+        first_row: index in F of the first row of `correlation`.
+        working: bf16 or fp16, shaped like `correlation`; written: F times `working_scale`, for the product.
+        input_precision: how Triton multiplies fp32 units: "ieee", "tf32x3" or "tf32"; None uses torch's setting.
 
     Returns:
         `correlation`.
@@ -97,7 +97,7 @@ def update_correlation_(
     checks.require_state(correlation.device, skip=skip, updates=updates)
     checks.require_precision(input_precision)
     decay, count = _scalar(decay, correlation), _scalar(count, correlation)
-    # By place: names take torch a microsecond each.
+    # Positional, because torch needs a microsecond for each keyword argument.
     OPERATORS.update_correlation_(
         correlation, unit_MC, decay, count, skip, updates, first_row, working, input_precision or ""
     )
@@ -105,10 +105,10 @@ def update_correlation_(
 
 
 def mirror_(correlation: Tensor) -> Tensor:
-    """Fill the lower triangle of F [C, C], fp32 or float64, from the upper, in place; returns it.
+    """Fill the lower triangle of F [C, C], fp32 or float64, from the upper one, in place; returns F.
 
     Raises:
-        ValueError: a matrix that is not square, or not contiguous, with its shape or strides.
+        ValueError: a matrix that is not square or not contiguous, with its shape or strides.
     """
     checks.require_correlation(correlation, first_row=0, working=None)
     checks.require(
@@ -119,11 +119,11 @@ def mirror_(correlation: Tensor) -> Tensor:
 
 
 def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: str | None = None) -> Tensor:
-    """u·F, or with some rows of F the columns of u·F that are theirs.
+    """u·F; given only some rows of F, the matching columns of u·F.
 
     Args:
         unit_MC: [M, C] unit embeddings.
-        correlation: F as `update_correlation_` keeps it, [C, C] or [R, C]: F itself or its working copy.
+        correlation: F as `update_correlation_` leaves it, [C, C] or [R, C]: F itself or its working copy.
         input_precision: as in `update_correlation_`.
 
     Returns:
@@ -166,16 +166,17 @@ def embedding_gradient(
         scale: weight of one row in the loss, 1/(N·V).
         first, second, ratio: [M] int64, int64 and floating: the positive of row i is
             ratio[i]·target[first[i]] + (1−ratio[i])·target[second[i]]. Without `second` it is target[first[i]],
-            without `first` target[i]. Numbers are not checked: on a GPU that would make the host wait.
-        dtype: of the gradient; None is that of `product_MC`.
+            without `first` target[i]. Indices are not checked: on a GPU that would make the host wait.
+        dtype: dtype of the gradient; None is the dtype of `product_MC`.
         nonfinite: int32, any shape: reported in the terms.
-        skip, updates: as in `update_correlation_`, after which `updates` is counted here.
-        ticket: int32 scalar that is 0, and 0 again afterwards; None makes one. No two streams may share one.
+        skip: as in `update_correlation_`.
+        updates: as in `update_correlation_`; incremented here, unless `skip` is raised.
+        ticket: int32 scalar, 0 before and after the call; None creates one. Two streams must not share one.
 
     Returns:
         dz [M, C], and [5] fp32 (float64 for float64), each summed over rows and times `scale`:
-        L = −u·m⁺ + (λ/2)·u·F·uᵀ, the positive cosine u·m⁺, the negative term u·F·uᵀ, u·g (what the authors' code
-        reports), and 1 where any of `nonfinite` is not 0.
+        L = −u·m⁺ + (λ/2)·u·F·uᵀ, the positive cosine u·m⁺, the negative term u·F·uᵀ, and u·g (what the authors' code
+        reports); the last is 1 if any of `nonfinite` is not 0, else 0, and is not scaled.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, with their values.
@@ -208,10 +209,10 @@ def unigrad_gradient(
     ticket: Tensor | None = None,
     input_precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`embedding_gradient` of `correlation_product`, without a copy of the product.
+    """`embedding_gradient` applied to `correlation_product`, without a copy of the product.
 
-    Args, returns and raises: theirs, with `correlation` whole. The paper, section "UniGrad": g = −m⁺ + λ·u·F,
-    dz = (g − u·(u·g)) / ‖z‖ · scale.
+    Arguments, results and errors are as in these two; `correlation` must be whole. The paper, section "UniGrad":
+    g = −m⁺ + λ·u·F, dz = (g − u·(u·g)) / ‖z‖ · scale.
     """
     dtype = dtype or exact_dtype(unit_MC)
     rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)

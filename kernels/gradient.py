@@ -1,4 +1,4 @@
-"""UniGrad's gradient with respect to the embeddings, in two launches, and the terms of the objective with it.
+"""UniGrad's gradient with respect to the embeddings and the terms of the objective, in two launches.
 
     p  = u·F                                              `correlation_product`
     g  = −m⁺ + λ·p                                        gradient with respect to u
@@ -6,11 +6,11 @@
     m⁺ = ratio·m[first] + (1−ratio)·m[second]             one target, the mean of two, or a CutMix pair
     L  = scale · Σ rows of −u·m⁺ + (λ/2)·u·p
 
-The product is a matrix product and nothing else: its tiles can be large, and it serves a block of columns of a
-sharded F as well. The rest has one program per row, which owns all of the row: its dot products need no second
-stage, p, u and m⁺ are read once (rows too long for the registers twice, the second time from the cache) and dz is
-written once, over p where it is fp32. An epilogue of the product would have to read u and m⁺ too and leave g to a
-second launch in place of p: the same bytes, for tiles half as large.
+The first launch is a plain matrix product: its tiles can be large, and it also serves a block of columns of a sharded
+F. The second launch has one program per row, which owns the whole row: its dot products need no second stage, p, u and
+m⁺ are read once (rows too long for the registers twice, the second time from the cache), and dz is written once, over p
+if it is fp32. Fusing this into the product as an epilogue would not save memory traffic: it would also have to read u
+and m⁺, and would write g instead of p for a second launch. And its tiles would be half as large.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .normalize import any_raised
 def add_product(b_sum, b_left, b_right, one, PRECISION: tl.constexpr):
     """b_sum + b_left · b_right."""
     if b_left.dtype == tl.float32 and PRECISION == "ieee":
-        # Without matrix units one chain of roundings would run over all C channels. A factor that the compiler does
-        # not know to be 1 keeps it from drawing the sum into the chain.
+        # Without tensor cores one chain of roundings would run over all C channels. A factor that the compiler does
+        # not know to be 1 keeps it from fusing the sum into that chain.
         return b_sum + one * tl.dot(b_left, b_right, input_precision=PRECISION)
     return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
 
@@ -51,7 +51,7 @@ def correlation_product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # Programs that follow each other share their columns of F, which so comes from memory once.
+    # Consecutive programs use the same columns of F, so that F is read from memory once.
     index = tl.program_id(0)
     i, j = index % tl.cdiv(M, ROWS), index // tl.cdiv(M, ROWS)
     o_M = i * ROWS + tl.arange(0, ROWS)
@@ -60,9 +60,9 @@ def correlation_product_kernel(
     m_M, m_R = o_M < M, o_R < R
     p_unit_M = p_unit + o_M[:, None].to(tl.int64) * C
 
-    # F[k, r] and F[r, k] are the same number. Of a triangle's blocks those on the diagonal are whole and those below
-    # are not there: rows above this block of columns are read down the columns, the others along the rows. COLUMNS
-    # divides a block of the triangle and DEPTH divides COLUMNS, so that neither loop steps over the diagonal.
+    # F[k, r] and F[r, k] are the same number. In a triangle, blocks on the diagonal are whole and blocks below it are
+    # out of date: F's entries above this block of columns are read down the columns, the others along the rows. COLUMNS
+    # divides a block of the triangle and DEPTH divides COLUMNS, so that neither loop steps across the diagonal.
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     above = 0
     if TRIANGLE:
@@ -89,7 +89,7 @@ def correlation_product_kernel(
 
 @triton.jit
 def row_of(p_product, p_unit, p_first, p_second, ratio, o_C, m_C, PAIR: tl.constexpr):
-    """p, u and m⁺ of some channels of a row, in fp32."""
+    """p, u and m⁺ for some channels of a row, in fp32."""
     b_product = tl.load(p_product + o_C, mask=m_C, other=0)  # [BLOCK]
     b_unit = tl.load(p_unit + o_C, mask=m_C, other=0).to(tl.float32)  # [BLOCK]
     b_positive = tl.load(p_first + o_C, mask=m_C, other=0).to(tl.float32)  # [BLOCK]
@@ -101,12 +101,12 @@ def row_of(p_product, p_unit, p_first, p_second, ratio, o_C, m_C, PAIR: tl.const
 
 @triton.jit
 def sum_terms(p_cosine, p_negative, p_terms, p_nonfinite, flags, M, balance, scale, BLOCK: tl.constexpr):
-    """L, u·m⁺, u·F·uᵀ and u·g over all rows, and whether a row was not finite; sums in a fixed order."""
+    """L, u·m⁺, u·F·uᵀ and u·g over all rows, and whether any row was not finite; summed in a fixed order."""
     b_cosine = tl.zeros([BLOCK], tl.float32)
     b_negative = tl.zeros([BLOCK], tl.float32)
     for start in range(0, M, BLOCK):
         o_M = start + tl.arange(0, BLOCK)
-        # Other programs wrote them: past the first cache, which might not have seen it.
+        # Written by other programs: bypass the L1 cache, which may be stale.
         b_cosine += tl.load(p_cosine + o_M, mask=o_M < M, other=0, cache_modifier=".cg")  # [BLOCK]
         b_negative += tl.load(p_negative + o_M, mask=o_M < M, other=0, cache_modifier=".cg")  # [BLOCK]
     cosine, negative = tl.sum(b_cosine) * scale, tl.sum(b_negative) * scale
@@ -168,7 +168,7 @@ def embedding_gradient_kernel(
         along = balance * negative - cosine
         b_gradient = (balance * b_product - b_positive - b_unit * along) * factor
         tl.store(p_gradient + offset + o_C, b_gradient.to(p_gradient.dtype.element_ty), mask=m_C)
-    else:  # too long for the registers: what was read a moment ago is read again, from the cache
+    else:  # too long for the registers: the row is read a second time, from the cache
         b_cosine = tl.zeros([BLOCK], tl.float32)
         b_negative = tl.zeros([BLOCK], tl.float32)
         for start in range(0, C, BLOCK):
@@ -188,14 +188,14 @@ def embedding_gradient_kernel(
             b_gradient = (balance * b_product - b_positive - b_unit * along) * factor
             tl.store(p_gradient + offset + start + o_C, b_gradient.to(p_gradient.dtype.element_ty), mask=m_C)
 
-    # The program that takes the last ticket finds all rows done, and sums them in an order that does not depend on
-    # which program it is; a launch of its own for these few numbers would cost more than they do.
+    # When a program takes the last ticket, all rows are done. It sums them in an order that does not depend on which
+    # program it is. A separate launch for these few numbers would cost more than the sums.
     tl.store(p_cosine + row, cosine)
     tl.store(p_negative + row, negative)
     if tl.atomic_add(p_ticket, 1) == M - 1:
         sum_terms(p_cosine, p_negative, p_terms, p_nonfinite, flags, M, balance, scale, BLOCK=1024)
         tl.store(p_ticket, 0)
-        if p_updates is not None:  # not in the update's own launch, where every program reads it
+        if p_updates is not None:  # not in the launch that updates F, because every program there reads it
             taken = 1
             if p_skip is not None:
                 taken = 1 - any_raised(p_skip, 0, skips, BLOCK=1024)
@@ -205,7 +205,7 @@ def embedding_gradient_kernel(
 def correlation_product(
     unit_MC: Tensor, correlation: Tensor, input_precision: str = "", tile: Tile | None = None
 ) -> Tensor:
-    """See `functional.correlation_product`; `tile` is the table's unless given."""
+    """See `functional.correlation_product`; `tile` defaults to the table's entry."""
     unit_MC = unit_MC.contiguous().to(correlation.dtype if correlation.dtype in HALF else unit_MC.dtype)
     correlation = correlation.contiguous()
     input_precision = input_precision or precision_of(unit_MC)
@@ -254,7 +254,7 @@ def embedding_gradient(
     balance: float,
     scale: float,
 ) -> Tensor:
-    """The terms of `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
+    """Returns the terms of `functional.embedding_gradient`; `gradient_MC` is written and may be `product_MC`."""
     device, (M, C) = product_MC.device, product_MC.shape
     cosine_M, negative_M = (torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     terms = torch.empty(5, dtype=torch.float32, device=device)

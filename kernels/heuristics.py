@@ -1,7 +1,7 @@
-"""Tile shapes by kernel, architecture, arithmetic and size: a table that is read, never a search at run time.
+"""Tile shapes by kernel, architecture, arithmetic and size, read from a table; there is no search at run time.
 
-`tiles.json` holds one list per kernel, architecture and arithmetic, from small problems to large ones; the last
-entry whose `width` and `rows` the problem reaches is taken, so that all ranks take the same. Measured entries are
+`tiles.json` holds one list per kernel, architecture and arithmetic, ordered from small problems to large ones. The last
+entry whose `width` and `rows` the problem reaches is used, so that all ranks use the same one. Measured entries are
 written by `unigrad-fast bench kernels --tune`, which works on scratch data.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 TABLE = Path(__file__).with_name("tiles.json")
-TRIANGLE = 128  # rows and columns of the blocks in which the upper triangle of F is kept; whole on the diagonal
-MAX_WIDTH = 65536  # a row of unit embeddings has to fit into the registers of one program
-WHOLE_ROW = 16384  # channels of which three arrays still fit
+TRIANGLE = 128  # rows and columns of the blocks that make up F's upper triangle; whole on the diagonal
+MAX_WIDTH = 65536  # a row of unit embeddings must fit into the registers of one program
+WHOLE_ROW = 16384  # channels up to which three arrays fit
 HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of a tile of the result, depth of a step of the product, warps per program, stages of the pipeline."""
+    """Shape of a tile of the result, depth of one step of the product, warps per program, pipeline stages."""
 
     rows: int
     columns: int
@@ -35,20 +35,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Channels that a program holds at once, and its warps."""
+    """Number of channels that a program holds at once, and its number of warps."""
 
     block: int
     warps: int
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks cover so many elements; `triton.cdiv` takes the host 4 µs."""
+    """Number of blocks that cover `size` elements; `triton.cdiv` would take the host 4 µs."""
     return -(-size // block)
 
 
 @cache
 def row_tile(width: int, arrays: int = 1) -> RowTile:
-    """The tile of a kernel with one program per row that holds so many arrays of it."""
+    """The tile of a kernel with one program per row that holds `arrays` arrays of the row's length."""
     block = max(16, 1 << (width - 1).bit_length())
     if arrays > 1 and block > WHOLE_ROW:
         block = 4096
@@ -56,35 +56,35 @@ def row_tile(width: int, arrays: int = 1) -> RowTile:
 
 
 def arithmetic(dtype: torch.dtype, input_precision: str) -> str:
-    """Name in the table: "half" for bf16 and fp16, else what fp32 operands are multiplied in."""
+    """Name in the table: "half" for bf16 and fp16, else the precision that fp32 operands are multiplied in."""
     return "half" if dtype in HALF else input_precision
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Name in the table: matrix instructions and shared memory decide.
+    """Name in the table, which depends on matrix instructions and shared memory.
 
-    Consumer cards (8.6, 8.9, 12.x) have the matrix instructions of 8.0 and 99 KiB of shared memory.
+    Consumer cards (8.6, 8.9, 12.x) have the matrix instructions of 8.0, but only 99 KiB of shared memory.
     """
     return {9: "90", 10: "100"}.get(capability[0], "80" if capability == (8, 0) else "86")
 
 
 @cache
 def tiles(kernel: str, arch: str, kind: str) -> tuple[tuple[int, int, Tile], ...]:
-    """Entries (least width, least rows, tile) of the table."""
+    """The table's entries (minimum width, minimum rows, tile)."""
     entries = json.loads(TABLE.read_text(encoding="utf-8"))[kernel][arch][kind]
     return tuple((entry["width"], entry["rows"], Tile(*entry["tile"])) for entry in entries)
 
 
 def tile_for(kernel: str, unit_MC: Tensor, input_precision: str) -> Tile:
-    """The tile of "update" or "product" for unit embeddings [M, C] on their device."""
+    """The tile of kernel "update" or "product" for unit embeddings [M, C] on their device."""
     rows, width = unit_MC.shape
     return choose(kernel, architecture_of(unit_MC.device), arithmetic(unit_MC.dtype, input_precision), rows, width)
 
 
 @cache
 def architecture_of(device: torch.device) -> str:
-    """Name in the table of a device's architecture."""
-    # The interpreter has none; small tiles show it more borders.
+    """The name of a device's architecture in the table."""
+    # The interpreter has no architecture; its tiles are small, so that tests cover more tile borders.
     return architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "interpreter"
 
 
@@ -97,7 +97,7 @@ def choose(kernel: str, arch: str, kind: str, rows: int, width: int) -> Tile:
 def working_scale(dtype: torch.dtype, width: int) -> float:
     """Power of two that a working copy of F is multiplied by.
 
-    Entries of F are about 1/C and their sum on the diagonal is 1: fp16 would lose bits of most of them, and holds C
-    times as much. bf16 has the exponents of fp32.
+    Entries of F are about 1/C, and its diagonal sums to 1. In fp16 most entries would lose bits, but C times as large
+    they fit. bf16 needs no scale because it has the exponent range of fp32.
     """
     return 2.0 ** min(15, width.bit_length() - 1) if dtype == torch.float16 else 1.0

@@ -7,17 +7,17 @@
             v ← momentum · v + t · u
             w ← w − lr · v, both unchanged where `skip` is not 0
 
-Bytes per fp32 parameter, which is what these passes take: target 12 (read θ', θ; write θ'), 14 with its copy, in one
-launch; LARS 8 for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches.
-`torch._foreach_lerp_` reaches 12 with a weight that the host knows; with one on the device it launches a kernel per
-tensor. LARS made of `torch._foreach` moves 52, and launches a kernel per tensor for the product with t.
+These passes are bound by memory traffic. Bytes per fp32 parameter: target 12 (read θ', θ; write θ'), 14 with its copy,
+in one launch; LARS 8 for the norms (read w, grad) and 20 for the rest (read w, grad, v; write w, v) in two launches.
+`torch._foreach_lerp_` also reaches 12 if the host knows the weight; with a weight on the device it launches one kernel
+per tensor. LARS written with `torch._foreach` moves 52 bytes, and launches one kernel per tensor for t · u.
 
-Tensors are cut into chunks, one program each; a table on the device says where each chunk lies. Elements go by fours,
-in 128-bit accesses, but for up to three at a tensor's end. Sums of squares are taken chunk by chunk and then added in
-a fixed order: two runs are bitwise equal.
+Tensors are cut into chunks, one program each; a table on the device gives the location of each chunk. Elements are
+processed in groups of four, in 128-bit accesses, except for up to three at a tensor's end. Sums of squares are computed
+chunk by chunk and then added in a fixed order, so that two runs are bitwise equal.
 
-The learning rate and the target's momentum change from step to step, and are read on the device: a CUDA graph that is
-replayed finds those of its step.
+The learning rate and the target's momentum change from step to step. They are read on the device, so that a replayed
+CUDA graph uses the current values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from unigrad_fast.kernels.torch_private import FakeTensor
 
-CHUNK = 16384  # elements of one program; ResNet-50 and its projector are some 2,300 chunks
-MAX_CHUNKS = 1024  # of one tensor, whose sums each of its programs adds up; beyond, chunks are larger
+CHUNK = 16384  # elements per program; ResNet-50 with its projector has about 2,300 chunks
+MAX_CHUNKS = 1024  # per tensor, because each of its programs adds up all their sums; larger tensors get larger chunks
 BLOCK = 2048  # elements at a time
 WARPS = 8
 LOW_PRECISION = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -42,7 +42,7 @@ LOW_PRECISION = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 @triton.jit
 def load_chunk(p_chunks):
-    """Number of this program's tensor; there its first element, the end of its elements, and the end of its fours."""
+    """Index of this program's tensor, and in it the chunk's first element, its end, and the end of its groups of 4."""
     p_chunk = p_chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, last = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)  # scalars
     return tensor, tl.multiple_of(first, 16), last, last // 4 * 4
@@ -58,7 +58,7 @@ def lerp_block(p_target, p_online, p_copy, o, m, weight, has_copy, DTYPE: tl.con
     b_target = tl.load(p_target + o, mask=m, other=0)  # [BLOCK] or [4]
     b_online = tl.load(p_online + o, mask=m, other=0)  # [BLOCK] or [4]
     b_difference = b_online - b_target
-    # From the nearer end, as torch has it: a weight of 1 gives the online parameter exactly.
+    # Computed from the nearer end, as in torch: a weight of 1 gives the online parameter exactly.
     b_lerp = tl.where(weight < 0.5, b_target + weight * b_difference, b_online - b_difference * (1 - weight))
     tl.store(p_target + o, b_lerp, mask=m)
     if DTYPE is not None:
@@ -90,13 +90,13 @@ def lerp_(
     momentum: Tensor,
     skip: Tensor,
 ) -> None:
-    """target ← momentum · target + (1 − momentum) · online, in place in one launch; bitwise unchanged where `skip` is
-    not 0.
+    """target ← momentum · target + (1 − momentum) · online, in place, in one launch.
 
     Args:
-        targets, onlines: pairs that `split` takes.
-        copies: of the first targets, in their layout and all in fp16 or all in bf16: written as well.
-        momentum: share of the targets, 0 to 1; fp32 or float64 scalar on that device, as `skip` is one.
+        targets, onlines: pairs that `split` accepts.
+        copies: copies of the first targets, written too; same layout, all in fp16 or all in bf16.
+        momentum: share of the targets, 0 to 1; fp32 or float64 scalar on their device.
+        skip: scalar on the same device; if it is not 0, targets and copies stay bitwise unchanged.
     """
     chunks, addresses = chunk_table(targets), address_table(targets, onlines)
     with torch.cuda.device_of(skip):
@@ -208,13 +208,13 @@ def lars_(
     skip: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """One step of LARS: weights and velocities change in place, in two launches, without `adapt` in one.
+    """One step of LARS: updates weights and velocities in place, in two launches, without `adapt` in one.
 
     Args:
-        weights, gradients, velocities: triples that `split` takes.
-        lr: fp32 or float64 scalar on that device.
-        skip: scalar on that device; where it is not 0, nothing changes bit for bit.
-        scale: fp32 scalar on that device by which gradients are multiplied.
+        weights, gradients, velocities: triples that `split` accepts.
+        lr: fp32 or float64 scalar on their device.
+        skip: scalar on the same device; if it is not 0, everything stays bitwise unchanged.
+        scale: fp32 scalar on the same device that gradients are multiplied by.
     """
     chunks, addresses = chunk_table(weights), address_table(weights, gradients, velocities)
     grid = (len(chunks),)
@@ -242,10 +242,10 @@ def lars_(
 
 
 def split(rows: Sequence[tuple[Tensor, ...]]) -> tuple[list, list]:
-    """Tensors of one parameter per row: the rows that the kernels take, and the others.
+    """Split rows, each with the tensors of one parameter, into those that the kernels accept and the others.
 
-    The kernels take fp32, on one device, on a boundary of 16 bytes, not empty, and dense in an order that is the same
-    for all of a row, so that an element of each lies at the same offset.
+    The kernels accept non-empty fp32 tensors on one device, aligned to 16 bytes and dense, with the same memory layout
+    for all tensors of a row, so that an element has the same offset in each of them.
     """
     taken, others = [], []
     for row in rows:
@@ -265,13 +265,13 @@ def _fits(row: tuple[Tensor, ...], device: torch.device) -> bool:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies on a boundary of 16 bytes; a fake one begins where its storage would."""
+    """Whether a tensor is aligned to 16 bytes; a fake tensor's storage counts as aligned."""
     return (tensor.storage_offset() * 4 if isinstance(tensor, FakeTensor) else tensor.data_ptr()) % 16 == 0
 
 
 def chunk_table(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [chunks, 5]: the number of a chunk's tensor, its first element there and the one after its last, the
-    number of the tensor's first chunk and the one after its last."""
+    """int64 [chunks, 5]: index of the chunk's tensor, the chunk's first element and end in it, and the indices of the
+    tensor's first chunk and of the end of its chunks."""
     return _chunk_table(tuple(t.numel() for t in tensors), tensors[0].device)
 
 
@@ -287,14 +287,14 @@ def _chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def address_table(*tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [tensors · lists]: where the data of the first tensor of each list lies, then of the second, and so on."""
+    """int64 [tensors · lists]: data addresses of the first tensor of each list, then of the second, and so on."""
     addresses = tuple(t.data_ptr() for row in zip(*tensors, strict=True) for t in row)
     device = tensors[0][0].device
     if _awaiting is not None:
         _awaiting.append((torch.empty(len(addresses), dtype=torch.int64, device=device), addresses))
         return _awaiting[-1][0]
-    # Parameters stay where they are and most gradients come back to the same place, so it is rarely copied. Another
-    # stream may not read what has not arrived yet.
+    # Parameters stay in place and most gradients come back to the same addresses, so the table is rarely copied. The
+    # cache key includes the stream, because another stream could read the table before its copy has finished.
     return _address_table(addresses, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
@@ -302,20 +302,20 @@ def address_table(*tensors: Sequence[Tensor]) -> Tensor:
 def _address_table(addresses: tuple[int, ...], device: torch.device, stream) -> Tensor:
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
-        table = table.pin_memory()  # else the host would wait
+        table = table.pin_memory()  # otherwise the host would wait
     return table.to(device, non_blocking=True)
 
 
-Tables = list[tuple[Tensor, tuple[int, ...]]]  # on the device, and what belongs into them
-_awaiting: Tables | None = None  # of the CUDA graph that is being captured
+Tables = list[tuple[Tensor, tuple[int, ...]]]  # tables on the device, each with the addresses to write to it
+_awaiting: Tables | None = None  # tables of the CUDA graph being captured
 
 
 @contextlib.contextmanager
 def captured_tables() -> Iterator[Tables]:
-    """While inside, a CUDA graph is captured: tables of addresses stay empty, and `fill` writes them afterwards.
+    """A context for capturing a CUDA graph: address tables stay empty in it, and `fill` writes them afterwards.
 
-    Copied while it is captured, each replay would copy them again, from memory of the host that is others' by then.
-    They have to live as long as the graph.
+    If they were copied during capture, every replay would repeat the copy, from host memory that has been reused by
+    then. The tables must live as long as the graph.
     """
     global _awaiting
     _awaiting = tables = []
@@ -326,6 +326,6 @@ def captured_tables() -> Iterator[Tables]:
 
 
 def fill(tables: Tables) -> None:
-    """Write the tables of a graph that has been captured; the host waits."""
+    """Write the address tables of a captured graph; the host waits."""
     for table, addresses in tables:
         table.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))

@@ -2,9 +2,9 @@
 
     u = z / max(‖z‖, 1e-12)        1/‖z‖ is kept for the gradient
 
-One program has one row in registers: z is read once, u written once. Rows are divided by their largest entry
-first, so that squares neither overflow nor vanish. The program that ends last finds the flags of all rows written:
-it leaves what they come to in two numbers, and those in the tail of the rows that are to be sent (see `tails`).
+Each program holds one row in registers: z is read once, u is written once. Rows are first divided by their largest
+entry, so that squares neither overflow nor underflow. The program that finishes last reduces the flags of all rows to
+two flags, and also writes those to the tail of the rows to be sent (see `tails`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .tails import tail_of
 
 @triton.jit
 def any_raised(p_flags, first, last, BLOCK: tl.constexpr):
-    """1 if one of the int32 flags from `first` to before `last` is not 0."""
+    """1 if any int32 flag in [first, last) is not 0, else 0."""
     raised = 0
     for start in range(first, last, BLOCK):
         o_flag = start + tl.arange(0, BLOCK)
-        # Other programs may have written them: past the first cache, which might not have seen it.
+        # Other programs may have written them: bypass the L1 cache, which may be stale.
         b_flag = tl.load(p_flags + o_flag, mask=o_flag < last, other=0, cache_modifier=".cg")  # [BLOCK]
         raised = tl.maximum(raised, tl.max((b_flag != 0).to(tl.int32)))
     return raised
@@ -68,7 +68,7 @@ def unit_embeddings_kernel(
     usable = peak > 0
     peak = tl.where(usable, peak, 1.0)
     b_z = tl.where(usable, b_z / peak, 0.0)
-    # Of the row divided by its peak; so is the smallest norm.
+    # The norm of the row divided by its peak; the smallest norm is divided by it too.
     norm = tl.maximum(tl.sqrt(tl.sum(b_z * b_z)), SMALLEST_NORM / peak)
     b_unit = b_z / norm
 

@@ -1,8 +1,8 @@
-"""The operators of a training step, for arguments that were checked before; `functional` describes them.
+"""The operators of a training step, without checks of their arguments; `functional` checks and describes them.
 
-They allocate what they return, and write only to the inputs that they declare. On CUDA they run the Triton kernels, on
-the CPU `reference`; the environment variable `UNIGRAD_KERNELS` forces one of them ("triton" on the CPU needs Triton's
-interpreter, "torch" on CUDA makes the host wait). float64 always takes torch.
+They allocate what they return, and write only to inputs that they declare as written. On CUDA they run the Triton
+kernels, on the CPU `reference`. The environment variable `UNIGRAD_KERNELS` forces one of the two ("triton" on the CPU
+needs Triton's interpreter, "torch" on CUDA makes the host wait). float64 always runs in torch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ correlation_product = Operator(
 def _gradient_of(
     product_MC: Tensor, dtype: torch.dtype | None, tensors: Sequence[Tensor | None], *state_and_settings
 ) -> tuple[Tensor, Tensor]:
-    """The gradient, in the memory of the product where it has the same dtype, and the terms."""
+    """The gradient, in the product's memory if it has the same dtype, and the terms."""
     gradient_MC = product_MC
     if dtype not in (None, product_MC.dtype):
         gradient_MC = product_MC.new_empty(product_MC.shape, dtype=dtype)
@@ -113,7 +113,7 @@ def _gradient_of_blocks(
     ticket: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`embedding_gradient` of a product whose columns come in blocks [M, R], one after the other."""
+    """`embedding_gradient` for a product given as blocks of columns [M, R], in order."""
     rows = (unit_MC, inverse_norm_M, target_KC, first, second, ratio, nonfinite, skip)
     return _gradient_of(torch.cat(blocks, dim=1), dtype, rows, updates, ticket, balance, scale)
 

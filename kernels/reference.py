@@ -7,8 +7,8 @@ embedding, m⁺ the positive, F the correlation, λ the balance factor and ρ th
     g  = −m⁺ + λ·u·F                                      gradient with respect to u
     dz = (g − u·(u·g)) / ‖z‖ · scale                      the same through the normalisation
 
-Everything is computed in fp32, or in float64 when the embeddings are float64. What works row by row takes a few
-rows at a time, which stay in the processor's cache from the first operation to the last.
+Everything is computed in fp32, or in float64 if the embeddings are float64. Row-wise operations process a few rows at a
+time, which stay in the processor's cache from the first operation to the last.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .dispatch import exact_dtype
 from .heuristics import working_scale
 from .structures import DIGIT, TAIL, tail_rows
 
-SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as torch.nn.functional.normalize has it
-PANEL_ROWS = 256  # rows of F per panel: fewer waste less on the diagonal, more make better products
+SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as in torch.nn.functional.normalize
+PANEL_ROWS = 256  # rows of F per panel: fewer waste less work on the diagonal, more make the products faster
 CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
 
 
@@ -36,12 +36,12 @@ def unit_embeddings(
     since: int = 0,
     spare: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """See `functional.unit_embeddings`; the `ticket` is not needed."""
+    """See `functional.unit_embeddings`; `ticket` is ignored."""
     images, width = views[0].shape
     exact = torch.promote_types(dtype, exact_dtype(*views))
     unit_MC = torch.empty(len(views) * images + spare, width, dtype=dtype, device=views[0].device)
     inverse_norm_M = torch.empty(len(views) * images, dtype=exact, device=views[0].device)
-    norm_M1 = inverse_norm_M.unsqueeze(-1)  # norms stand there at first
+    norm_M1 = inverse_norm_M.unsqueeze(-1)  # holds the norms first
     chunks = [
         (view_NC[part], slice(number * images + part.start, number * images + part.stop))
         for number, view_NC in enumerate(views)
@@ -53,7 +53,7 @@ def unit_embeddings(
         torch.div(row_MC, norm_M1[out], out=unit_MC[out])
     rows = len(views) * images
     nonfinite[:rows] = 0
-    # Within these norms squares neither overflow nor vanish, even in fp32.
+    # For norms in this range squares neither overflow nor underflow, even in fp32.
     within_M1 = (norm_M1 > SMALLEST_NORM) & (norm_M1 < 1 / SMALLEST_NORM)
     torch.reciprocal(inverse_norm_M, out=inverse_norm_M)
     outside = [] if within_M1.all() else [(row_MC, out) for row_MC, out in chunks if not within_M1[out].all()]
@@ -74,15 +74,15 @@ def unit_embeddings(
 
 
 def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """What the ranks say of rows that they gave, each with a tail (see `tails`); zeros are left in its place.
+    """Combine the tails of all ranks' gathered rows (see `tails`), and replace the tails by zeros.
 
     Args:
-        gathered_MC: the rows of all ranks, of each as many.
-        ranks: how many.
+        gathered_MC: the rows of all ranks, the same number from each.
+        ranks: number of ranks.
 
     Returns:
-        The number of rows over all ranks, a scalar in fp32 (float64 for float64), and int32 flags [4]: the first and
-        the second flag of any rank, and the same, raised too where no rank has a row.
+        The number of rows over all ranks, a scalar in fp32 (float64 for float64), and int32 flags [4]: whether any rank
+        raised the first and the second flag, and the same two flags, also raised if no rank has a row.
     """
     tails_WT = _tails(gathered_MC, ranks)
     sums = tails_WT.to(torch.int64).sum(dim=0)
@@ -94,25 +94,25 @@ def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def refusal(like: Tensor, rows: int) -> Tensor:
-    """As many rows of zeros, with a tail that raises both flags."""
+    """`rows` rows of zeros, with a tail that raises both flags."""
     refused_MC = like.new_zeros(rows, like.shape[1])
     _tails(refused_MC, 1)[0, TAIL - 2 :] = 1
     return refused_MC
 
 
 def _tails(gathered_MC: Tensor, ranks: int) -> Tensor:
-    """The numbers [W, TAIL] after the rows of each rank."""
+    """The tail numbers [W, TAIL] that follow each rank's rows."""
     width = gathered_MC.shape[1]
     rows_WMC = gathered_MC.view(ranks, -1, width)
     return rows_WMC[:, rows_WMC.shape[1] - tail_rows(width) :].flatten(1)[:, :TAIL]
 
 
 def _scaled(row_MC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows divided by their largest entry, so that squares neither overflow nor vanish, and what was done to them.
+    """Divide rows by their largest entry, so that squares neither overflow nor underflow.
 
     Returns:
-        Rows [M, C], their norms [M, 1], the factors [M, 1] that the rows were multiplied by (0 where the row is 0 or
-        not finite, and then is 0 here), and whether they are finite [M, 1].
+        The scaled rows [M, C], their norms [M, 1], the factors [M, 1] that the rows were multiplied by, and whether the
+        rows are finite [M, 1]. For a row of zeros or a non-finite row, the scaled row and the factor are 0.
     """
     peak_M1 = row_MC.abs().amax(dim=-1, keepdim=True)
     finite_M1 = torch.isfinite(peak_M1)
@@ -136,8 +136,8 @@ def update_correlation_(
 ) -> None:
     """See `functional.update_correlation_`.
 
-    Of a whole F only the upper triangle is computed, panel by panel, and then mirrored: half the arithmetic, F equal
-    to Fᵀ bit for bit, and no temporary larger than one panel. The host reads the scalars.
+    For a whole F only the upper triangle is computed, panel by panel, and then mirrored: this halves the arithmetic,
+    makes F equal to Fᵀ bit for bit, and needs no temporary larger than one panel. The host reads the scalars.
     """
     if skip is not None and skip.any():
         return
@@ -165,7 +165,7 @@ def mirror_(correlation: Tensor) -> None:
 
 
 def round_into_(working_RC: Tensor, correlation_RC: Tensor) -> Tensor:
-    """Write F, or some rows of it, times `working_scale` into a working copy in bf16 or fp16."""
+    """Write F, or some rows of it, times `working_scale` to a working copy in bf16 or fp16; returns the copy."""
     scale = working_scale(working_RC.dtype, correlation_RC.shape[1])
     for first in range(0, correlation_RC.shape[0], PANEL_ROWS):
         rows = slice(first, first + PANEL_ROWS)
@@ -205,7 +205,7 @@ def embedding_gradient(
     balance: float,
     scale: float,
 ) -> Tensor:
-    """The terms of `functional.embedding_gradient`; the `ticket` is not needed.
+    """Returns the terms of `functional.embedding_gradient`; `ticket` is ignored.
 
     `product_MC` is overwritten, `gradient_MC` is written and may be `product_MC`.
     """
@@ -241,7 +241,7 @@ def _positives(
     chunk: slice,
     exact: torch.dtype,
 ) -> Tensor:
-    """m⁺ of some rows."""
+    """m⁺ for a chunk of rows."""
     if first is None:
         return target_KC[chunk].to(exact)
     first_MC = target_KC.index_select(0, first[chunk]).to(exact)
@@ -252,7 +252,7 @@ def _positives(
 
 
 def effective_rank(correlation_CC: Tensor) -> Tensor:
-    """Participation ratio trace(F)² / ‖F‖²: the number of directions the embeddings use, from 1 to C; a scalar."""
+    """Participation ratio trace(F)² / ‖F‖², the number of directions that embeddings use, from 1 to C; a scalar."""
     return (correlation_CC.diagonal().sum() / torch.linalg.vector_norm(correlation_CC)).square()
 
 

@@ -1,13 +1,13 @@
-"""How the rows that a rank sends end: in a few numbers about them (see `tails`)."""
+"""The layout of the tail, a few numbers at the end of the rows that a rank sends (see `tails`)."""
 
 from __future__ import annotations
 
 from .heuristics import blocks
 
-TAIL = 5  # numbers with which a rank's rows end: three digits of how many rows it has, and two flags
-DIGIT = 256  # their base: bf16 holds all whole numbers up to it
+TAIL = 5  # numbers in a tail: three digits of the number of rows, and two flags
+DIGIT = 256  # base of the digits: bf16 represents every integer up to it exactly
 
 
 def tail_rows(width: int) -> int:
-    """Rows of so many channels that hold the numbers of a tail; all else in them is 0."""
+    """Number of rows of this width that a tail takes; the rest of these rows is 0."""
     return blocks(TAIL, width)

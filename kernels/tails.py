@@ -1,7 +1,7 @@
-"""Numbers that travel with rows: what each rank says of the rows that it gives to a gather, in the rows after them.
+"""Tails: numbers about a rank's rows that are gathered with them, appended as extra rows.
 
-A tail begins with the number of rows, in three digits that every dtype of a unit embedding holds, and two flags.
-One launch sums the numbers of all ranks and leaves zeros in their place, of which F takes nothing.
+A tail begins with the number of rows, in three digits that every dtype of unit embeddings represents exactly, followed
+by two flags. One launch combines the tails of all ranks and replaces them by zeros, which contribute nothing to F.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .structures import DIGIT, tail_rows
 
 @triton.jit
 def tail_of(o_tail, count, first_flag, second_flag, DIGIT: tl.constexpr):
-    """The numbers at some places of a tail, in fp32."""
+    """The numbers at the offsets `o_tail` of a tail, in fp32."""
     b_digit = tl.where(o_tail == 0, count, tl.where(o_tail == 1, count // DIGIT, count // (DIGIT * DIGIT))) % DIGIT
     b_flag = tl.where(o_tail == 3, first_flag, tl.where(o_tail == 4, second_flag, 0))
     return tl.where(o_tail < 3, b_digit, b_flag).to(tl.float32)

@@ -8,4 +8,4 @@ from torch._subclasses.fake_tensor import FakeTensor
 __all__ = ["FakeTensor", "dispatch_modes"]
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
-"""How many modes watch the operators of this thread."""
+"""The number of dispatch modes that are active in this thread."""

@@ -9,7 +9,7 @@ from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.objectives import GradientForm, UniGrad, build
 from unigrad_fast.objectives.catalogue import FORMS, Settings, methods
 from unigrad_fast.objectives.forms import GRADIENTS
-from unigrad_fast.objectives.losses import ORIGINALS
+from unigrad_fast.objectives.originals import ORIGINALS
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import validate
@@ -140,16 +140,16 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.method byol_directpred --objective.form original --objective.eigen_predictor full",
-            "objective.eigen_predictor = full: the original of byol_directpred has authors and paper; use one of them",
+            "objective.eigen_predictor = full: the original of byol_directpred supports only authors and paper; use o",
         ),
         (
             "--objective.row c --objective.form gradient",
-            "objective.form = gradient: row c is the other form; leave one of the two out",
+            "objective.form = gradient: row c has the other form; leave one of the two out",
         ),
         ("--objective.temperature 0.1", "objective.temperature = 0.1: does not apply to unigrad; leave it out (it tak"),
         (
             "--objective.form original",
-            "objective.form = original: unigrad is a gradient and has no original form; leave",
+            "objective.form = original: unigrad is defined by its gradient and has no original form; leave",
         ),
         (
             "--objective.method byol --objective.form gradient",
@@ -157,29 +157,29 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.row d --objective.method simclr",
-            "objective.row = d: is of method byol_directpred, not of simclr; leave one of the two out",
+            "objective.row = d: belongs to method byol_directpred, not simclr; leave one of the two out",
         ),
         (
             "--objective.row d --objective.form original",
-            "objective.form = original: row d is the other form; leave one of the two out",
+            "objective.form = original: row d has the other form; leave one of the two out",
         ),
         (
             "--objective.balance dynamic",
-            "objective.balance = dynamic: is a ratio with byol_directpred's W_h; give a num",
+            "objective.balance = dynamic: needs the predictor of byol_directpred; give a num",
         ),
-        ("--objective.row b --objective.both_terms true", "objective.both_terms = true: is the gradient of shared wei"),
+        ("--objective.row b --objective.both_terms true", "objective.both_terms = true: needs shared weights; use obj"),
         (
             "--objective.row b --objective.both_terms true --objective.target weight_sharing --data.local_crops 2",
-            "objective.both_terms = true: is of two global views as they are; leave local crops and CutMix out",
+            "objective.both_terms = true: needs two global views, unmixed; leave local crops and CutMix out",
         ),
         (
             "--objective.negative_target stop_gradient --objective.correlation_source target",
-            "objective.correlation_source = target: objective.negative_target stop_gradient takes the correlation from",
+            "objective.correlation_source = target: with objective.negative_target stop_gradient the correlation must",
         ),
         (
             "--objective.method moco --objective.placement sharded",
             "objective.placement = sharded: does not apply to moco; leave it out (it takes balance, bank_size, "
-            "negative_target, positive_factor, temperature; placement is of unigrad)",
+            "negative_target, positive_factor, temperature; placement belongs to unigrad)",
         ),
         (
             "--objective.target stop_gradient --engine.target_stream true",

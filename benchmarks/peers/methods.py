@@ -1,7 +1,7 @@
 """Every method in straightforward torch: whole-matrix expressions, view by view, and autograd.
 
 Each is called with the online and target embeddings of two views, [N, C] each, and returns the mean loss over views.
-The classes for rows compute the losses that `unigrad_fast.objectives.forms.losses` defines for them.
+The classes for rows compute the losses that `unigrad_fast.objectives.forms.reported` defines for them.
 
 Shape suffixes: N images, K samples, C embedding width.
 """

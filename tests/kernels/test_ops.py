@@ -276,12 +276,12 @@ def test_triton_on_the_cpu_without_its_interpreter_is_refused_with_the_remedy(mo
 
 @pytest.mark.parametrize("shapes", [[(2, 3), (3, 3)], [(2, 3), (2, 4)], [(2, 3, 4)], [(5,)]])
 def test_views_of_different_shapes_are_refused(shapes):
-    with pytest.raises(ValueError, match="give one or more of one shape"):
+    with pytest.raises(ValueError, match="give one or more of the same shape"):
         unit_embeddings([torch.ones(shape) for shape in shapes])
 
 
 def test_no_views_at_all_are_refused():
-    with pytest.raises(ValueError, match="give one or more of one shape"):
+    with pytest.raises(ValueError, match="give one or more of the same shape"):
         unit_embeddings([])
 
 
@@ -310,11 +310,11 @@ INDEX, PAIR = torch.zeros(2, dtype=torch.int64), {"second": torch.zeros(2, dtype
 REFUSED = {
     "flags of another length": (
         lambda: unit_embeddings([torch.ones(2, 3)] * 2, nonfinite=flags(0, 0)),
-        r"nonfinite is int32 \[4\] on cpu, not int32 \[2\]",
+        r"nonfinite must be int32 \[4\] on cpu, not int32 \[2\]",
     ),
     "flags of another dtype": (
         lambda: unit_embeddings(torch.ones(2, 3), nonfinite=torch.zeros(2)),
-        r"nonfinite is int32 \[2\] on cpu, not float32 \[2\]",
+        r"nonfinite must be int32 \[2\] on cpu, not float32 \[2\]",
     ),
     "flags with gaps": (
         lambda: unit_embeddings(torch.ones(2, 3), nonfinite=flags(0, 0, 0, 0)[::2]),
@@ -322,92 +322,92 @@ REFUSED = {
     ),
     "a tail without flags": (
         lambda: unit_embeddings(torch.ones(2, 3), spare=2),
-        "spare 2 needs `raised`, and rows for the tail: 2 or more",
+        "spare 2 needs `raised`, and 2 rows or more for the tail",
     ),
     "rows to send beyond the last": (
         lambda: unit_embeddings(torch.ones(2, 3), since=3),
-        "since 3 is not among 2 rows",
+        "since 3 is outside the rows; use 0 to 2",
     ),
     "some rows to mirror": (lambda: mirror_(torch.ones(2, 3)), r"\[3, 3\] on cpu, not float32 \[2, 3\]"),
     "whole numbers as embeddings": (
         lambda: unit_embeddings(torch.ones(2, 3).int()),
-        r"embeddings\[0\] is .*, not int32",
+        r"embeddings\[0\] must be .*, not int32",
     ),
     "whole numbers as units": (
         lambda: unit_embeddings(torch.ones(2, 3), dtype=torch.int32),
-        "unit embeddings cannot be in torch.int32",
+        "unit embeddings cannot have dtype torch.int32",
     ),
     "views on two devices": (
         lambda: unit_embeddings([torch.ones(2, 3), torch.ones(2, 3, device="meta")]),
-        r"embeddings\[1\] is .* on cpu, not float32 \[2, 3\] on meta",
+        r"embeddings\[1\] must be .* on cpu, not float32 \[2, 3\] on meta",
     ),
     "units of another width": (
         lambda: update_of(unit=torch.ones(2, 9)),
-        r"unit_MC is .*\[any, 8\].*not float32 \[2, 9\]",
+        r"unit_MC must be .*\[any, 8\].*not float32 \[2, 9\]",
     ),
     "rows beyond the last": (
         lambda: update_of(torch.zeros(3, 8), first_row=6),
-        "3 rows of a correlation with 8 cannot start at row 6",
+        "3 rows of a correlation with 8 rows cannot start at row 6",
     ),
     "rows before the first": (lambda: update_of(torch.zeros(3, 8), first_row=-1), "cannot start at row -1"),
-    "a vector as F": (lambda: update_of(torch.zeros(8)), r"the correlation is .*\[any, any\].*not float32 \[8\]"),
+    "a vector as F": (lambda: update_of(torch.zeros(8)), r"the correlation must be .*\[any, any\].*not float32 \[8\]"),
     "half-precision F": (
         lambda: update_of(torch.zeros(8, 8).half(), torch.ones(2, 8).half()),
-        "the correlation is float32 or float64 .*not float16",
+        "the correlation must be float32 or float64 .*not float16",
     ),
     "float64 units for an fp32 F": (
         lambda: update_of(unit=torch.ones(2, 8).double()),
-        "in torch.float32 cannot take units in torch.float64",
+        "in torch.float32 cannot be updated with units in torch.float64",
     ),
-    "no rows to count": (lambda: update_of(count=0), "count 0 is below 1"),
-    "a decay that is not a number": (lambda: update_of(decay=float("nan")), "decay nan is below 0"),
+    "no rows to count": (lambda: update_of(count=0), "count 0 is too small; use 1 or more"),
+    "a decay that is not a number": (lambda: update_of(decay=float("nan")), "decay nan is too small; use 0 or more"),
     "an unknown precision": (
         lambda: update_of(input_precision="bf16"),
         "input_precision 'bf16' is unknown; use 'ieee'",
     ),
-    "a floating skip": (lambda: update_of(skip=torch.zeros(2)), r"skip is int32 \[2\]"),
-    "updates in another dtype": (lambda: update_of(updates=torch.zeros(())), r"updates is int64 \[\]"),
+    "a floating skip": (lambda: update_of(skip=torch.zeros(2)), r"skip must be int32 \[2\]"),
+    "updates in another dtype": (lambda: update_of(updates=torch.zeros(())), r"updates must be int64 \[\]"),
     "a working copy in fp32": (
         lambda: update_of(working=torch.zeros(8, 8)),
-        r"the working copy is bfloat16 or float16 \[8, 8\] on cpu, not float32 \[8, 8\]",
+        r"the working copy must be bfloat16 or float16 \[8, 8\] on cpu, not float32 \[8, 8\]",
     ),
     "a working copy of another shape": (
         lambda: update_of(working=torch.zeros(8, 4).half()),
-        r"the working copy is bfloat16 or float16 \[8, 8\] on cpu, not float16 \[8, 4\]",
+        r"the working copy must be bfloat16 or float16 \[8, 8\] on cpu, not float16 \[8, 4\]",
     ),
     "F with gaps": (
         lambda: update_of(torch.zeros(8, 9)[:, :8]),
-        r"a correlation with strides \(9, 1\) cannot be updated; give a contiguous one",
+        r"a correlation with strides \(9, 1\) is not contiguous; give a contiguous tensor",
     ),
     "a product of other widths": (
         lambda: correlation_product(torch.ones(2, 8), torch.ones(9, 9)),
-        r"the correlation is .*\[any, 8\] on cpu, not float32 \[9, 9\]",
+        r"the correlation must be .*\[any, 8\] on cpu, not float32 \[9, 9\]",
     ),
     "a product with whole numbers": (lambda: correlation_product(torch.ones(2, 8), torch.eye(8).long()), "not int64"),
     "some rows of F for the whole gradient": (
         lambda: gradient_of(correlation=torch.ones(4, 8)),
-        r"the correlation is .*\[8, 8\] on cpu, not float32 \[4, 8\]",
+        r"the correlation must be .*\[8, 8\] on cpu, not float32 \[4, 8\]",
     ),
     "too few inverse norms": (
         lambda: gradient_of(inverse_norm_M=torch.ones(1)),
-        r"inverse_norm_M is .*\[2\].*not .*\[1\]",
+        r"inverse_norm_M must be .*\[2\].*not .*\[1\]",
     ),
-    "targets of another width": (lambda: gradient_of(target_KC=torch.ones(2, 4)), r"target_KC is .*\[2, 8\]"),
-    "too few targets": (lambda: gradient_of(target_KC=torch.ones(1, 8)), r"target_KC is .*\[2, 8\]"),
-    "too few firsts": (lambda: gradient_of(first=INDEX[:1]), r"first is int64 or int32 \[2\]"),
+    "targets of another width": (lambda: gradient_of(target_KC=torch.ones(2, 4)), r"target_KC must be .*\[2, 8\]"),
+    "too few targets": (lambda: gradient_of(target_KC=torch.ones(1, 8)), r"target_KC must be .*\[2, 8\]"),
+    "too few firsts": (lambda: gradient_of(first=INDEX[:1]), r"first must be int64 or int32 \[2\]"),
     "floating partners": (
         lambda: gradient_of(first=INDEX, **{**PAIR, "second": torch.ones(2)}),
-        "second is int64 or int32",
+        "second must be int64 or int32",
     ),
-    "a second without a ratio": (lambda: gradient_of(first=INDEX, second=INDEX), "a pair of targets takes"),
-    "a ratio without a second": (lambda: gradient_of(first=INDEX, ratio=torch.ones(2)), "a pair of targets takes"),
-    "a pair without a first": (lambda: gradient_of(**PAIR), "a pair of targets takes"),
-    "a gradient in whole numbers": (lambda: gradient_of(dtype=torch.int32), "a gradient cannot be in torch.int32"),
+    "a second without a ratio": (lambda: gradient_of(first=INDEX, second=INDEX), "for pairs of targets give"),
+    "a ratio without a second": (lambda: gradient_of(first=INDEX, ratio=torch.ones(2)), "for pairs of targets give"),
+    "a pair without a first": (lambda: gradient_of(**PAIR), "for pairs of targets give"),
+    "a gradient in whole numbers": (lambda: gradient_of(dtype=torch.int32), "a gradient cannot have dtype torch.int32"),
     "a product of another shape": (
         lambda: embedding_gradient(
             torch.ones(2, 4), torch.ones(2, 8), torch.ones(2), torch.ones(2, 8), balance=1.0, scale=1.0
         ),
-        r"product_MC is float32 \[2, 8\] on cpu, not float32 \[2, 4\]",
+        r"product_MC must be float32 \[2, 8\] on cpu, not float32 \[2, 4\]",
     ),
 }
 

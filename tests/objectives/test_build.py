@@ -7,7 +7,7 @@ import torch
 from test_unigrad import views
 
 from unigrad_fast.objectives import ROWS, GradientForm, UniGrad, build
-from unigrad_fast.objectives.losses import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
 
 ORIGINALS = {
     "moco": MoCo,
@@ -56,9 +56,9 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
     [
         (ValueError, {"method": "mocco"}, "method 'mocco' is unknown; use one of unigrad, moco"),
         (ValueError, {"row": "k"}, "row 'k' is unknown; use one of a, b"),
-        (ValueError, {"method": "moco", "row": "b"}, "row = b: is of method simclr, not of moco"),
+        (ValueError, {"method": "moco", "row": "b"}, "row = b: belongs to method simclr, not moco"),
         (ValueError, {"method": "simclr", "form": "exact"}, "form 'exact' is unknown; use one of gradient, original"),
-        (ValueError, {"row": "b", "form": "original"}, "form = original: row b is the other form"),
+        (ValueError, {"row": "b", "form": "original"}, "form = original: row b has the other form"),
         (ValueError, {"row": "j", "target": "own"}, "target 'own' is unknown"),
         (ValueError, {"row": "d", "target": "weight_sharing"}, "weight_sharing.* is refused .* become one"),
         (ValueError, {"method": "byol", "target": "weight_sharing"}, "weight_sharing.* is refused .* become one"),
@@ -77,9 +77,9 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
         (
             TypeError,
             {"method": "byol", "predictor": None},
-            "predictor None is no module; use True, False or an nn.Module",
+            "predictor None is not a module; use True, False or an nn.Module",
         ),
-        (ValueError, {"method": "simsiam", "predictor": False, "hidden": 3}, "hidden 3 is of a predictor of its own"),
+        (ValueError, {"method": "simsiam", "predictor": False, "hidden": 3}, "hidden 3 needs predictor=True"),
         (
             ValueError,
             {"row": "e", "negative_target": "stop_gradient", "correlation_source": "target"},
@@ -92,7 +92,7 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
         ),
         (ValueError, {"row": "a", "balance": "x"}, "balance 'x' is unknown; use a number"),
         (ValueError, {"method": "moco", "temperature": float("inf")}, "temperature inf is out of range; use a finite"),
-        (TypeError, {"method": "vicreg", "most_images": 2.5}, "most_images 2.5 is no whole number"),
+        (TypeError, {"method": "vicreg", "most_images": 2.5}, "most_images 2.5 must be an integer"),
         (TypeError, {}, "build needs a method or a row"),
     ],
 )

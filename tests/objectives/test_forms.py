@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast.objectives import ROWS, GradientForm, build
-from unigrad_fast.objectives.losses import MoCo
+from unigrad_fast.objectives.originals import MoCo
 
 WIDTH, IMAGES = 16, 12
 # DirectPred's W_h is √(F/λ_max) + 0.3. Of an error of C·eps in F/λ_max its root has C·eps/(2·√(λ/λ_max)): 2e-12 of the
@@ -169,7 +169,7 @@ def test_both_terms_are_of_two_views_as_they_are_and_take_an_empty_batch():
         ({"online": views(3)}, "3 views; leave local crops"),
         ({"mix": mixed()}, "mixed ones; leave Cut"),
     ):
-        with pytest.raises(ValueError, match=f"both_terms is of two global views, not of {found}"):
+        with pytest.raises(ValueError, match=f"both_terms needs two unmixed global views, not {found}"):
             objective(**{"online": views(), "target": views(), **more})
 
 
@@ -193,7 +193,7 @@ def test_a_mixed_view_is_pulled_to_the_mixture_or_refused_with_the_reason(name):
     online, target, mix = views(3), views(seed=1), mixed()
     if name not in TAKES_MIX:
         remedy = ".*use correlation_source='target'" if EVERY[name].negative == "moving_average" else ""
-        with pytest.raises(ValueError, match=f"CutMix is refused for negative .*those of mixed images{remedy}"):
+        with pytest.raises(ValueError, match=f"CutMix is refused for negative .*from mixed images{remedy}"):
             form(name)(online=online, target=target, mix=mix)
         return
     found = gradients(form(name), online, target, mix=mix)

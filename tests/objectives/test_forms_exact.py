@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast.objectives import ROWS, GradientForm, Row, UniGrad, build
-from unigrad_fast.objectives.losses import BarlowTwins, DirectPred, MoCo, SimCLR, VICReg
+from unigrad_fast.objectives.originals import BarlowTwins, DirectPred, MoCo, SimCLR, VICReg
 
 IMAGES = 12
 

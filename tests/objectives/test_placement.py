@@ -170,7 +170,7 @@ def misfit() -> str:
 
 def test_more_images_than_agreed_on_are_refused_and_no_rank_waits_for_ever(workers):
     first, second = workers(2).run(misfit)
-    assert first == "" and "this rank has 6 images, more than 5, most_images" in second
+    assert first == "" and "this rank has 6 images, more than 5 (most_images)" in second
 
 
 def resumed() -> None:
@@ -238,7 +238,7 @@ def test_what_has_begun_goes_on_with_the_same_targets_and_not_otherwise():
     with pytest.raises(RuntimeError, match="given other targets"):
         take(module, batch("two views", 1))
     module.begin_update(given["target"])
-    with pytest.raises(RuntimeError, match=r"torch.float32, with these online embeddings .* torch.float64"):
+    with pytest.raises(RuntimeError, match=r"torch.float32, but with these online embeddings .* torch.float64"):
         module(online=views(2, IMAGES, WIDTH), target=given["target"])
     online = objective("replicated", correlation_source="online")
     online.begin_update(given["target"])  # nothing to begin with
@@ -383,7 +383,7 @@ def regrouped() -> list[str]:
 
 def test_rows_of_another_process_group_are_refused_before_anything_is_sent(workers):
     first, second, third = workers(3).run(regrouped)
-    size, rank = "F is sharded over 2 ranks, and there are 3", "these rows of F are rank 0's, and this is rank 1 now"
+    size, rank = "F is sharded over 2 ranks, but there are 3 now", "these rows of F belong to rank 0, not rank 1"
     assert [line.partition(";")[0] for line in first] == [size] * 2
     assert [line.partition(";")[0] for line in second] == [size] * 2 + [rank] * 2
     assert third == []

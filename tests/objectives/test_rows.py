@@ -42,7 +42,7 @@ def test_a_row_of_ones_own():
             {"samples": "all"},
             "samples 'all' does not fit: negative 'softmax' takes batch or batch_without_self or bank",
         ),
-        ({"positive": "predictor"}, "positive 'predictor' does not fit: W_h is made of F"),
+        ({"positive": "predictor"}, "positive 'predictor' does not fit: W_h is computed from F"),
         ({"positive": "diagonal"}, "positive 'diagonal' does not fit"),
         ({"balance": "dynamic"}, "balance 'dynamic' does not fit"),
         ({"balance": "constant"}, "balance 'constant' is unknown; use a number"),
@@ -64,5 +64,5 @@ def test_terms_of_shared_weights_need_them_and_two_views():
     with pytest.raises(ValueError, match="use target='weight_sharing'"):
         build(row="b", width=WIDTH, both_terms=True)
     objective = build(row="b", width=WIDTH, both_terms=True, target="weight_sharing")
-    with pytest.raises(ValueError, match="both_terms is of two global views, not of 3"):
+    with pytest.raises(ValueError, match="both_terms needs two unmixed global views, not 3"):
         objective(online=views(3), target=views())

@@ -14,8 +14,8 @@ from unigrad_fast.cli import main
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.objectives import build
 from unigrad_fast.objectives.catalogue import FORMS, Positive, Settings, declare
-from unigrad_fast.objectives.losses import ORIGINALS
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals import ORIGINALS
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import keys
@@ -58,12 +58,12 @@ def test_the_configuration_takes_it_with_its_settings_and_no_others(made_up, tmp
         (
             "--objective.method made_up --objective.temperature 0.1",
             "objective.temperature = 0.1: does not apply to the original of made_up; leave it out (it takes sharpness; "
-            "temperature is of moco, simclr)",
+            "temperature belongs to moco, simclr)",
         ),
         (
             "--objective.sharpness 2",
             "objective.sharpness = 2: does not apply to unigrad; leave it out (it takes balance, correlation_source, "
-            "decay, negative_target, placement; sharpness is of made_up)",
+            "decay, negative_target, placement; sharpness belongs to made_up)",
         ),
         (
             "--objective.method made_up --objective.sharpness 0",

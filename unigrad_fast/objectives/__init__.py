@@ -1,6 +1,6 @@
 """Objectives: `UniGrad`, the other methods, and `build` to get one by name.
 
-Importing this imports no torch, which the catalogue of methods does without: names load on their first access.
+Names load on first access, so importing this package does not import torch; the catalogue of methods does not need it.
 """
 
 from importlib import import_module

@@ -1,9 +1,10 @@
-"""The catalogue of methods: what each form of each takes, with defaults and sources, and what does not fit together.
+"""The catalogue of methods: the settings of each form, with defaults and sources, and which settings conflict.
 
-A method has a gradient form as the authors' code has it, rows of the paper's table, and an original form. Each is known
-by its method, its row's letter, or "original " and its method, and is one declaration at the end of this file, of which
-configuration, `build`, --help, recipes and the table of keys are made. What computes a gradient form is its row in
-`forms/rows.py`, an original form its class in `losses/`. Nothing here imports torch.
+A method has up to three kinds of form: its gradient as the authors' code computes it, rows of the paper's table, and
+the original loss. A form is named by its method, by its row's letter, or by "original " and its method. One declaration
+per form at the end of this file drives the configuration, `build`, --help, the recipes and the table of keys. A
+gradient form is computed by its row in `forms/rows.py`, an original form by its class in `originals/`. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -19,69 +20,69 @@ from pydantic import Field, create_model, model_validator
 from unigrad_fast.objectives.checks import require_among, require_number, require_whole
 from unigrad_fast.runtime.validation import Node, arms, shown
 
-NAMES = ("method", "form", "row")  # what a form is chosen by
-SILENT = ("none", "false", "auto")  # what older configurations hold for the keys of other methods
+NAMES = ("method", "form", "row")  # the keys that choose a form
+SILENT = ("none", "false", "auto")  # values that older configurations contain for keys of other methods
 COLLAPSE = "with gradient in both branches and no negative samples all embeddings become one"
-MIXED = "its negative gradient comes from the online embeddings, which are those of mixed images"
+MIXED = "its negative samples are online embeddings, which with CutMix come from mixed images"
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
 class Settings(Node):
-    """Every setting, with what it means and where its defaults come from; a form takes some of them."""
+    """All settings, each with its meaning and the source of its default; a form uses some of them."""
 
     balance: NotNegative | Literal["dynamic"]
     """Weight of the negative term (paper)."""
     decay: float = Field(ge=0, lt=1)
-    """Share of the old correlation matrix that is kept at each micro-batch (paper)."""
+    """Share of the old correlation matrix kept at each micro-batch (paper)."""
     correlation_source: Literal["target", "online"]
-    """Embeddings that make the correlation matrix: target (authors' code), of a row online (paper's formula)."""
+    """Embeddings that the correlation matrix is computed from: target (authors' code), for rows online (paper)."""
     negative_target: Literal["target", "stop_gradient"]
     """Branch of the negative samples: target, or stop_gradient for the online one (paper: third row of its table)."""
     placement: Literal["auto", "replicated", "sharded"]
-    """The correlation matrix on every rank, or in shards (wide projectors); auto: by memory and counted time."""
+    """The correlation matrix whole on every rank, or sharded (wide projectors); auto: by memory and estimated time."""
     temperature: Positive
-    """Temperature of the softmax (authors' code, of simclr)."""
+    """Temperature of the softmax (authors' code for simclr)."""
     positive_factor: Positive
-    """Factor of the positive term; of row g the paper's text has 0.1 (paper's table)."""
+    """Factor of the positive term (paper's table); for row g the paper's text uses 0.1."""
     bank_size: int = Field(ge=1, le=2**24)
-    """Keys in the bank (MoCo paper)."""
+    """Number of keys in the bank (MoCo paper)."""
     both_terms: bool
-    """With shared weights also the gradient that an image receives as others' sample (paper's equation)."""
+    """With shared weights, add the gradient an image receives as other images' negative sample (paper's equation)."""
     epsilon: NotNegative
-    """What lifts small eigenvalues of the correlation matrix (authors' code)."""
+    """Added to the eigenvalues of the correlation matrix to lift small ones (authors' code)."""
     eigen_every: int = Field(ge=1)
     """Micro-batches between two decompositions of the correlation matrix (ours)."""
     eigen_predictor: Literal["paper", "full", "authors"]
-    """What becomes of the eigenvalues: authors (their code), of row d paper; full: exact."""
+    """How the predictor uses the eigenvalues: authors (their code), paper (default of row d), or full (exact)."""
     predictor_hidden: int | None = Field(ge=1, le=2**17)
-    """Channels inside the predictor; null is a quarter of the width (SimSiam paper)."""
+    """Hidden channels of the predictor; null means a quarter of the width (SimSiam paper)."""
     predictor_rate: Literal["schedule", "constant"]
-    """Learning rate of the predictor: of the schedule, or its peak throughout (SimSiam paper: constant)."""
+    """Learning rate of the predictor: follow the schedule, or stay constant at its peak (SimSiam paper: constant)."""
     invariance: NotNegative
     """Weight of the distance between views (VICReg paper)."""
     variance: NotNegative
-    """Weight of the variance term (VICReg paper), of row i (ours)."""
+    """Weight of the variance term (VICReg paper; for row i ours)."""
     covariance: NotNegative
     """Weight of the covariance term (VICReg paper)."""
     floor: NotNegative
-    """The deviation to be reached by every channel (VICReg paper)."""
+    """Standard deviation below which a channel is penalised (VICReg paper)."""
     variance_epsilon: Positive
-    """What is added to a variance before its root (VICReg paper)."""
+    """Added to a variance before its square root is taken (VICReg paper)."""
 
 
 class Objective(Node):
-    """A form of a method; validating this class itself gives the form that `method`, `form` and `row` choose."""
+    """A form of a method; validating this base class returns the form that `method`, `form` and `row` choose."""
 
     method: str
-    """What is minimised; each is a row or several of the paper's table of methods, see docs/methods.md."""
+    """Method to train; each is one or more rows of the paper's table of methods, see docs/methods.md."""
     form: str
-    """The method's gradient (paper), or its authors' loss with autograd; null: gradient but for byol and simsiam."""
+    """The method's gradient (paper) or its authors' loss with autograd; null: gradient, or original if it has none."""
     row: str | None
-    """Row of the paper's table, as its equation has it; null is the method as the paper's authors' code has it."""
+    """Row of the paper's table, following its equation; null follows the paper's authors' code."""
     target: Literal["momentum", "stop_gradient", "weight_sharing"]
-    """Branch that targets come from: momentum (paper), of simsiam stop_gradient (SimSiam paper)."""
+    """Branch that targets come from: momentum (paper); for simsiam stop_gradient (SimSiam paper)."""
 
     names: ClassVar[dict[str, Any]] = {}  # its `method`, `form` and `row`
     short: ClassVar[Mapping[str, Any]] = {}
@@ -121,7 +122,7 @@ class Objective(Node):
 
     @classmethod
     def spoken(cls) -> str:
-        """The form as people say it."""
+        """The form's name in messages."""
         if cls.names["row"]:
             return f"row {cls.names['row']}"
         return f"the original of {cls.names['method']}" if cls.names["form"] == "original" else cls.names["method"]
@@ -132,29 +133,29 @@ class Objective(Node):
 
     @classmethod
     def not_taken(cls, key: str, value: Any) -> str:
-        """The refusal of a setting that other forms take, with those of the method, or else the methods that do."""
+        """Message for a setting that only other forms take: names forms of the same method, or else other methods."""
         takers = [form.names for form in FORMS.values() if key in form.model_fields]
         own = [names for names in takers if names["method"] == cls.names["method"]]
         have = [f"objective.{'row' if n['row'] else 'form'} {n['row'] or n['form']} has it" for n in own]
-        have = have or [f"{key} is of {', '.join(dict.fromkeys(names['method'] for names in takers))}"]
+        have = have or [f"{key} belongs to {', '.join(dict.fromkeys(names['method'] for names in takers))}"]
         reason = "; ".join([f"it takes {', '.join(sorted(cls.settings()))}", *have])
         return f"{key} = {shown(value)}: does not apply to {cls.spoken()}; leave it out ({reason})"
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that `build` takes, with those that are given in place of the defaults; see `require`."""
+        """The settings that `build` takes: the given values checked by `require`, the defaults for the others."""
         for key in given.keys() - cls.built().keys():
             raise TypeError(f"{key} does not apply to {cls.spoken()}; it takes {', '.join(cls.built())}")
         return {**cls.built(), **require(given)}
 
     @classmethod
     def built(cls) -> dict[str, Any]:
-        """The settings that `build` takes, under their names there, with their defaults."""
-        own = [key for key in cls.settings() if key not in ("placement", "predictor_rate")]  # which the trainer follows
+        """The settings that `build` takes, by the names it uses, with their defaults."""
+        own = [key for key in cls.settings() if key not in ("placement", "predictor_rate")]  # the trainer handles these
         return {cls.built_as.get(key, key): cls.model_fields[key].default for key in own}
 
     def arguments(self) -> dict[str, Any]:
-        """What `build` is called with, beside the width and what belongs to a run."""
+        """The arguments of `build`, except the width and what depends on the run."""
         given = {self.built_as.get(key, key): value for key, value in self if value is not None}
         return {**self.names, "target": self.target, **{key: given[key] for key in self.built() if key in given}}
 
@@ -162,7 +163,7 @@ class Objective(Node):
         return key in type(self).model_fields
 
     def problems(self, mixing: float, has_local_crops: bool) -> Iterator[str]:
-        """What does not fit together, one line each with its remedy; `mixing` is the probability of CutMix."""
+        """Conflicting settings, one line each with the remedy; `mixing` is the probability of CutMix."""
         given, named = dict(self), self.spoken()
         source, is_online = given.get("correlation_source"), given.get("negative_target") == "stop_gradient"
         if self.target == "weight_sharing" and self.collapses:
@@ -170,30 +171,30 @@ class Objective(Node):
             yield f"objective.target = weight_sharing: {refused}"
         if is_online and source == "target":
             yield (
-                "objective.correlation_source = target: objective.negative_target stop_gradient takes the correlation "
-                "from online embeddings; leave one of the two out"
+                "objective.correlation_source = target: with objective.negative_target stop_gradient the correlation "
+                "must come from online embeddings; leave one of the two out"
             )
         if given.get("both_terms") and self.target == "momentum":
-            yield "objective.both_terms = true: is the gradient of shared weights; use objective.target weight_sharing"
+            yield "objective.both_terms = true: needs shared weights; use objective.target weight_sharing"
         if given.get("both_terms") and (has_local_crops or mixing):
-            yield "objective.both_terms = true: is of two global views as they are; leave local crops and CutMix out"
+            yield "objective.both_terms = true: needs two global views, unmixed; leave local crops and CutMix out"
         if self.row == "i" and given["balance"] == 0:
             yield "objective.balance = 0: row i divides by it; give a number above 0 (4e-5 in the paper)"
         if given.get("eigen_predictor") == "full" and self.form == "original":
-            yield f"objective.eigen_predictor = full: {named} has authors and paper; use one of them"
+            yield f"objective.eigen_predictor = full: {named} supports only authors and paper; use one of them"
         if given.get("balance") == "dynamic" and "eigen_predictor" not in given:
-            yield f"objective.balance = dynamic: is a ratio with byol_directpred's W_h; give a number for {named}"
+            yield f"objective.balance = dynamic: needs the predictor of byol_directpred; give a number for {named}"
         if mixing and self.mixes_samples:
             cutmix = f"data.cutmix.probability = {shown(mixing)}"
             yield f"{cutmix}: CutMix is refused with {named}: {MIXED}; leave CutMix out"
         elif mixing and is_online:
             yield (
-                "objective.negative_target = stop_gradient: with CutMix samples would be embeddings of mixed images; "
-                "leave it out"
+                "objective.negative_target = stop_gradient: with CutMix the negative samples would be embeddings of "
+                "mixed images; leave it out"
             )
         elif mixing and source == "online":
             yield (
-                f"data.cutmix.probability = {shown(mixing)}: the correlation comes from unmixed images only; with "
+                f"data.cutmix.probability = {shown(mixing)}: the correlation must come from unmixed images; with "
                 "CutMix set objective.correlation_source to target"
             )
 
@@ -202,16 +203,16 @@ FORMS: dict[str, type[Objective]] = {}
 
 
 def with_source(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples of the online branch are what F is made of, where nothing else is said of it."""
+    """Set `correlation_source` to online if the samples come from the online branch and it is not given."""
     source = {"correlation_source": "online"} if settings.get("negative_target") == "stop_gradient" else {}
     return {**source, **settings}
 
 
 def require(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their names in `build`, numbers as what is declared.
+    """Check settings, named as in `build`, and convert numbers to the declared type.
 
     Raises:
-        TypeError, ValueError: one of another type, an unknown name, a number out of the range that is declared.
+        TypeError, ValueError: a wrong type, an unknown name, or a number outside its declared range.
     """
     fields = {form.built_as.get(key, key): field for form in FORMS.values() for key, field in form.model_fields.items()}
     found = dict(settings)
@@ -237,7 +238,7 @@ def require(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_target(name: str, target: str, collapses: bool) -> None:
-    """Raises ValueError for an unknown branch, and for shared weights where embeddings collapse then."""
+    """Raise ValueError if the branch is unknown, or if weights are shared and the embeddings would collapse."""
     require({"target": target})
     if target == "weight_sharing" and collapses:
         raise ValueError(f"target 'weight_sharing' is refused for {name}: {COLLAPSE}; use momentum or stop_gradient")
@@ -256,17 +257,17 @@ def declare(
     settings: type[Node] = Settings,
     **defaults: Any,
 ) -> type[Objective]:
-    """Enters a form of a method into `FORMS`.
+    """Add a form of a method to `FORMS`.
 
     Args:
-        method, form, row: what it is chosen by.
-        target: the default.
-        collapses: both branches are trained and nothing pulls apart, so that weights are not to be shared.
+        method, form, row: the values that choose it.
+        target: the default branch.
+        collapses: nothing pushes embeddings apart, so they would collapse with shared weights.
         mixes_samples: the negative samples are embeddings of the batch itself, which CutMix mixes.
-        short: in place of the defaults in recipes of a thousand steps.
-        built_as: what `build` calls a setting, where the names differ.
-        settings: the group that says what its settings are.
-        defaults: its settings, each with its default.
+        short: settings that replace the defaults in recipes of a thousand steps.
+        built_as: names that `build` uses for settings, where they differ.
+        settings: the class that describes the settings.
+        defaults: the form's settings, each with its default.
     """
     known, fields = {**settings.model_fields, "target": Objective.model_fields["target"]}, {}
     for key, default in {"target": target, **defaults}.items():
@@ -290,7 +291,7 @@ def rows() -> dict[str, str]:
 
 
 def name_of(names: Mapping[str, Any]) -> str:
-    """What the form is known by that `method`, `form` and `row` choose; it need not exist."""
+    """Name in `FORMS` of the form that `method`, `form` and `row` choose; it need not exist."""
     method, form, row = (names.get(key) for key in NAMES)
     if row is not None:
         return str(row)
@@ -307,24 +308,24 @@ def chosen(names: Mapping[str, Any]) -> type[Objective]:
     """The form that `method`, `form` and `row` choose.
 
     Raises:
-        ValueError: there is none; says which of them is wrong, and what to do.
+        ValueError: there is no such form; the message names the wrong key and the remedy.
     """
     method, form, row = (names.get(key) for key in NAMES)
     for key, known in _choices().items():
         if names.get(key) is not None and names[key] not in known:
             raise ValueError(f"{key} {names[key]!r} is unknown; use one of {', '.join(known)}")
     if row is not None and method not in (None, rows()[row]):
-        raise ValueError(f"row = {row}: is of method {rows()[row]}, not of {method}; leave one of the two out")
+        raise ValueError(f"row = {row}: belongs to method {rows()[row]}, not {method}; leave one of the two out")
     if row is not None and form not in (None, FORMS[row].names["form"]):
-        raise ValueError(f"form = {form}: row {row} is the other form; leave one of the two out")
+        raise ValueError(f"form = {form}: row {row} has the other form; leave one of the two out")
     if name_of(names) not in FORMS:
-        reason = "is a gradient and has no original form" if form == "original" else "has no gradient form"
+        reason = "is defined by its gradient and has no original form" if form == "original" else "has no gradient form"
         raise ValueError(f"form = {form}: {method or 'unigrad'} {reason}; leave it out")
     return FORMS[name_of(names)]
 
 
 def every_key() -> type[Node]:
-    """The keys of all forms as one group; what not all of them take is described with the defaults of those that do."""
+    """The keys of all forms as one group; a key that not every form takes lists the default of each form that does."""
     return _every_key(tuple(FORMS.items()))
 
 
@@ -346,13 +347,13 @@ def _every_key(forms: tuple[tuple[str, type[Objective]], ...]) -> type[Node]:
     return create_model("Objective", __base__=Node, **fields)
 
 
-# For a thousand steps of 128 images at width 512, in place of 100,000 of 1024 at 2048. Ours, as the recipes' values for
-# UniGrad are: the balance as theirs is to the paper's, memories of a few steps.
+# For a thousand steps of 128 images at width 512 instead of 100,000 steps of 1024 at width 2048. These are our choices,
+# as in the recipes for UniGrad: the balance is scaled down by the same factor; decay and bank cover only a few steps.
 SHORT = {"balance": 10.0, "decay": 0.8, "correlation_source": "online"}
 FEW_KEYS, FEW_BATCHES = {"bank_size": 1024}, {"decay": 0.8}
 EVERY = {"eigen_every": "every"}
 
-# What several forms take.
+# Settings that several forms share.
 Shared = dict[str, Any]
 BRANCH: Shared = {"negative_target": "target"}
 UNIGRAD: Shared = {"balance": 100.0, "decay": 0.99, **BRANCH, "placement": "auto", "short": SHORT}
@@ -364,11 +365,11 @@ DIRECT: Shared = {"balance": "dynamic", **EIGEN, **BRANCH, "built_as": EVERY | {
 PULL: Shared = {"positive_factor": 1.0, "mixes_samples": True}
 HINGE: Shared = {"floor": 1.0, "variance_epsilon": 1e-4, "mixes_samples": True}
 
-# The catalogue: of each method its gradient as the authors' code has it, its rows of the paper's table, its own loss.
+# The catalogue. For each method: its gradient as in the authors' code, its rows of the paper's table, its own loss.
 declare("unigrad", **UNIGRAD, correlation_source="target")
 declare("unigrad", row="e", **UNIGRAD, correlation_source="online")
 
-declare("moco", **SOFTMAX, **BANK)  # the authors published none: row a
+declare("moco", **SOFTMAX, **BANK)  # the authors published no code for it: row a
 declare("moco", row="a", **SOFTMAX, **BANK)
 declare("moco", "original", temperature=0.2, **BANK)
 
@@ -391,7 +392,7 @@ declare("barlow_twins", row="g", **PULL, **BRANCH, balance=5e-3)
 declare("barlow_twins", row="h", **PULL, **BRANCH, balance=50.0, short={"balance": 5.0})
 declare("barlow_twins", "original", balance=5e-3, mixes_samples=True)
 
-declare("vicreg", **PULL, balance=25.0, short={"balance": 2.5})  # the authors published none: row j
+declare("vicreg", **PULL, balance=25.0, short={"balance": 2.5})  # the authors published no code for it: row j
 declare("vicreg", row="i", **HINGE, balance=4e-5, positive_factor=1.0, variance=1.0)
 declare("vicreg", row="j", **PULL, balance=25.0, short={"balance": 2.5})
 declare("vicreg", "original", **HINGE, invariance=25.0, variance=25.0, covariance=1.0)

@@ -1,4 +1,4 @@
-"""Values of an objective's settings."""
+"""Checks of an objective's settings."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 
 def require_whole(name: str, number: int) -> None:
-    """Raises TypeError for what is no whole number, ValueError for what is not positive."""
+    """Raise TypeError if the value is not an integer, ValueError if it is below 1."""
     if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-        raise TypeError(f"{name} {number!r} is no whole number; use an int")
+        raise TypeError(f"{name} {number!r} must be an integer; use an int")
     if number < 1:
-        raise ValueError(f"{name} {number} is not positive; use 1 or more")
+        raise ValueError(f"{name} {number} is too small; use 1 or more")
 
 
 def require_number(name: str, number: float, exclusive: bool = False, below: float = math.inf) -> None:
-    """Raises TypeError for what is no number, ValueError for what is out of range."""
+    """Raise TypeError if the value is not a real number, ValueError if it is out of range."""
     if not isinstance(number, numbers.Real) or isinstance(number, bool):
-        raise TypeError(f"{name} {number!r} is no number; use a float")
+        raise TypeError(f"{name} {number!r} is not a number; use a float")
     if number >= below and not math.isinf(number):
-        raise ValueError(f"{name} {number} is outside [0, {below:g})")
+        raise ValueError(f"{name} {number} is outside [0, {below:g}); use a value in this range")
     if not (number > 0 if exclusive else number >= 0) or math.isinf(number):
         wanted = "more than 0" if exclusive else "0 or more"
         wanted = f"a finite number, {wanted}" if math.isinf(number) else wanted
@@ -28,6 +28,6 @@ def require_number(name: str, number: float, exclusive: bool = False, below: flo
 
 
 def require_among(name: str, value: str, known: Sequence[str]) -> None:
-    """Raises ValueError for an unknown name."""
+    """Raise ValueError if the name is unknown."""
     if value not in known:
         raise ValueError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")

@@ -1,6 +1,6 @@
-"""F, the moving average of the correlation matrix, as every rank has it; in shards it is `sharded_correlation`'s.
+"""F, the moving average of the correlation matrix, whole on every rank; `sharded_correlation` has the sharded one.
 
-The paper, section "UniGrad": F ← ρ·F + (1−ρ)·B, B this batch's correlation over all ranks; F ← B at first.
+The paper, section "UniGrad": F ← ρ·F + (1−ρ)·B, with B the batch's correlation over all ranks; the first time F ← B.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Gradient = Callable[..., tuple[Tensor, Tensor]]
 
 
 class MovingCorrelation(KeptState):
-    """F [C, C] in fp32 (float64 once embeddings are float64), the same on all ranks; kept state, as is `updates`.
+    """F [C, C] in fp32 (float64 once embeddings are float64), the same on all ranks; F and `updates` are kept state.
 
-    Where the product with F is computed in bf16 or fp16, a copy of F in that dtype stands beside it, which has three
-    states, the same on every device:
+    If the product with F is computed in bf16 or fp16, the module also keeps a working copy of F in that dtype. The
+    working copy has one of three states, the same on every device:
 
-      - none: F is whole, and the product reads F.
-      - current: it is F, rounded. Updates move both, and only their upper triangles are sure to be kept up.
-      - outdated: it has to be made anew before its next use, since somebody was given F or has written to it.
+      - none: both triangles of F are up to date, and the product reads F.
+      - current: the copy equals F, rounded. An update writes both; only their upper triangles are kept up to date.
+      - outdated: F was handed out or written to, so the copy must be rebuilt before its next use.
 
-    Whoever reads F (`whole`, the state dict, a copy, a move) gets all of it, as it is then: it is repaired first. He
-    may write to it, at once or later.
+    Every reader of F (`whole`, the state dict, a copy, a move) gets both triangles up to date: F is repaired first.
+    The reader may write to F, immediately or later.
 
     Args:
         width: C.
-        rows: how many rows of F lie here, from `first_row` on; None is all.
+        rows: number of rows of F held here, starting at `first_row`; None is all.
     """
 
     kept = ("correlation", "updates")
@@ -46,7 +46,7 @@ class MovingCorrelation(KeptState):
     updates: Tensor
     _working: Tensor | None
     _is_current: bool
-    _version: int  # of F when the copy was last current
+    _version: int  # version counter of F when the copy was last current
 
     def __init__(self, width: int, rows: int | None = None):
         super().__init__()
@@ -56,27 +56,28 @@ class MovingCorrelation(KeptState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of F and of its copy, as far as they lie here."""
+        """Bytes of F and of its working copy on this rank."""
         return self.correlation.nbytes + (0 if self._working is None else self._working.nbytes)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """F [C, C], with both triangles, or those of its rows that lie here, to be read and written."""
+        """F [C, C] with both triangles, or this rank's rows of it; the caller may read it and write to it."""
         self._repair()
         self._is_current = False
         return self.correlation
 
     def operand(self, like: Tensor, product_dtype: torch.dtype) -> Tensor:
-        """What the product u·F multiplies: F or its copy in `product_dtype`, on the device of `like`.
+        """The matrix for the product u·F: F or its copy in `product_dtype`, on the device of `like`.
 
-        In training mode F itself goes to that device and, for float64, to that dtype; else it stays as it is.
+        In training mode F itself moves to that device and, for float64, to that dtype; in evaluation mode it does not.
 
         Args:
             like: unit embeddings; in float64 they make F float64.
             product_dtype: bf16, fp16, or the dtype of F.
 
         Raises:
-            RuntimeError: memory that stays would have to be made while a CUDA graph is captured; F has no values.
+            RuntimeError: persistent memory would be allocated while a CUDA graph is captured, or F is on the meta
+                device.
         """
         working, exact = self._working, torch.promote_types(like.dtype, torch.float32)
         is_in_use = self.correlation.dtype == exact and self.correlation.device == like.device
@@ -87,7 +88,7 @@ class MovingCorrelation(KeptState):
         if not self.training and not is_in_use:
             self._require_values()
             return self.whole().to(like.device, product_dtype)
-        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the call
             if not is_in_use:
                 require_no_capture("this dtype and device")
                 self._require_values()
@@ -106,18 +107,20 @@ class MovingCorrelation(KeptState):
         return self._working
 
     def make_current(self) -> None:
-        """Before a CUDA graph of a step is captured, so that it holds no repair: F and its copy move together then."""
+        """Bring the working copy up to date before a CUDA graph is captured, so that the graph contains no repair."""
         if self._working is not None:
             self.operand(self.correlation, self._working.dtype)
 
     def take(self, batch: Gathered, decay: Tensor, skip: Tensor, product_dtype: torch.dtype) -> None:
-        """F ← ρ·F + (1−ρ)·B, and of the first batch F ← B; UniGrad's gradient counts it, or `count`.
+        """Update F with a batch: F ← ρ·F + (1−ρ)·B, for the first batch F ← B.
+
+        `updates` is not incremented here: UniGrad's gradient kernel does it, or `count`.
 
         Args:
             batch: unit embeddings of all ranks.
             decay: ρ, a scalar on the device.
-            skip: of the batch's, that of F's source; where it is not 0 F stays as it is.
-            product_dtype: of the product that follows, see `operand`; the copy moves with F.
+            skip: the flag of the branch that F is computed from; if it is not 0, F stays unchanged.
+            product_dtype: dtype of the product that follows, see `operand`; the copy is updated together with F.
         """
         rows, count = batch.rows, batch.count
         if not rows.shape[-2]:
@@ -140,25 +143,25 @@ class MovingCorrelation(KeptState):
 
     @torch.no_grad()
     def count(self, skip: Tensor) -> None:
-        """After `take`, where no kernel of UniGrad's gradient counts the batch."""
+        """Increment `updates` after `take`, if no kernel of UniGrad's gradient does."""
         self.updates.add_(skip == 0)
 
     def product(self, unit_MC: Tensor, product_dtype: torch.dtype) -> Tensor:
-        """u·F, or its columns that belong to the rows that lie here; see `operand`."""
+        """u·F, or only the columns that belong to this rank's rows of F; see `operand`."""
         return ops.correlation_product(unit_MC, self.operand(unit_MC, product_dtype))
 
     def gradient_of(self, online: OwnRows, product_dtype: torch.dtype, kernels: Any) -> Gradient:
-        """`unigrad_gradient` of these rows but for `correlation`, which it has; in shards after their collectives.
+        """`unigrad_gradient` with `correlation` already bound; a sharded F runs its collectives first.
 
         Args:
             online: unit embeddings of the online branch.
-            kernels: `functional`, or `ops` where the rows were looked at before.
+            kernels: `functional`, or `ops` if batches like this one have been checked before.
         """
         return partial(kernels.unigrad_gradient, correlation=self.operand(online.rows, product_dtype))
 
     @torch.no_grad()
     def accept(self) -> None:
-        """After F was written to from rows that were shards: they are symmetric to rounding, a whole F to the bit."""
+        """Make F symmetric bit for bit after it was filled from shards, which are symmetric only up to rounding."""
         if self.correlation.shape[0] == self.correlation.shape[1]:
             mirror_(self.whole())
 
@@ -168,11 +171,11 @@ class MovingCorrelation(KeptState):
         return effective_rank(self.whole())
 
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
-        """All of F on this rank; where it lies in shards all ranks call it together."""
+        """All of F on this rank; if F is sharded, all ranks must call this together."""
         return self.whole()
 
     def _repair(self) -> None:
-        # A replayed CUDA graph moves F without a word, so that with a copy no repair is the last.
+        # A replayed CUDA graph updates F unnoticed, so as long as there is a copy, F is repaired at every read.
         if self._working is not None:
             is_current = self._copy_is_current()
             if self.correlation.shape[0] == self.correlation.shape[1]:
@@ -181,7 +184,7 @@ class MovingCorrelation(KeptState):
                 self._set_current()
 
     def _copy_is_current(self) -> bool:
-        # What writes to F raises its version; compiled code cannot ask for it.
+        # Every write to F increments its version counter; compiled code cannot read that counter.
         return self._is_current and (torch.compiler.is_compiling() or self._version == self.correlation._version)
 
     def _set_current(self) -> None:
@@ -190,13 +193,13 @@ class MovingCorrelation(KeptState):
             self._version = self.correlation._version
 
     def _become(self, correlation_CC: Tensor, updates: Tensor) -> None:
-        """Have another F, whole and without a copy."""
+        """Replace F by another matrix with both triangles, and drop the copy."""
         self.correlation, self.updates = correlation_CC, updates
         self._working, self._is_current, self._version = None, False, 0
 
     @contextmanager
     def _repaired(self) -> Iterator[None]:
-        """While inside, others read F and write to it, or give it other memory; then the copy is dropped."""
+        """Inside, F may be read, written or moved to other memory; the copy is dropped if the memory changed."""
         before = self.whole()
         yield
         if self.correlation is not before:
@@ -206,7 +209,7 @@ class MovingCorrelation(KeptState):
         if self.correlation.is_meta:
             raise RuntimeError(
                 "the correlation is on the meta device and has no values; before the first batch call "
-                "to_empty(device=...), with which it begins at 0, or load_state_dict(..., assign=True)"
+                "to_empty(device=...), which sets it to 0, or load_state_dict(..., assign=True)"
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MovingCorrelation:

@@ -1,4 +1,4 @@
-"""DirectPred's predictor: W_h = U·Λ_h·Uᵀ of the eigenvectors U of F (the paper, Eq. of W_h)."""
+"""DirectPred's predictor: W_h = U·Λ_h·Uᵀ with U the eigenvectors of F (the paper's equation for W_h)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from unigrad_fast.objectives.state import KeptState
 
-SMALLEST = 1e-4  # of Λ_h in the authors' code
+SMALLEST = 1e-4  # lower bound of Λ_h in the authors' code
 
 
 class EigenPredictor(KeptState):
-    """W_h, symmetric and the same on all ranks, and the largest eigenvalue that it was made with.
+    """W_h, symmetric and the same on all ranks, and the largest eigenvalue of the F it was computed from.
 
     Args:
         width: C.
@@ -32,13 +32,13 @@ class EigenPredictor(KeptState):
 
     @torch.no_grad()
     def follow(self, correlation_CC: Tensor, updates: Tensor, every: int, kind: str, epsilon: float) -> Tensor:
-        """W_h, made anew in every `every`-th training step; the host waits.
+        """W_h, recomputed in every `every`-th training step; the host waits for the GPU.
 
         Args:
-            correlation_CC: F; its dtype is that of the decomposition.
-            updates: batches that F has taken, this one included.
-            every: steps from one decomposition to the next.
-            kind: "authors": Λ_h = √(Λ/λ_max) + ε, 1e-4 at least; else √Λ + ε·λ_max.
+            correlation_CC: F; the decomposition is computed in its dtype.
+            updates: number of batches F was updated with, including this one.
+            every: number of steps between decompositions.
+            kind: "authors": Λ_h = √(Λ/λ_max) + ε, at least 1e-4; otherwise √Λ + ε·λ_max.
             epsilon: ε.
         """
         if not self.training:
@@ -50,10 +50,11 @@ class EigenPredictor(KeptState):
         return self.matrix
 
     def coefficients(self, kind: str, epsilon: float, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """a and b of G = W_h² − a·W_h + b·I, which stands for F in the gradient, of the F that W_h was made of.
+        """The coefficients a and b of G = W_h² − a·W_h + b·I, which takes the place of F in the gradient.
 
-        With e the ε·λ_max that W_h = F^½ + e·I was lifted by, G = F + e²·I = (W_h − e·I)² + e²·I; in the authors' code
-        it is F/λ_max + ε²·I, and nothing is dropped of G = W_h² ("full"). They are where `like` is, in its dtype.
+        F here is the one that W_h was computed from. With W_h = F^½ + e·I and e = ε·λ_max, G = F + e²·I =
+        (W_h − e·I)² + e²·I. In the authors' code G = F/λ_max + ε²·I. With "full", G = W_h² without approximation. The
+        coefficients have the device and dtype of `like`.
         """
         if kind == "full":
             return 0.0, 0.0
@@ -62,7 +63,7 @@ class EigenPredictor(KeptState):
 
 
 def decomposed(correlation_CC: Tensor, kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """W_h and λ_max of F."""
+    """W_h computed from F, and F's largest eigenvalue λ_max."""
     value_C, vector_CC = torch.linalg.eigh(correlation_CC)
     value_C = value_C.clamp_min(0)
     largest = value_C.amax()

@@ -1,4 +1,4 @@
-"""What a batch has to look like, and what its shape determines; both are looked at once for each shape.
+"""Checks of a batch's shape, and the tensors that depend only on that shape; both are done once per shape.
 
 Shape suffixes: N images of this rank, M = V·N rows of V views, C embedding width.
 """
@@ -18,12 +18,12 @@ from unigrad_fast.objectives.surroundings import require_no_capture
 
 
 class Mix(Protocol):
-    """How CutMix mixed the online branch's global views: image i with `partner[i]`, of which `1 − ratio[i]` is seen.
+    """How CutMix mixed the online branch's global views: `partner[i]` covers the share `1 − ratio[i]` of image i.
 
     Attributes:
-        partner: int64, [2, N] or two [N]: for each global view the number of the other image in this rank's batch.
-        ratio: floating, the same shape: share of the area that is still image i's, 0 to 1. Partners and ratios out of
-            range are refused on the CPU only: on a GPU the host would have to wait for them.
+        partner: int64, [2, N] or two [N]: for each global view the index of the other image in this rank's batch.
+        ratio: floating, the same shape: share of the area that still shows image i, 0 to 1. The range of partners and
+            ratios is checked on the CPU only: on a GPU the check would make the host wait.
     """
 
     partner: Tensor | Sequence[Tensor]
@@ -32,16 +32,19 @@ class Mix(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a batch's shape determines: its rows' positives (see `embedding_gradient`); and scalars on the device.
+    """Tensors that depend only on a batch's shape: each row's positive (see `embedding_gradient`), and device scalars.
 
     Attributes:
         images, rows: N, M.
-        device, unit_dtype, product_dtype: of the unit embeddings, and of the operands of the product u·F.
+        device, unit_dtype: of the unit embeddings.
+        product_dtype: of the operands of the product u·F.
         first, second, ratio: the positive of each row, without CutMix.
         decay: ρ.
-        count: rows that F takes from this rank, 2·N.
-        nonfinite: a flag for each row of both branches, `raised` for all rows and for those of the target branch;
-            written in every step, as is `ticket` (see `embedding_gradient`).
+        count: number of this rank's rows that F is updated with, 2·N.
+        nonfinite: one flag per row of both branches; written in every step.
+        raised: two flags: whether any row, and whether any row of the target branch, is not finite; written in every
+            step.
+        ticket: see `embedding_gradient`; written in every step.
     """
 
     images: int
@@ -94,7 +97,7 @@ class Layout:
         """`first`, `second` and `ratio` of `embedding_gradient`."""
         if mix is None:
             return self.first, self.second, self.ratio
-        # The other global view's target, of the image and of its partner.
+        # Targets come from the other global view: the image's own and its partner's.
         second_2N = torch.cat([mix.partner[0] + self.images, mix.partner[1].to(self.first.dtype)])
         ratio_2N = torch.cat([mix.ratio[0], mix.ratio[1]]).float()
         if self.second is None or self.ratio is None:
@@ -103,11 +106,12 @@ class Layout:
         return self.first, torch.cat([second_2N, self.second[rest]]), torch.cat([ratio_2N, self.ratio[rest]])
 
     def units(self, views: Sequence[Tensor], kernels: Any, sent: int = 2, spare: int = 0) -> tuple[Tensor, Tensor]:
-        """Unit embeddings and inverse norms of some views; `nonfinite` and `raised` say which rows are not finite.
+        """Unit embeddings and inverse norms of some views; also writes `nonfinite` and `raised`.
 
         Args:
-            kernels: `functional`, or `ops` for views that were looked at before.
-            sent: how many views, the last ones, can go to other ranks; `spare` rows are written behind them for that.
+            kernels: `functional`, or `ops` if batches like this one have been checked before.
+            sent: number of views, counted from the last, that may be sent to other ranks.
+            spare: extra rows to write after them for sending.
         """
         return kernels.unit_embeddings(
             views,
@@ -123,7 +127,7 @@ class Layout:
 def layout_of(
     kept: dict[Any, Layout], views: int, like: Tensor, dtypes: tuple[torch.dtype, torch.dtype], decay: float
 ) -> Layout:
-    """The layout of so many views like one, out of those that are kept, or made and kept; without views of targets."""
+    """The layout for a number of views shaped like `like`, from the cache `kept`; 0 views means targets only."""
     key = (views, len(like), decay, like.device, *dtypes)
     if key not in kept:
         require_no_capture("a batch of this shape")
@@ -134,7 +138,7 @@ def layout_of(
 def dtypes_of(
     online: Sequence[Tensor], target: Sequence[Tensor], compute_dtype: torch.dtype | None = None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Of the unit embeddings, and of the operands of the product u·F; `compute_dtype` is UniGrad's."""
+    """The dtypes of the unit embeddings and of the operands of the product u·F; `compute_dtype` is UniGrad's."""
     exact = torch.promote_types(common_dtype([*online, *target]), torch.float32)
     if exact == torch.float64:
         return exact, exact
@@ -147,7 +151,7 @@ def dtypes_of(
 
 
 def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int) -> None:
-    """Raises ValueError unless these are two or more online views and two targets of one shape [N, width]."""
+    """Raise ValueError unless there are two or more online views and two targets, all shaped [N, width]."""
     if len(target) != 2 or len(online) < 2:
         raise ValueError(
             f"got {len(online)} online and {len(target)} target views; give two or more online views "
@@ -157,7 +161,7 @@ def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int
 
 
 def require_targets(target: Sequence[Tensor], width: int) -> None:
-    """Raises ValueError unless these are two targets of one shape [N, width]."""
+    """Raise ValueError unless there are two targets shaped [N, width]."""
     if len(target) != 2:
         raise ValueError(f"got {len(target)} target views; give the two global views' targets")
     _require_alike({"target": target}, width)
@@ -174,18 +178,18 @@ def _require_alike(named: dict[str, Sequence[Tensor]], width: int) -> None:
             if tuple(view.shape) != expected:
                 raise ValueError(
                     f"{name}[{number}] has shape {tuple(view.shape)}, expected {expected}: "
-                    "all views hold the same images, and their width is the objective's"
+                    "all views must show the same images, in the width that the objective was built with"
                 )
 
 
 def require_mix(mix: Mix, images: int, device: torch.device) -> None:
-    """Raises ValueError unless this mixes two views of so many images."""
+    """Raise ValueError unless `mix` describes two views of `images` images."""
     for name, pair, wanted in (("partner", mix.partner, "int64"), ("ratio", mix.ratio, "floating")):
         given = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in pair]
         fits = all(each.is_floating_point() == (name == "ratio") and each.dtype != torch.bool for each in pair)
         if len(given) != 2 or any(shape != [images] for _, shape in given) or not fits:
             raise ValueError(f"mix.{name} is {given[:3]}; give {wanted} [{images}] for each of the two global views")
-        # On a GPU this would make the host wait.
+        # On a GPU reading values would make the host wait.
         if images and not acts_as_cuda(device):
             low, high = min(each.min().item() for each in pair), max(each.max().item() for each in pair)
             most = 1 if name == "ratio" else images - 1
@@ -204,13 +208,13 @@ LOOK = operator.attrgetter("__class__", "shape", "dtype", "device")
 
 
 def key_of(views: list[Tensor], targets: int, *settings: Any) -> tuple | None:
-    """All that decides whether a batch can be taken, and how; None for what has to be looked at every time."""
+    """Everything that decides whether and how a batch can be processed; None if it must be checked every time."""
     if torch.compiler.is_compiling():
         return None
     try:
         looks = tuple(map(LOOK, views))
         device = views[0].device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    except (AttributeError, IndexError):  # no tensors
+    except (AttributeError, IndexError):  # not tensors
         return None
     return targets, looks, autocast, use_triton(device), *settings

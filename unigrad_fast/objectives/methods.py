@@ -1,4 +1,4 @@
-"""`build`: the objective of a method, in its original or its gradient form, or of a row of the paper's table."""
+"""`build`: the objective of a method, in its original or gradient form, or of a row of the paper's table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from unigrad_fast.objectives import catalogue
 from unigrad_fast.objectives.forms import GRADIENTS, GradientForm, Row
-from unigrad_fast.objectives.losses import ORIGINALS
+from unigrad_fast.objectives.originals import ORIGINALS
 from unigrad_fast.objectives.unigrad import UniGrad
 
-MODULE = ("target", "process_group", "most_images")  # settings that are no row's
+MODULE = ("target", "process_group", "most_images")  # settings of the module, not of a row
 
 
 def build(
@@ -28,16 +28,16 @@ def build(
     """The objective of a method by its name, or of a row of the paper's table.
 
     Args:
-        method: one of `catalogue.methods()`; it may be left out where `row` is given.
+        method: one of `catalogue.methods()`; optional if `row` is given.
         width: C, the embedding width.
-        form: "gradient", as the authors' code has it (and, where they published none, as the row that they unify to),
-            or "original", the loss with autograd. None is the gradient form, where the method has one.
-        row: "a" to "j", the paper's equation of that row; or a `Row` of your own.
+        form: "gradient", as in the authors' code (for methods they published no code for, the row they are unified to),
+            or "original", the loss with autograd. None is the gradient form if the method has one.
+        row: "a" to "j", for that row's equation in the paper; or a `Row` of your own.
         settings: keyword arguments of the objective, and settings of the row.
 
     Raises:
-        ValueError: an unknown name, with the known ones; what does not fit together.
-        TypeError: a setting that the objective does not take, with those it takes; no width.
+        ValueError: an unknown name, with the known ones; arguments that do not fit together.
+        TypeError: a setting that the objective does not take, with those it takes; a missing width.
     """
     if width is None:
         raise TypeError("build needs the width of the embeddings; give width=C")

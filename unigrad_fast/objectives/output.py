@@ -15,16 +15,16 @@ TENSORS = ("loss", "metrics", "nonfinite", "unit")
 
 @dataclass(eq=False)
 class ObjectiveOutput:
-    """What an objective returns; its tensors have nothing to do with each other's memory.
+    """What an objective returns; no two of its tensors share memory.
 
     Attributes:
         loss: scalar, the mean over this rank's images; call `backward` on it.
         metrics: detached scalars on the device, over this rank's images.
-        nonfinite: floating scalar on the device, in training the same on all ranks: 1 when an embedding of either
-            branch, on any rank, is NaN or infinite, else 0. The step must then be dropped: the loss leaves those rows
-            out. In evaluation mode it is this rank's.
+        nonfinite: floating scalar on the device: 1 if an embedding of either branch is NaN or infinite, else 0. If it
+            is 1, drop the step: the loss leaves those rows out. In training it covers all ranks and is the same on all
+            of them; in evaluation mode it covers this rank.
         unit: [2·N, C] unit embeddings of the online branch's global views, detached.
-        over_ranks: whether the batch is one over the ranks of `process_group`, as it is in training.
+        over_ranks: whether the ranks of `process_group` share one batch, as in training.
         process_group: None is the default group.
     """
 
@@ -37,11 +37,11 @@ class ObjectiveOutput:
 
     @torch.no_grad()
     def feature_std(self) -> Tensor:
-        """Mean per-channel deviation of the unit embeddings times √C, over the images of all ranks: 1 for a uniform
-        distribution on the sphere, 0 at collapse; a detached scalar.
+        """Mean standard deviation per channel of the unit embeddings times √C, over the images of all ranks.
 
-        Not among the metrics: it reads all embeddings once more, and where `over_ranks` it is a collective, which all
-        ranks call. After a call in evaluation mode it is over this rank's images.
+        1 for a uniform distribution on the sphere, 0 at collapse; a detached scalar. It is not a metric because it
+        reads all embeddings once more, and with `over_ranks` it is a collective that all ranks must call. After a call
+        in evaluation mode it covers this rank's images.
         """
         unit_VNC = self.unit.unflatten(0, (2, -1))
         images, width = unit_VNC.shape[1:]
@@ -49,7 +49,7 @@ class ObjectiveOutput:
         if images:
             square_VC, mean_VC = torch.var_mean(unit_VNC.double(), dim=1, correction=0)
         if self.over_ranks:
-            # E[x²] − E[x]² over ranks: in float64 it is good to 1e-8 of the mean.
+            # E[x²] − E[x]² over ranks: in float64 it is accurate to 1e-8 of the mean.
             count = torch.full_like(mean_VC[:, :1], images)
             sums = torch.cat([count, images * mean_VC, images * (square_VC + mean_VC.square())], dim=1)
             dist.all_reduce(sums, group=self.process_group)
@@ -60,7 +60,7 @@ class ObjectiveOutput:
         return std.to(torch.promote_types(self.unit.dtype, torch.float32))
 
 
-# What wraps a model (FSDP, DDP) looks for the tensors in what its forward returns.
+# Model wrappers (FSDP, DDP) look for tensors in the output of forward.
 register_pytree_node(
     ObjectiveOutput,
     lambda output: ([getattr(output, name) for name in TENSORS], (output.over_ranks, output.process_group)),

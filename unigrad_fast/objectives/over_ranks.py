@@ -1,7 +1,7 @@
-"""An objective of all ranks together: whom it asks, and the one way by which rows go from rank to rank.
+"""Objectives that span all ranks, and the one way in which rows travel between ranks.
 
-Every rank sends as many rows: its own, zeros up to the number of the rank with the most images, and a tail that says
-how many rows are its own and whether all are finite (see `kernels.tails`). The host waits for none of it.
+Every rank sends the same number of rows: its own, zero padding up to the rank with the most images, and a tail that
+says how many rows are real and whether all are finite (see `kernels.tails`). The host never waits for the transfer.
 
 Shape suffixes: W ranks, V views, N images of this rank, K images of all ranks, M rows, C embedding width.
 """
@@ -31,12 +31,13 @@ class Gathered:
     """Rows of all ranks.
 
     Attributes:
-        rows: [V, K, C], of each rank as many; where it has fewer images, rows of zeros follow them. From `OwnRows` all
-            views are one, [K, C], and each row an image.
-        count: images, a scalar in the dtype of the rows (fp32 at least).
-        raised: int32 [2], the flags of all ranks; `skip` the same, raised too where no rank has an image.
-        own: which of the K are this rank's.
-        is_image: bool [K]; None: all of them are images, or nobody asks.
+        rows: [V, K, C], the same number from each rank; ranks with fewer images pad with rows of zeros. From `OwnRows`
+            it is [K, C], with the views flattened and each row counted as an image.
+        count: number of images, a scalar in the dtype of the rows (at least fp32).
+        raised: int32 [2], the flags of all ranks combined.
+        skip: like `raised`, but also raised if no rank has an image.
+        own: the slice of K that belongs to this rank.
+        is_image: bool [K], False for padding; None if there is no padding, or if nobody needs to know.
     """
 
     rows: Tensor
@@ -56,15 +57,15 @@ class Gathered:
 
 
 class OwnRows:
-    """Rows of this rank: `begin` sends them to the others, `finish` has those of all ranks.
+    """Rows of this rank: `begin` sends them to the other ranks, `finish` returns the rows of all ranks.
 
     Args:
-        objective: knows the ranks.
-        rows_MC: V·N rows, where they are sent with what `unit_embeddings(spare=)` writes behind them.
+        objective: supplies the process group.
+        rows_MC: V·N rows; if they are sent, followed by the rows that `unit_embeddings(spare=)` writes after them.
         images: N.
         raised: int32 [2], flags of this rank.
         views: V.
-        count: V·N, a scalar on the device; it is made where it is needed and not given.
+        count: V·N, a scalar on the device; created when needed if not given.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class OwnRows:
         self.objective, self.group = objective, objective.process_group
         self.rows, self.images, self.views = rows_MC, images, views
         self.raised, self.count = raised, count
-        self.most = images  # of the rank that has the most
-        self.all = rows_MC  # those of all ranks
+        self.most = images  # on the rank with the most images
+        self.all = rows_MC  # the rows of all ranks
         self._is_sent = False
         self._work: Any = None
         self._told: Tensor | None = None
 
     def begin(self, asynchronous: bool = False) -> OwnRows:
-        """Send them, where there are other ranks; with `asynchronous` nobody waits for them before `finish`."""
+        """Send the rows if there are other ranks; with `asynchronous` nothing waits for them before `finish`."""
         if self.objective._ranks() > 1:
             self.most = self.objective._most(self.images, self.rows.device)
             if self.rows.requires_grad:
@@ -97,7 +98,7 @@ class OwnRows:
         return self
 
     def finish(self) -> Gathered:
-        """The rows of all ranks as one view, ready to be read; this rank's alone where they were not sent."""
+        """The rows of all ranks as one view, ready to read; only this rank's rows if they were not sent."""
         if self._work is not None:
             self._work.wait()
         if not self._is_sent:
@@ -107,21 +108,21 @@ class OwnRows:
         return Gathered(self.all, count, flags[:2], flags[2:], slice(0))
 
     def flag(self) -> Tensor:
-        """Whether one of them, or in training of any rank's, is not finite; known with the rows if those were sent."""
+        """Whether a row is not finite, in training on any rank; no further collective if the rows were sent."""
         if self._told is not None:
             return self._told
         return ranks.largest(self.raised[0], self.group) if self.objective.over_ranks else self.raised[0]
 
     def require_fit(self) -> None:
-        """Raises ValueError where this rank has more images than all agreed on; the others drop the step.
+        """Raise ValueError if this rank has more images than all ranks agreed on; the other ranks drop the step.
 
-        It is called after the last collective of the step: then nobody waits for this rank any more.
+        Call it after the last collective of the step, when no other rank waits for this one any more.
         """
         if self.images > self.most:
             self.objective._refuse(self.images, self.most)
 
     def _filled(self) -> Tensor:
-        """What is sent: the rows, where they fit; else what makes the other ranks, which wait, drop the step."""
+        """The padded rows to send; if there are too many, a message that makes the waiting ranks drop the step."""
         rows = self.views * self.most + tail_rows(self.rows.shape[1])
         if self.images > self.most:
             return refusal(self.rows, rows)
@@ -130,12 +131,12 @@ class OwnRows:
 
 
 class OverRanks(nn.Module):
-    """What objectives on several ranks have in common.
+    """Base class of objectives that run on several ranks.
 
     Args:
-        process_group: ranks that share a batch; None: the default group, or one process when there is none.
-        most_images: the most images that a rank can have in a training step, the same on all ranks; None: as many as
-            the rank that has the most in the first one, which all ranks find out together.
+        process_group: ranks that share a batch; None: the default group, or one process if there is none.
+        most_images: the most images a rank may have in a training step, the same on all ranks; None: the largest
+            number on any rank in the first training step, which the ranks agree on in a collective.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, most_images: int | None):
@@ -143,40 +144,40 @@ class OverRanks(nn.Module):
         if most_images is not None:
             require_whole("most_images", most_images)
         self.process_group, self.most_images = process_group, most_images
-        self._agreed: dict[int, int] = {}  # number of ranks: the most images of one
+        self._agreed: dict[int, int] = {}  # number of ranks: the most images on one rank
 
     @property
     def updates(self) -> Tensor:
-        """How many batches its state has taken, an int64 scalar, the same on all ranks."""
+        """Number of batches the state was updated with, an int64 scalar, the same on all ranks."""
         return torch.zeros((), dtype=torch.int64)
 
     @property
     def over_ranks(self) -> bool:
-        """Whether a batch is one over several ranks: in training mode."""
+        """Whether several ranks share one batch, which they do in training mode."""
         return self.training and self._ranks() > 1
 
     def spare(self, views: int, images: int, like: Tensor) -> int:
-        """Rows that `unit_embeddings` writes behind those of some views, for them to be sent; 0 where they are not."""
+        """Number of rows that `unit_embeddings` has to append so that the views can be sent; 0 if they are not sent."""
         if not self.over_ranks:
             return 0
         most = self._most(images, like.device)
         return views * (most - images) + tail_rows(like.shape[1]) if images <= most else 0
 
     def gather(self, own_VNC: Tensor, raised: Tensor) -> Gathered:
-        """The rows of all ranks that take part, view by view.
+        """The rows of all ranks, view by view; in evaluation mode this rank's.
 
         Args:
-            own_VNC: this rank's; where they need a gradient, those of other ranks' losses come back to them.
+            own_VNC: this rank's rows; if they require grad, they receive the gradients of all ranks' losses.
             raised: int32 [2], flags of this rank.
 
         Raises:
-            ValueError: this rank has more images than all agreed on; the others drop the step.
+            ValueError: this rank has more images than all ranks agreed on; the other ranks drop the step.
         """
         views, images, width = own_VNC.shape
         if not self.over_ranks:
             return Gathered.of_this_rank(own_VNC, raised)
         most, size = self._most(images, own_VNC.device), self._ranks()
-        # Filled in, not copied: the host would wait for a copy.
+        # Filled on the device: a copy from the host would make the host wait.
         digits = [own_VNC.new_full((1,), images // DIGIT**place % DIGIT) for place in range(TAIL - 2)]
         tail = nn.functional.pad(torch.cat([*digits, raised.to(own_VNC.dtype)]), (0, tail_rows(width) * width - TAIL))
         padded = nn.functional.pad(own_VNC, (0, 0, 0, most - images))
@@ -200,7 +201,7 @@ class OverRanks(nn.Module):
         return ranks.size(self.process_group)
 
     def _most(self, images: int, device: torch.device) -> int:
-        """The number of images that every rank's rows are filled up to."""
+        """The number of images to which every rank pads its rows."""
         if self.most_images is not None:
             return self.most_images
         size = self._ranks()
@@ -208,30 +209,29 @@ class OverRanks(nn.Module):
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "compiled code cannot find out how many images the other ranks have; give "
-                    f"{type(self).__name__}(most_images=...), or make one training step on all ranks before it is "
-                    "compiled"
+                    f"{type(self).__name__}(most_images=...), or run one training step on all ranks before compiling"
                 )
             require_no_capture("this number of ranks")
             most = ranks.agree_on_most_images(images, self.updates.to(device), self.process_group)
-            if not self.training:  # of this batch: those of the training to come may be larger
+            if not self.training:  # valid for this batch only: training may use larger ones
                 return most
             self._agreed[size] = most
         return self._agreed[size]
 
     def _refuse(self, images: int, most: int) -> None:
-        how = "most_images" if self.most_images else "the most that a rank had in the first training step"
+        how = "most_images" if self.most_images else "the most on any rank in the first training step"
         raise ValueError(
-            f"this rank has {images} images, more than {most}, {how}; give "
+            f"this rank has {images} images, more than {most} ({how}); give "
             f"{type(self).__name__}(most_images={images}) or more"
         )
 
     def _lasting(self) -> dict[str, Any]:
-        """Attributes that a copy has too."""
+        """Attributes that are copied and pickled."""
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverRanks:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        memo[id(self.process_group)] = self.process_group  # a copy shares it: it is no data
+        memo[id(self.process_group)] = self.process_group  # shared by the copy: a group is not data
         copied.__dict__.update(copy.deepcopy(self._lasting(), memo))
         return copied
 

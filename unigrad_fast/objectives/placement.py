@@ -1,25 +1,27 @@
-"""Where F is kept: whole on every rank, or in shards. The choice by counting, which all ranks make alike."""
+"""Where F is kept: whole on every rank, or sharded. The choice is an estimate that comes out the same on all ranks."""
 
 from __future__ import annotations
 
 from unigrad_fast.kernels.heuristics import TRIANGLE
 
-MOST_REPLICATED = 4 << 30  # bytes of F and its copy that a rank keeps whole; from C = 26,755 on it is more in bf16
-GAIN = 0.9  # share of the replicated time below which shards are worth their further collectives
-# Of an H100, as in `cards.json`: FLOP/s of a product, bytes/s of memory and of the bus, seconds of a collective.
+MOST_REPLICATED = 4 << 30  # largest F with its bf16 copy to keep whole, in bytes; exceeded from C = 26,755 on
+GAIN = 0.9  # sharding must take less than this share of the replicated time to justify its extra collectives
+# An H100, as in `cards.json`: FLOP/s of a product, bytes/s of memory and of the bus, seconds per collective.
 PRODUCT, MEMORY, BUS, COLLECTIVE = 798e12, 2.4e12, 360e9, 25e-6
 HALF, FULL = 2, 4  # bytes of a number
 
 
 def choose(width: int, images: int, views: int, ranks: int) -> str:
-    """ "replicated" or "sharded": what `auto` is.
+    """The placement that `auto` stands for: "replicated" or "sharded".
 
-    F stays whole on one rank, and where it has fewer rows than there are ranks. Else it is sharded where F and its bf16
-    copy take more than `MOST_REPLICATED`, or where the counted time of a step's update, product and collectives is less
-    than `GAIN` of that of a replicated F. Counted is in bf16 on an H100, wherever it runs: all ranks choose alike.
+    F stays whole on a single rank, and if it has fewer rows than there are ranks. Otherwise it is sharded if F and its
+    bf16 copy take more than `MOST_REPLICATED` bytes, or if the estimated time of a step's update, product and
+    collectives is less than `GAIN` times that of a replicated F. The estimate always assumes bf16 on an H100, so that
+    all ranks choose the same.
 
     Args:
-        images: of a rank; `views` of each pass the online branch.
+        images: number of images per rank.
+        views: number of views per image that pass through the online branch.
     """
     if not 1 < ranks <= width:
         return "replicated"
@@ -30,17 +32,17 @@ def choose(width: int, images: int, views: int, ranks: int) -> str:
 
 
 def replicated_seconds(width: int, images: int, views: int, ranks: int) -> float:
-    """Of the update with half of the products, for F is symmetric, the product, and one gather."""
+    """Estimated seconds with a whole F: an update of one triangle (F is symmetric), the product, and one gather."""
     return _seconds("replicated", width, images, views, ranks)
 
 
 def sharded_seconds(width: int, images: int, views: int, ranks: int) -> float:
-    """Of the update and the product of a share of the rows with the embeddings of all ranks, and three collectives."""
+    """Estimated seconds with a sharded F: update and product of the rank's rows for all ranks, three collectives."""
     return _seconds("sharded", width, images, views, ranks)
 
 
 def compute_seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
-    """Of the update and the product alone."""
+    """Estimated seconds of the update and the product, without collectives."""
     targets, online = 2 * images, views * images
     if placement == "replicated":
         update = max(ranks * targets * width * (width + TRIANGLE) / PRODUCT, 5 * width**2 / MEMORY)
@@ -50,9 +52,9 @@ def compute_seconds(placement: str, width: int, images: int, views: int, ranks: 
 
 
 def exchanged(placement: str, width: int, images: int, views: int, ranks: int) -> list[tuple[str, int]]:
-    """The collectives of one update and product: kind, and bytes of all that is gathered or exchanged.
+    """The collectives of one update and product: kind, and total bytes gathered or exchanged.
 
-    As they are counted here; each rank also gives a row that says how many images it has.
+    The estimate leaves out the tail row with the number of images that each rank sends too.
     """
     if ranks == 1:
         return []

@@ -1,4 +1,4 @@
-"""What each view is pulled to. Shape suffixes: V views, N images, C embedding width."""
+"""The positive of each view. Shape suffixes: V views, N images, C embedding width."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unigrad_fast.objectives.layout import Mix
 def positives(target_2NC: Tensor, views: int, mix: Mix | None) -> Tensor:
     """m⁺ of all views, [V, N, C].
 
-    Of a global view it is the other global view's target, mixed as the view was: ratio·m[i] + (1−ratio)·m[partner]; of
-    a local crop the mean of both, which is not normalised again.
+    For a global view, the other global view's target, mixed as the view was: ratio·m[i] + (1−ratio)·m[partner]. For a
+    local crop, the mean of both targets, not normalised again.
     """
     crossed = []
     for number, other_NC in enumerate((target_2NC[1], target_2NC[0])):

@@ -13,7 +13,7 @@ from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.shared_sums import sum_over_ranks
 from unigrad_fast.objectives.state import KeptState
 
-EPSILON = 1e-5  # of batch norm, torch's and everybody's
+EPSILON = 1e-5  # torch's default for batch norm
 
 
 class Predictor(nn.Module):
@@ -31,11 +31,11 @@ class Predictor(nn.Module):
         self.outer = nn.Linear(hidden, width)
 
     def forward(self, view_VNC: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Predictions [V, N, C]; each view has batch statistics of its own."""
+        """Predictions [V, N, C]; each view uses its own batch statistics."""
         return self.outer(torch.relu(self.norm(self.inner(view_VNC.to(self._dtype(view_VNC))), group)))
 
     def _dtype(self, view_VNC: Tensor) -> torch.dtype:
-        # Autocast converts by itself; else what embeddings and weights both fit into decides.
+        # Autocast converts by itself; without it the input takes the weights' dtype.
         weights = self.inner.weight.dtype
         return view_VNC.dtype if torch.is_autocast_enabled(view_VNC.device.type) else weights
 
@@ -45,7 +45,7 @@ class RankBatchNorm(KeptState):
 
     Args:
         channels: H.
-        momentum: with which running statistics move.
+        momentum: weight of a new batch in the running statistics.
     """
 
     kept = ("running_mean", "running_var")
@@ -78,14 +78,18 @@ class RankBatchNorm(KeptState):
 def standardised(
     x_VNC: Tensor, over_ranks: bool, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x − mean) / √(var + 1e-5), view by view, with gradient; and mean, biased variance [V, C] and number of images.
+    """(x − mean) / √(var + 1e-5), view by view; differentiable.
 
     Args:
         x_VNC: this rank's rows.
-        over_ranks: whether statistics are those of all ranks.
+        over_ranks: whether to compute the statistics over all ranks.
+
+    Returns:
+        The standardised rows [V, N, C], and without gradient the mean [V, C], the biased variance [V, C] and the number
+        of images.
     """
     images = x_VNC.new_full((), x_VNC.shape[1])
-    if not over_ranks and x_VNC.shape[1]:  # torch's own does it in one pass
+    if not over_ranks and x_VNC.shape[1]:  # torch's own function takes one pass
         parts = [torch.native_batch_norm(view, None, None, None, None, True, 0.0, EPSILON) for view in x_VNC]
         normal_VNC, mean_VC, inverse_VC = (torch.stack(part) for part in zip(*parts, strict=True))
         variance_VC = inverse_VC.detach().square().reciprocal().sub_(EPSILON).clamp_min_(0)

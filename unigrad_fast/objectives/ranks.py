@@ -1,7 +1,7 @@
-"""What the ranks that share F tell each other: rows, how many they are, whether all are finite.
+"""What ranks that share F exchange: rows, their number, and whether all are finite.
 
-A training step takes one collective, whatever ranks have: a gather of rows, filled up with zeros to a number that all
-ranks agreed on, with a tail that says how many they are and whether all are finite. The host does not wait for it.
+A training step takes one collective, however many images each rank has: a gather of rows, padded with zeros to a number
+that all ranks agreed on, with a tail that says how many are real and whether all are finite. The host does not wait.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from unigrad_fast.runtime.collectives import gather_into
 
 
 def size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group, None the default one; 1 without torch.distributed."""
+    """Number of ranks in a group (None is the default group); 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The most images that a rank has now; the host waits.
+    """The largest number of images on any rank; the host waits.
 
     Args:
-        images: this rank's.
-        updates: how many batches F has taken here.
+        images: number of images on this rank.
+        updates: number of batches that F was updated with on this rank.
 
     Raises:
-        ValueError: on all ranks, where F has not taken the same number of batches on all of them.
+        ValueError: on all ranks, if F was not updated with the same number of batches on each.
     """
     own = torch.stack([torch.full_like(updates, images), updates])
     all_R2 = own.new_empty(dist.get_world_size(group), 2)
@@ -36,30 +36,30 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
     images_R, updates_R = all_R2.T.tolist()
     if len(set(updates_R)) > 1:
         raise ValueError(
-            f"F has taken {updates_R} batches, by rank: it is not the same on all ranks; load the state dict of the "
-            "objective on every rank (DDP does not send F, which is no buffer)"
+            f"F differs between ranks: they updated it with {updates_R} batches; load the state dict of the objective "
+            "on every rank (DDP does not broadcast F because it is not a buffer)"
         )
     return max(images_R)
 
 
 def gather(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of all ranks, in the order of ranks; each gives as many."""
+    """The rows of all ranks, in rank order; every rank must give the same number."""
     return begin_gather(own_MC, group, asynchronous=False)[0]
 
 
 def begin_gather(own_MC: Tensor, group: dist.ProcessGroup | None, asynchronous: bool) -> tuple[Tensor, Any]:
-    """`gather`, and what is to be waited for before its result is read; None where it is there."""
+    """Like `gather`, but also returns the handle to wait for before reading the result; None if it is complete."""
     gathered = own_MC.new_empty(dist.get_world_size(group) * len(own_MC), own_MC.shape[1])
     work = gather_into(gathered, own_MC, group=group, async_op=asynchronous)
     return gathered, work if asynchronous else None
 
 
 def exchange_columns(own_MR: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Of this rank's rows the columns that each rank has.
+    """Exchange columns for rows: send each rank its rows, receive every rank's columns of this rank's rows.
 
     Args:
-        own_MR: this rank's columns for the rows of all ranks, of each as many.
-        sizes: how many columns each rank has.
+        own_MR: this rank's columns for the rows of all ranks, the same number of rows for each rank.
+        sizes: number of columns on each rank.
     """
     rows, columns = own_MR.shape[0] // len(sizes), own_MR.shape[1]
     received = own_MR.new_empty(rows * sum(sizes))
@@ -69,7 +69,7 @@ def exchange_columns(own_MR: Tensor, sizes: list[int], group: dist.ProcessGroup 
 
 
 def largest(flag: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest of the ranks' numbers."""
+    """The maximum of a flag over ranks."""
     most = flag.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return most

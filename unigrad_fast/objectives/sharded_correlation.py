@@ -1,10 +1,10 @@
-"""F in shards: each rank keeps a block of its rows up, and multiplies the embeddings of all ranks with them.
+"""F in shards: each rank updates one block of its rows, and multiplies the embeddings of all ranks with that block.
 
     rows of F     ← ρ·rows + (1−ρ)/count · Σ m[rows]ᵀ m        m of all ranks, gathered
     u·F[:, rows]  = u · F[rows]ᵀ                               u of all ranks, gathered; F is symmetric
 
-The columns of u·F that a rank has computed for the others go back to them. Two ranks compute the two halves of F, which
-so is symmetric to rounding, and no more.
+The columns of u·F that a rank computed for the other ranks are sent back to them. Mirrored entries of F are computed on
+different ranks, so F is symmetric only up to rounding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.correlation import Gradient, MovingCorrelation
 from unigrad_fast.objectives.over_ranks import OwnRows
 
-ALIGNED = 16  # rows to which blocks are rounded: the kernels then load 128 bits at a time
+ALIGNED = 16  # block sizes are multiples of this many rows, so that the kernels load 128 bits at a time
 
 
 def row_bounds(width: int, size: int) -> list[int]:
-    """Where each rank's rows of F begin, and the end of the last's."""
+    """The first row of each rank's block of F, followed by the end of the last block."""
     unit = ALIGNED if width >= 4 * ALIGNED * size else 1
     return [min(width, unit * (rank * -(-width // unit) // size)) for rank in range(size + 1)]
 
@@ -34,8 +34,8 @@ def row_bounds(width: int, size: int) -> list[int]:
 class ShardedCorrelation(MovingCorrelation):
     """This rank's rows of F.
 
-    Its state is `correlation` [R, C], `first_row` and `updates`. A state dict of the same rows is taken as it is, and
-    of one that holds all of F these rows.
+    Its state is `correlation` [R, C], `first_row` and `updates`. It loads a state dict of the same rows, or this rank's
+    rows from a state dict that holds all of F.
 
     Args:
         width: C.
@@ -55,7 +55,7 @@ class ShardedCorrelation(MovingCorrelation):
         self.sizes = [last - first for first, last in pairwise(bounds)]
 
     def gradient_of(self, online: OwnRows, product_dtype: torch.dtype, kernels: Any) -> Gradient:
-        """See `MovingCorrelation.gradient_of`: the rows go to all ranks, and their columns of u·F come back."""
+        """See `MovingCorrelation.gradient_of`: sends the rows to all ranks and receives their columns of u·F."""
         unit_MC = online.begin().finish().rows
         blocks = ranks.exchange_columns(self.product(unit_MC, product_dtype), self.sizes, online.group)
         rows = online.views * online.images
@@ -63,7 +63,7 @@ class ShardedCorrelation(MovingCorrelation):
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
-        """All of F, made of its upper triangle, on every rank; all ranks call it together."""
+        """All of F on every rank, mirrored from its upper triangle; all ranks must call this together."""
         own = self.whole()
         width = own.shape[1]
         correlation_CC = own.new_empty(width, width)
@@ -78,7 +78,7 @@ class ShardedCorrelation(MovingCorrelation):
 
     @torch.no_grad()
     def effective_rank(self, group: dist.ProcessGroup | None) -> Tensor:
-        """See `UniGrad.effective_rank`; all ranks call it together."""
+        """See `UniGrad.effective_rank`; all ranks must call this together."""
         own = self.whole()
         sums = torch.stack([own.diagonal(self.first_row).sum(), torch.linalg.vector_norm(own).square()])
         dist.all_reduce(sums, group=group)

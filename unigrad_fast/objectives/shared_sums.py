@@ -1,7 +1,7 @@
-"""Sums and gathers over ranks that autograd sees: of the losses of all ranks together, each is counted once.
+"""Differentiable sums and gathers over ranks.
 
-A rank's loss may depend on the rows of others. Backward brings each row the gradients of all ranks' losses; the mean of
-gradients over ranks, which is the engine's work, makes that the gradient of the mean of the losses.
+A rank's loss may depend on rows of other ranks. Backward sums for each row the gradients of all ranks' losses, each
+counted once. When the engine then averages gradients over ranks, the result is the gradient of the mean loss.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unigrad_fast.objectives import ranks
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' tensors, on all of them; with gradient."""
+    """The sum of the ranks' tensors, on every rank; differentiable."""
     return _Sum.apply(tensor, group)
 
 
 def gather_over_ranks(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of all ranks, in the order of ranks, each as many; with gradient."""
+    """The rows of all ranks in rank order, the same number from each; differentiable."""
     return _Gather.apply(own_MC, group)
 
 

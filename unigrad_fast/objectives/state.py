@@ -1,7 +1,7 @@
-"""Tensors that are an objective's state: in its state dict, and neither parameters nor buffers.
+"""Tensors that are an objective's state: part of its state dict, but neither parameters nor buffers.
 
-Every rank makes the same by itself. What sends, averages or converts a model's buffers (DDP, `AveragedModel`, `half`)
-leaves them alone; they follow the module from device to device, never to a dtype.
+Every rank computes the same values by itself. Code that broadcasts, averages or converts a model's buffers (DDP,
+`AveragedModel`, `half`) does not touch them; they move with the module between devices but keep their dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 class KeptState(nn.Module):
     """A module whose `kept` tensors are state.
 
-    A state dict's tensors are taken in their own dtype, so that a run goes on bit for bit, and all of them or none.
+    Loading a state dict keeps the dtype of its tensors, so that a resumed run is the same bit for bit, and loads either
+    all of them or none.
 
     Attributes:
-        kept: their names.
+        kept: names of the state tensors.
     """
 
     kept: tuple[str, ...] = ()
@@ -76,8 +77,8 @@ class KeptState(nn.Module):
 
 
 def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor where `fn`, which moves or converts a module's tensors, puts it, in its own dtype."""
-    # `fn` is shown whole numbers: it does not convert those, or so seldom that it shows.
+    """The tensor on the device to which `fn`, which moves or converts a module's tensors, moves it; dtype unchanged."""
+    # `fn` gets the bits as integers, which such functions do not convert; if one does, only its device is used.
     bits = tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
     there = fn(bits)
     if there is bits:

@@ -1,4 +1,4 @@
-"""What an objective's call finds around itself: autocast, a backward pass, a CUDA graph that is captured."""
+"""The context of an objective's call: autocast, a running backward pass, a CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from unigrad_fast.runtime.torch_private import in_backward
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """While inside, nothing is cast."""
+    """A context in which autocast is off."""
     enabled = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 def require_no_recomputation() -> None:
-    """Raises RuntimeError in a backward pass."""
+    """Raise RuntimeError if a backward pass is running."""
     if not torch.compiler.is_compiling() and in_backward():
         raise RuntimeError(
-            "activation checkpointing calls UniGrad again in the backward pass, and F would take the batch twice; call "
-            "the objective outside of torch.utils.checkpoint (it keeps no more than one array of the embeddings' size)"
+            "activation checkpointing calls the objective again in the backward pass, and F would be updated with the "
+            "batch twice; call the objective outside of torch.utils.checkpoint (it saves only one tensor the size of "
+            "the embeddings for backward)"
         )
 
 
 def require_no_capture(what: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured: what is made then is the graph's, unset until a replay."""
+    """Raise RuntimeError during CUDA graph capture: tensors created then are not filled until the graph is replayed."""
     if torch.compiler.is_compiling():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; make one such step first")
+        raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; run one such step first")

@@ -50,27 +50,28 @@ class UniGrad(OverRanks):
         width: C, the embedding width.
         balance: λ, the weight of the negative term (100 in the paper, for C = 2048 and ImageNet).
         decay: ρ, the moving-average coefficient of F.
-        correlation_source: "target" takes F from the target embeddings (as the authors' code does), "online" from
+        correlation_source: "target" computes F from the target embeddings (as the authors' code does), "online" from
             the detached online embeddings (the paper's formula).
-        process_group: ranks that share F (None: the default group, or one process when there is none).
-        compute_dtype: of the unit embeddings on a GPU and of the operands of the product u·F everywhere: bf16, fp16 or
-            fp32; sums are fp32. None: on a GPU autocast's dtype where it is on, else that of the online embeddings;
-            on the CPU fp32. float64 embeddings are computed in float64 whatever it says.
-        most_images: the most images that a rank can have in a training step, the same on all ranks; None: as many as
-            the rank that has the most in the first one, which all ranks find out together.
-        placement: "replicated": every rank has all of F; "sharded": each of several ranks has a block of its rows,
-            about C over the number of ranks, and the process group is there before the objective is made. The numbers
-            are the same to rounding. On one rank F is whole.
+        process_group: ranks that share F (None: the default group, or one process if there is none).
+        compute_dtype: dtype of the unit embeddings on a GPU, and of the operands of the product u·F everywhere: bf16,
+            fp16 or fp32; sums are fp32. None: on a GPU autocast's dtype if autocast is on, else the dtype of the online
+            embeddings; on the CPU fp32. float64 embeddings are always computed in float64.
+        most_images: the most images a rank may have in a training step, the same on all ranks; None: the largest
+            number on any rank in the first training step, which the ranks agree on in a collective.
+        placement: "replicated": every rank has all of F; "sharded": each rank has a block of about C / ranks rows, and
+            the process group must exist before the objective is created. Results agree up to rounding. On a single
+            rank F is whole.
 
     `correlation` is F, [C, C], fp32 (float64 once the embeddings are float64), bitwise symmetric and the same on
-    all ranks; it is part of the state dict, as is `updates`, the number of batches it has seen. On a GPU it is the
-    matrix as of the moment it is asked for. Where F is sharded, `correlation` and the state dict are this rank's rows
-    (with `first_row`, the number of the first), which fit the same rank of as many; a state dict with all of F fits
-    any. `whole_correlation` makes all of F of the shards.
+    all ranks; it is part of the state dict, as is `updates`, the number of batches F was updated with. On a GPU each
+    access returns F as of that moment. If F is sharded, `correlation` and the state dict hold this rank's rows (and
+    `first_row`, the index of the first). Such a state dict loads only on the same rank of the same number of ranks; one
+    with all of F loads anywhere. `whole_correlation` gathers all of F from the shards.
 
-    In training mode all ranks call it together; they may have different numbers of images, also none. In evaluation
-    mode F is used as it is and does not change, and all that is returned is this rank's; no rank waits for another,
-    unless F is sharded: then all ranks call it together, with as many views as each other, in either mode.
+    In training mode all ranks must call the objective together; their numbers of images may differ, and may be 0. In
+    evaluation mode F is read but not changed, and everything returned covers this rank only. No rank waits for another
+    then, unless F is sharded: in that case all ranks must call it together in either mode, with the same number of
+    views.
     """
 
     def __init__(
@@ -96,46 +97,46 @@ class UniGrad(OverRanks):
         self.average = ShardedCorrelation(self.width, process_group) if is_sharded else MovingCorrelation(self.width)
         self._begun: Update | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._layouts: dict[tuple | None, Layout] = {}  # also by the `key_of` batches that were taken
+        self._layouts: dict[tuple | None, Layout] = {}  # by shape, and by the `key_of` batches seen before
 
     def extra_repr(self) -> str:
         return f"width={self.width}, balance={self.balance}, decay={self.decay}, source={self.correlation_source}"
 
     @property
     def correlation(self) -> Tensor:
-        """F, [C, C]; where it is sharded this rank's rows."""
+        """F, [C, C]; if it is sharded, this rank's rows."""
         return self.average.whole()
 
     @property
     def updates(self) -> Tensor:
-        """How many batches F has taken, an int64 scalar."""
+        """Number of batches F was updated with, an int64 scalar."""
         return self.average.updates
 
     def forward(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None = None) -> ObjectiveOutput:
-        """The loss of one batch; F takes the batch in first.
+        """The loss of one batch; in training F is updated with the batch first.
 
         Args:
-            online: V ≥ 2 tensors [N, C], the online embeddings as the projector gives them; the first two are the
+            online: V ≥ 2 tensors [N, C], the online embeddings as the projector outputs them; the first two are the
                 global views, local crops follow.
             target: two tensors [N, C], the target embeddings of the global views; no gradient flows into them.
-            mix: how the online global views were mixed; the target's were not. A mixed view's positive is
-                ratio·m[i] + (1−ratio)·m[partner], with m of the other global view.
+            mix: how the online global views were mixed; the target views must be unmixed. A mixed view's positive is
+                ratio·m[i] + (1−ratio)·m[partner], with m from the other global view.
 
         Returns:
             `ObjectiveOutput`; metrics are `objective` (L), `positive_cosine` (u·m⁺), `negative_term` (u·F·uᵀ) and
             `surrogate` (u·g, what the authors' code reports).
 
         Raises:
-            ValueError: a shape that does not fit, with the shape; mixing with F from the online branch; more images
-                than `most_images`.
-            RuntimeError: activation checkpointing calls it again.
+            ValueError: a wrong shape, with the shape; mixing with F from the online branch; more images than
+                `most_images`.
+            RuntimeError: activation checkpointing calls the objective again.
         """
         self._require_same_ranks()
         views = [*online, *target]
         key = key_of(views, len(target), self.decay, self.compute_dtype)
         known = self._layouts.get(key)
         layout = known or self._layout(online, target)
-        # What is like an earlier batch needs no second look.
+        # A batch like an earlier one is not checked again.
         kernels = functional if known is None or mix is not None else ops
         if mix is not None:
             self._require_mix(mix, layout)
@@ -156,7 +157,7 @@ class UniGrad(OverRanks):
                 unit_MC = unit_MC[: layout.rows]
             gradient_of = self.average.gradient_of(rows, layout.product_dtype, kernels)  # u·F
             nonfinite = batch.raised[0]
-            if begun.online is None:  # the ranks have told each other of their targets alone
+            if begun.online is None:  # so far the ranks exchanged flags for their targets only
                 nonfinite = torch.maximum(rows.flag(), nonfinite)
             for sent in (rows, begun.source):
                 sent.require_fit()
@@ -178,29 +179,29 @@ class UniGrad(OverRanks):
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
         if known is None and key is not None and {type(view) for view in views} <= {Tensor, nn.Parameter}:
             self._layouts[key] = layout
-        # `data` is no view: what is done to one of them in place is nothing to the others.
+        # `data` is not a view to autograd: changing one metric in place does not invalidate the others.
         *metrics, raised = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
         global_MC = unit_MC if len(unit_MC) == 2 * layout.images else unit_MC[: 2 * layout.images]
         return ObjectiveOutput(loss, named, raised, global_MC, self.over_ranks, self.process_group)
 
     def begin_update(self, target: Sequence[Tensor]) -> None:
-        """Begin the update of F with the targets of the next training step, before its online embeddings are there.
+        """Begin the update of F with the next training step's targets, before its online embeddings exist.
 
-        The rows of F's source are then on their way to the other ranks while the online branch computes, and on a GPU
-        F moves beside it, on a stream of its own. `forward` is called next, with the same target tensors; it computes
-        what it computes without this. Until then F is not to be read. With F from the online branch there is nothing
-        to begin with, and in evaluation mode nothing to do: then this does nothing.
+        The target rows travel to the other ranks while the online branch computes; on a GPU, F is updated at the same
+        time on a separate stream. Call `forward` next, with the same target tensors; its results are the same as
+        without this call. Do not read F in between. If F comes from the online branch, or in evaluation mode, this does
+        nothing.
 
-        Where an error comes between, on all ranks, the next call with other targets, or a state dict that is loaded,
-        drops what has begun. On the CPU F has not taken it then; on a GPU it has, and has not counted it.
+        If an error occurs in between on all ranks, the next call with other targets, or loading a state dict, drops the
+        update. On the CPU F is then unchanged; on a GPU it was updated, but `updates` was not incremented.
 
         Args:
             target: as in `forward`.
 
         Raises:
-            ValueError: as in `forward`, but that more images than `most_images` are refused there.
-            RuntimeError: an update with the same targets has begun already.
+            ValueError: as in `forward`, except that too many images are only refused there.
+            RuntimeError: an update with the same targets has already begun.
         """
         if not self.training or self.correlation_source == "online":
             return
@@ -216,7 +217,7 @@ class UniGrad(OverRanks):
                 self._begun = self._update(target, (), layout, kernels, asynchronous=True)
                 return
             stream = self._stream = self._stream or torch.cuda.Stream(layout.device)
-            self.average.operand(layout.decay, layout.product_dtype)  # F and its copy, as the update will find them
+            self.average.operand(layout.decay, layout.product_dtype)  # prepare F and its copy
             stream.wait_stream(torch.cuda.current_stream(layout.device))
             with torch.cuda.stream(stream):
                 begun = self._update(target, (), layout, kernels)
@@ -224,13 +225,13 @@ class UniGrad(OverRanks):
             self._begun = begun
 
     def whole_correlation(self) -> Tensor:
-        """F, [C, C], on every rank, also where it lies in shards: then all ranks call it together."""
+        """F, [C, C], on every rank; if F is sharded, all ranks must call this together."""
         return self.average.gather(self.process_group)
 
     def effective_rank(self) -> Tensor:
-        """Participation ratio of F, from 1 (collapsed) to C; reads all of F, so call it every so often.
+        """Participation ratio of F, from 1 (collapsed) to C; it reads all of F, so do not call it in every step.
 
-        Where F is sharded all ranks call it together.
+        If F is sharded, all ranks must call this together.
         """
         return self.average.effective_rank(self.process_group)
 
@@ -243,7 +244,7 @@ class UniGrad(OverRanks):
             begun.leave()
 
     def _layout(self, online: Sequence[Tensor] | None, target: Sequence[Tensor]) -> Layout:
-        """What a batch's shape determines, which is checked; of targets alone with scratch memory of its own."""
+        """Check the batch and return its layout; a batch of targets only has its own layout and scratch memory."""
         if online is None:
             require_targets(target, self.width)
         else:
@@ -255,20 +256,20 @@ class UniGrad(OverRanks):
     def _require_mix(self, mix: Mix, layout: Layout) -> None:
         if self.correlation_source == "online":
             raise ValueError(
-                "correlation_source 'online' with CutMix makes F from mixed images; use correlation_source='target'"
+                "correlation_source 'online' with CutMix computes F from mixed images; use correlation_source='target'"
             )
         require_mix(mix, layout.images, layout.device)
 
     def _require_same_ranks(self) -> None:
-        """Raises RuntimeError where F is to be sharded and this is no longer the rank, or of as many, that it was."""
+        """Raise RuntimeError if F is sharded and the rank or the number of ranks has changed since it was created."""
         if self.placement == "replicated":
             return
         size, had = self._ranks(), self.average
         rank = dist.get_rank(self.process_group) if size > 1 else 0
         if size != had.shards:
-            raise RuntimeError(f"F is sharded over {had.shards} ranks, and there are {size}; make UniGrad anew there")
+            raise RuntimeError(f"F is sharded over {had.shards} ranks, but there are {size} now; create UniGrad again")
         if rank != had.rank:
-            raise RuntimeError(f"these rows of F are rank {had.rank}'s, and this is rank {rank} now; make UniGrad anew")
+            raise RuntimeError(f"these rows of F belong to rank {had.rank}, not rank {rank}; create UniGrad again")
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         self._drop_begun()

@@ -1,4 +1,4 @@
-"""One update of F: it begins with the unit embeddings of the targets, and is finished when F has taken them."""
+"""One update of F: it begins with the unit embeddings of the targets and ends when F was updated with them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, OwnRows
 
 
 class Update:
-    """An update that has begun: in training the rows that F takes are on their way to the other ranks.
+    """An update that has begun: in training the rows for F are already on their way to the other ranks.
 
     Args:
-        objective: knows the ranks.
+        objective: supplies the process group and the training mode.
         average: F.
-        correlation_source: "target", or "online" where F is made of the online embeddings.
+        correlation_source: "target", or "online" if F is computed from the online embeddings.
         target: the targets.
-        online: the online branch's views, where they are there already; one launch then makes all unit embeddings.
-        layout: of the batch.
-        kernels: `functional`, or `ops` for a batch that was looked at before.
-        asynchronous: nobody waits for the rows of other ranks until it is finished.
+        online: the online branch's views if they already exist; one launch then computes all unit embeddings.
+        layout: layout of the batch.
+        kernels: `functional`, or `ops` if batches like this one have been checked before.
+        asynchronous: do not wait for other ranks' rows before `finish`.
 
     Attributes:
         target_MC: unit embeddings of the targets.
-        online: unit embeddings and inverse norms of the online branch; None where it was not there.
-        skip: of the batch's flags that which keeps F as it is, once it is finished.
+        online: unit embeddings and inverse norms of the online branch; None if it did not exist yet.
+        skip: the flag that keeps F unchanged if it is not 0; valid after `finish`.
     """
 
     def __init__(
@@ -61,34 +61,38 @@ class Update:
         self._stream: torch.cuda.Stream | None = None
 
     def is_of(self, targets: Sequence[Tensor]) -> bool:
-        """Whether it has begun with these very tensors."""
+        """Whether the update began with exactly these tensors."""
         return len(targets) == len(self.targets) and all(a is b for a, b in zip(targets, self.targets, strict=True))
 
     def require_same(self, targets: Sequence[Tensor], layout: Layout) -> None:
-        """Raises RuntimeError unless it has begun with these targets, in the dtype of this batch, and for training."""
+        """Raise RuntimeError unless the update began with these targets, in this batch's dtype and in training mode."""
         if not self.average.training or not self.is_of(targets):
             self.leave()
-            raise RuntimeError("begin_update was given other targets; call the objective with those, in training mode")
+            raise RuntimeError("begin_update was given other targets; call the objective with them, in training mode")
         if self.layout.unit_dtype != layout.unit_dtype:
             self.leave()
             raise RuntimeError(
-                f"begin_update took targets in {self.layout.unit_dtype}, with these online embeddings they are "
-                f"needed in {layout.unit_dtype}; give UniGrad(compute_dtype=...), or both branches in one dtype"
+                f"begin_update normalised the targets in {self.layout.unit_dtype}, but with these online embeddings "
+                f"they are needed in {layout.unit_dtype}; give UniGrad(compute_dtype=...), or use one dtype for both "
+                "branches"
             )
 
     def take_on(self, stream: torch.cuda.Stream) -> None:
-        """Move F now, on the current stream, which is this one, and beside what the GPU does on others."""
+        """Update F now on `stream`, which must be the current one, in parallel with the GPU's other streams."""
         self._taken, self._stream = self._take(), stream
         for view in self.targets:
             view.record_stream(stream)
 
     def leave(self) -> None:
-        """Go on without it: whoever uses F next does so when it does not move any more."""
+        """Make the current stream wait for the update of F, so that F can be used safely from now on."""
         if self._stream is not None:
             torch.cuda.current_stream(self.target_MC.device).wait_stream(self._stream)
 
     def finish(self) -> Gathered:
-        """The rows of all ranks, which F has taken in training; on a GPU the current stream waits and not the host."""
+        """Finish the update and return the rows of all ranks; on a GPU the current stream waits, not the host.
+
+        In training F has been updated with these rows.
+        """
         if self._taken is None:
             return self._take()
         self.leave()

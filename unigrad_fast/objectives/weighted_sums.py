@@ -1,4 +1,4 @@
-"""Sums over samples, weighted by how similar they are to a row; no array is made of all rows by all samples.
+"""Sums over samples weighted by their similarity to a row, without ever storing the full rows × samples matrix.
 
 Shape suffixes: N rows, K samples, C embedding width.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 Own: TypeAlias = "tuple[slice, int]"
 
-CHUNK = 1 << 22  # similarities that are held at once
-LEAST = 256  # samples, all the same: products of fewer are slow
+CHUNK = 1 << 22  # similarities held at once
+LEAST = 256  # smallest chunk of samples: matrix products with fewer are slow
 
 
 def product(left_NK: Tensor, right_KC: Tensor) -> Tensor:
-    """left · right, summed and returned in fp32 or better, whatever is multiplied."""
+    """left · right, summed and returned in at least fp32, whatever the operands' dtypes."""
     exact = torch.promote_types(left_NK.dtype, torch.float32)
     if left_NK.dtype == exact:
         return left_NK @ right_KC.to(exact)
@@ -36,18 +36,18 @@ def softmax_sum(
     positive_NC: Tensor | None = None,
     own: Sequence[Own] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Σ s_v·v over the samples with s = softmax(u·v/τ), by an online softmax over chunks of them.
+    """Σ s_v·v over the samples with s = softmax(u·v/τ), by an online softmax over chunks of samples.
 
     Args:
         query_NC: u.
         key_KC: v.
         temperature: τ.
-        bias_K: 0 for a sample, −∞ for what is none.
-        positive_NC: one more sample for each row.
-        own: rows that are samples themselves, and no samples for themselves: which, and the sample that is the first.
+        bias_K: 0 for a sample, −∞ for an entry to ignore.
+        positive_NC: one extra sample per row.
+        own: slices of rows that are samples too, each with the index of the first row's sample; a row ignores itself.
 
     Returns:
-        The sums [N, C] and log Σ exp(u·v/τ) [N], in fp32 or better; 0 where there is no sample.
+        The sums [N, C] and log Σ exp(u·v/τ) [N], in at least fp32; 0 if there are no samples.
     """
     exact = torch.promote_types(query_NC.dtype, torch.float32)
     rows = query_NC.shape[0]
@@ -78,22 +78,22 @@ def softmax_sum(
 def _softmax_sum_at_once(
     query_NC: Tensor, key_KC: Tensor, temperature: float, bias_K: Tensor | None, own: Sequence[Own]
 ) -> tuple[Tensor, Tensor]:
-    """The same, of samples that are one chunk: the weights are finished before they are multiplied."""
+    """`softmax_sum` for samples that fit into one chunk: the weights are normalised before the product."""
     ((_, weight_NK),) = _similarities(query_NC, key_KC, temperature, bias_K)
     _leave_out_(weight_NK, own, 0)
     log_N1 = weight_NK.logsumexp(-1, keepdim=True)
-    log_N1 = torch.where(log_N1 > -torch.inf, log_N1, 0.0)  # without samples all weights are exp(−∞)
+    log_N1 = torch.where(log_N1 > -torch.inf, log_N1, 0.0)  # without samples every weight is exp(−∞)
     return product(weight_NK.sub_(log_N1).exp_().to(key_KC.dtype), key_KC), log_N1.squeeze(-1)
 
 
 def softmax_of_samples(
     query_NC: Tensor, key_KC: Tensor, temperature: float, log_K: Tensor, own: Sequence[Own] = ()
 ) -> Tensor:
-    """Σ t_v·v with t_v = exp(v·u/τ − log_K[v]): the share that row u has in each sample's own softmax.
+    """Σ t_v·v with t_v = exp(v·u/τ − log_K[v]), the weight of row u in the softmax of sample v.
 
     Args:
         query_NC, key_KC, temperature, own: as in `softmax_sum`.
-        log_K: the samples' log Σ exp; ∞ for what is no sample.
+        log_K: each sample's log Σ exp; ∞ for an entry to ignore.
     """
     exact = torch.promote_types(query_NC.dtype, torch.float32)
     sum_NC = query_NC.new_zeros(query_NC.shape, dtype=exact)
@@ -104,7 +104,7 @@ def softmax_of_samples(
 
 
 def similarity_sum(query_NC: Tensor, key_KC: Tensor, value_KC: Tensor) -> Tensor:
-    """Σ (q·k)·v over the samples, [N, C] in fp32 or better: (q·kᵀ)·v or q·(kᵀ·v), whichever multiplies less."""
+    """Σ (q·k)·v over the samples, [N, C] in at least fp32: (q·kᵀ)·v or q·(kᵀ·v), whichever is cheaper."""
     rows, width = query_NC.shape
     samples = key_KC.shape[0]
     if products_first(rows, samples, width):
@@ -123,7 +123,7 @@ def products_first(rows: int, samples: int, width: int) -> bool:
 def _similarities(
     query_NC: Tensor, key_KC: Tensor, temperature: float, bias_K: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """u·v/τ + bias, of some samples after the other, in memory that the next ones take over."""
+    """Yields u·v/τ + bias chunk by chunk; every chunk reuses the same memory."""
     rows, samples = query_NC.shape[0], key_KC.shape[0]
     step = _step(rows)
     exact = torch.promote_types(query_NC.dtype, torch.float32)
@@ -151,18 +151,18 @@ def _add_product_(sum_NC: Tensor, weight_NK: Tensor, value_KC: Tensor) -> None:
 
 
 def _step(rows: int) -> int:
-    """Samples of a chunk."""
+    """Number of samples per chunk."""
     return max(LEAST, CHUNK // max(1, rows))
 
 
 def _leave_out_(weight_NK: Tensor, own: Sequence[Own], start: int) -> None:
-    """−∞ where a row is the sample itself, in similarities whose first sample is `start`."""
+    """Write −∞ where a row is its own sample, in similarities whose first sample is `start`."""
     for rows, first in own:
         _each_row(weight_NK[rows], first - start).fill_(-torch.inf)
 
 
 def _each_row(weight_NK: Tensor, first: int) -> Tensor:
-    """The entries (0, first), (1, first + 1), … as far as there are such."""
+    """The entries (0, first), (1, first + 1), … that exist."""
     rows, columns = weight_NK.shape
     if first >= columns or first <= -rows:
         return weight_NK.new_empty(0)

@@ -15,7 +15,7 @@ from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
-from unigrad_fast.objectives.losses.loss import OriginalLoss
+from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
 from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum

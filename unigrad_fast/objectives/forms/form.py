@@ -1,4 +1,4 @@
-"""The objective of a row of the table: its gradient, computed without autograd, and the loss that is reported.
+"""The objective for a row of the table: its gradient, computed without autograd, and the loss that is reported.
 
     g  = scale · (−positive + balance · negative)             gradient with respect to u, of one view's mean over images
     dz = g through the normalisation, averaged over views     gradient with respect to z
@@ -23,9 +23,9 @@ from unigrad_fast.objectives.catalogue import require_target
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
-from unigrad_fast.objectives.forms import losses, negatives
-from unigrad_fast.objectives.forms.batch import Batch, Units, batch_of, through_normalisation, units
+from unigrad_fast.objectives.forms import negatives, reported
 from unigrad_fast.objectives.forms.negatives import Negative
+from unigrad_fast.objectives.forms.normalised import Normalised, Units, normalise, through_normalisation, units
 from unigrad_fast.objectives.forms.rows import Row
 from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
@@ -37,20 +37,20 @@ METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
 
 class GradientForm(OverRanks):
-    """A row of the table.
+    """The objective for a row of the table.
 
-    Its state (F, W_h, the bank) is part of the state dict, and no buffers. In training mode all ranks call it together;
-    in evaluation mode state is read and stays as it is, and all that is returned is this rank's.
+    Its state (F, W_h, the bank) is part of the state dict, but not a buffer. In training mode all ranks must call the
+    objective together; in evaluation mode the state is read but not changed, and everything returned covers this rank.
 
     Args:
         width: C.
         row: the row.
-        target: what `target` is given: "momentum", the embeddings of a momentum encoder; "stop_gradient" and
-            "weight_sharing", which is the same in gradient form, the online branch's global views.
+        target: the source of the `target` embeddings: "momentum" (a momentum encoder), or "stop_gradient" or
+            "weight_sharing" (the online branch's global views; the two are the same in gradient form).
         process_group, most_images: see `OverRanks`.
 
     Raises:
-        ValueError: weights shared where embeddings collapse then; `both_terms` with a momentum target.
+        ValueError: shared weights with a row that would collapse; `both_terms` with a momentum target.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GradientForm(OverRanks):
         require_whole("width", width)
         require_target("gradient form with a predictor", target, collapses=row.positive == "predictor")
         if row.both_terms and target == "momentum":
-            raise ValueError("both_terms is the gradient of shared weights; use target='weight_sharing'")
+            raise ValueError("both_terms needs shared weights; use target='weight_sharing'")
         self.width, self.row, self.target = int(width), row, target
         self.average = MovingCorrelation(self.width) if row.negative == "moving_average" else None
         self.direct = EigenPredictor(self.width) if row.positive == "predictor" else None
@@ -76,19 +76,19 @@ class GradientForm(OverRanks):
         return f"width={self.width}, target={self.target}, row={self.row}"
 
     def forward(self, online: Sequence[Tensor], target: Sequence[Tensor], mix: Mix | None = None) -> ObjectiveOutput:
-        """The loss of one batch, whose backward gives the row's gradient.
+        """The loss of one batch; its backward gives the row's gradient.
 
         Args:
-            online: V ≥ 2 tensors [N, C] as the projector gives them; global views first, local crops follow.
-            target: two tensors [N, C], of the global views; no gradient flows into them.
+            online: V ≥ 2 tensors [N, C] as the projector outputs them; global views first, local crops follow.
+            target: two tensors [N, C], for the global views; no gradient flows into them.
             mix: how the online global views were mixed; see `UniGrad`.
 
         Returns:
-            `ObjectiveOutput`; metrics are `objective` (see `losses`), `positive_cosine` of the ℓ2-normalised u and m⁺,
-            `negative_term` (u·negative) and `surrogate` (u·g, what the authors' code reports).
+            `ObjectiveOutput`; metrics are `objective` (see `reported`), `positive_cosine` (of the ℓ2-normalised u and
+            m⁺), `negative_term` (u·negative) and `surrogate` (u·g, what the authors' code reports).
 
         Raises:
-            ValueError: a shape that does not fit; mixing where the samples would be mixed; more images than agreed on.
+            ValueError: a wrong shape; mixing if that would mix the samples; more images than agreed on.
         """
         require_views(online, target, self.width)
         layout = layout_of(self._layouts, len(online), online[0], dtypes_of(online, target), self.row.decay)
@@ -97,7 +97,7 @@ class GradientForm(OverRanks):
             require_no_recomputation()
         with torch.no_grad(), without_autocast(layout.device):
             found = units(online, target, layout)
-            batch = batch_of(
+            batch = normalise(
                 self.row.normalisation,
                 self._needs(len(online)),
                 online,
@@ -114,7 +114,7 @@ class GradientForm(OverRanks):
             if self.training and self.bank is not None:
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
-        # `data` is no view: what is done to one of them in place is nothing to the others.
+        # `data` is not a view to autograd: changing one metric in place does not invalidate the others.
         named = dict(zip(METRICS, (term.data for term in terms.unbind()), strict=True))
         nonfinite = batch.gathered.raised[0].to(terms.dtype)
         unit_MC = found.online[: 2 * layout.images]
@@ -127,20 +127,20 @@ class GradientForm(OverRanks):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the kernel of UniGrad's gradient computes it: −f·m⁺ + λ·negative of ℓ2-normalised embeddings."""
+        """Whether UniGrad's gradient kernel can compute the row: −f·m⁺ + λ·negative with ℓ2-normalised embeddings."""
         row = self.row
         return row.normalisation == "l2" and row.positive == "identity" and not row.centred
 
     @property
     def _flag(self) -> int:
-        """Which of the flags keeps state from taking a batch: of its source."""
+        """Index of the flag that blocks updates of the state: the flag of the branch the samples come from."""
         return 0 if self.row.source == "online" else 1
 
-    def _positives(self, batch: Batch, mix: Mix | None) -> Tensor:
-        """m⁺, [V, N, C]; made where it is needed, for the kernel does without."""
+    def _positives(self, batch: Normalised, mix: Mix | None) -> Tensor:
+        """m⁺, [V, N, C]; computed only if needed, because the kernel does not need it."""
         return positives(batch.target.to(batch.exact), len(batch.online), mix)
 
-    def _negative(self, batch: Batch, layout: Layout, mix: Mix | None) -> Negative:
+    def _negative(self, batch: Normalised, layout: Layout, mix: Mix | None) -> Negative:
         row = self.row
         if self.bank is not None:
             return negatives.softmax_of_bank(row, batch, self._positives(batch, mix), self.bank)
@@ -153,8 +153,8 @@ class GradientForm(OverRanks):
             return Negative(self._moving(batch, layout, self.average))
         return negatives.own_batch(row, batch)
 
-    def _moving(self, batch: Batch, layout: Layout, average: MovingCorrelation) -> Tensor:
-        """u·F, or with a predictor W_h·u, after F has taken the batch."""
+    def _moving(self, batch: Normalised, layout: Layout, average: MovingCorrelation) -> Tensor:
+        """u·F, or with a predictor W_h·u, after F was updated with the batch."""
         row, online_MC = self.row, batch.online.flatten(0, 1)
         dtype = layout.product_dtype if self.direct is None else batch.exact
         if self.training:
@@ -170,7 +170,7 @@ class GradientForm(OverRanks):
     def _fused(self, found: Units, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, layout.rows)
         factor = row.positive_factor * (2 if row.both_terms else 1)
-        scale = losses.constant_scale(row)
+        scale = reported.constant_scale(row)
         first, second, ratio = layout.positives(mix)
         gradient_MC, sums = functional.embedding_gradient(
             negative.gradient.flatten(0, 1),
@@ -186,13 +186,13 @@ class GradientForm(OverRanks):
         )
         _, cosine, product, surrogate, _ = sums.unbind()
         cosine, product = cosine / (factor * scale), product / (factor * scale)
-        objective = losses.of_means(row, cosine * row.positive_factor, product, negative)
+        objective = reported.of_means(row, cosine * row.positive_factor, product, negative)
         return gradient_MC, torch.stack([objective, cosine, product, surrogate])
 
-    def _composed(self, batch: Batch, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
+    def _composed(self, batch: Normalised, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
         online_VNC, positive_VNC = batch.online.to(batch.exact), self._positives(batch, mix)
-        scale: Tensor | float = losses.constant_scale(row)
+        scale: Tensor | float = reported.constant_scale(row)
         if self.direct is not None:
             step_VNC, along_VN1, product_VN1 = self._predicted(
                 self.direct, online_VNC, positive_VNC, predicted_VNC=negative.gradient
@@ -206,10 +206,10 @@ class GradientForm(OverRanks):
             product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
             step_VNC = row.weight * negative.gradient - towards_VNC
         if negative.centred is not None:
-            step_VNC += online_VNC - row.weight * losses.variance_term(row, batch, negative.centred)
+            step_VNC += online_VNC - row.weight * reported.variance_term(row, batch, negative.centred)
         step_VNC *= scale
         gradient_MC = through_normalisation(step_VNC, batch, found, 1 / rows, self._total)
-        objective = losses.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
+        objective = reported.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
         unit_2NC = found.target.to(batch.exact).view_as(batch.target)
         unit_VNC = found.online.to(batch.exact).view_as(online_VNC)
         cosine = (unit_VNC * positives(unit_2NC, len(online_VNC), mix)).sum() / rows
@@ -219,10 +219,10 @@ class GradientForm(OverRanks):
     def _predicted(
         self, direct: EigenPredictor, online_VNC: Tensor, positive_VNC: Tensor, predicted_VNC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """−W_h·m⁺ + λ·G·u, and u·W_h·m⁺ and u·G·u, of each row.
+        """For each row −W_h·m⁺ + λ·G·u, u·W_h·m⁺ and u·G·u.
 
-        G has the eigenvectors of W_h, and is a polynomial of it: G = W_h² − a·W_h + b·I. So all of it is one product:
-        W_h·(λ·(W_h·u − a·u) − m⁺) + λ·b·u.
+        G has the eigenvectors of W_h and is a polynomial in it: G = W_h² − a·W_h + b·I. So one more matrix product is
+        enough: W_h·(λ·(W_h·u − a·u) − m⁺) + λ·b·u.
         """
         twice, constant = direct.coefficients(self.row.predictor, self.row.epsilon, like=predicted_VNC)
         along_VN1 = (predicted_VNC * positive_VNC).sum(-1, keepdim=True)
@@ -243,13 +243,13 @@ class GradientForm(OverRanks):
             return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
         return row.positive_factor * positive_VNC
 
-    def _samples(self, batch: Batch) -> Gathered:
-        """Both global views of all ranks, of the branch that samples come from."""
+    def _samples(self, batch: Normalised) -> Gathered:
+        """Both global views on all ranks, from the branch the samples come from."""
         rows_2KC = batch.all_online[:2] if self.row.source == "online" else batch.all_target
         return replace(batch.gathered, rows=rows_2KC)
 
     def _needs(self, views: int) -> tuple[int, int]:
-        """How many online and target views of all ranks the row needs."""
+        """Number of online and target views that the row needs from all ranks."""
         if self.row.negative in ("cross_batch", "own_batch"):
             return views, 2 if self.row.negative == "cross_batch" else 0
         return (2, 0) if self.row.source == "online" else (0, 2)
@@ -264,13 +264,13 @@ class GradientForm(OverRanks):
         row = self.row
         if row.both_terms and (views > 2 or mix is not None):
             found = f"{views} views; leave local crops out" if views > 2 else "mixed ones; leave CutMix out"
-            raise ValueError(f"both_terms is of two global views, not of {found}")
+            raise ValueError(f"both_terms needs two unmixed global views, not {found}")
         if mix is None:
             return
         if row.source == "online" or row.negative == "cross_batch":
             remedy = "; use correlation_source='target'" if row.negative == "moving_average" else ""
             raise ValueError(
-                f"CutMix is refused for negative {row.negative!r} here: its samples are online embeddings, which are "
-                f"those of mixed images{remedy}"
+                f"CutMix is refused for negative {row.negative!r} here: its samples are online embeddings, which with "
+                f"CutMix come from mixed images{remedy}"
             )
         require_mix(mix, layout.images, layout.device)

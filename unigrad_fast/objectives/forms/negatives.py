@@ -1,4 +1,4 @@
-"""The negative gradients of the table, from samples that every rank has.
+"""The negative gradients of the table, computed from samples that are gathered on every rank.
 
 Shape suffixes: V views, N images of this rank, K samples, C embedding width.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
-from unigrad_fast.objectives.forms.batch import Batch
+from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
 from unigrad_fast.objectives.over_ranks import Gathered
 from unigrad_fast.objectives.positives import positives
@@ -21,7 +21,7 @@ from unigrad_fast.objectives.weighted_sums import Own, similarity_sum, softmax_o
 
 @dataclass
 class Centred:
-    """ũ [V, N, C], and variances [V, 1, C] over the images of all ranks, N−1 of them free."""
+    """ũ [V, N, C], and unbiased variances [V, 1, C] (divided by N−1) over the images of all ranks."""
 
     online: Tensor
     variance: Tensor
@@ -29,13 +29,13 @@ class Centred:
 
 @dataclass
 class Negative:
-    """The negative gradient, and what else the row needs of its samples.
+    """The negative gradient, and other values that the row computes from its samples.
 
     Attributes:
         gradient: [V, N, C].
-        log_VN: of a softmax, log Σ exp(u·v/τ).
-        diagonal: [V, 1, C] of positive "diagonal", diag(W) = Σ u·m⁺/N.
-        centred: of a centred row.
+        log_VN: log Σ exp(u·v/τ), for a softmax.
+        diagonal: [V, 1, C], diag(W) = Σ u·m⁺/N, for positive "diagonal".
+        centred: for a centred row.
     """
 
     gradient: Tensor
@@ -44,8 +44,8 @@ class Negative:
     centred: Centred | None = None
 
 
-def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) -> Negative:
-    """Of the positive and the bank: with the positive among the samples it is InfoNCE's gradient."""
+def softmax_of_bank(row: Row, batch: Normalised, positive_VNC: Tensor, bank: Bank) -> Negative:
+    """Softmax over the positive and the bank; with the positive among the samples this is InfoNCE's gradient."""
     query_MC = batch.online.flatten(0, 1)
     keys = bank.ready(batch.online)
     bias_K = keys.bias(batch.exact)
@@ -55,8 +55,10 @@ def softmax_of_bank(row: Row, batch: Batch, positive_VNC: Tensor, bank: Bank) ->
     return Negative(sum_MC.view_as(positive_VNC), log_M.view(positive_VNC.shape[:2]))
 
 
-def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callable[[Tensor], Gathered]) -> Negative:
-    """Of both global views of all ranks."""
+def softmax_of_batch(
+    row: Row, batch: Normalised, samples_2KC: Tensor, gather: Callable[[Tensor], Gathered]
+) -> Negative:
+    """Softmax over both global views on all ranks."""
     is_image, exact = batch.gathered.is_image, batch.exact
     sample_KC = samples_2KC.flatten(0, 1)
     bias_K = None if is_image is None else torch.where(is_image, 0.0, -torch.inf).to(exact).repeat(2)
@@ -74,8 +76,8 @@ def softmax_of_batch(row: Row, batch: Batch, samples_2KC: Tensor, gather: Callab
     return Negative(sum_MC.view(batch.online.shape), log_M.view(batch.online.shape[:2]))
 
 
-def cross_batch(row: Row, batch: Batch) -> Negative:
-    """Σ (m⁺·m⁺_v)/N·v: the samples are of the same view, their weights of what they are pulled to."""
+def cross_batch(row: Row, batch: Normalised) -> Negative:
+    """Σ (m⁺·m⁺_v)/N·v: the samples come from the same view, weighted by the similarity of their positives."""
     own_2NC, all_2KC = (batch.target, batch.all_target)
     if row.negative_target == "stop_gradient":
         own_2NC, all_2KC = batch.online[:2], batch.all_online[:2]
@@ -89,8 +91,8 @@ def cross_batch(row: Row, batch: Batch) -> Negative:
     return Negative(torch.stack(sums).div_(count), diagonal=diagonal_V1C)
 
 
-def own_batch(row: Row, batch: Batch) -> Negative:
-    """Σ (u·v)/N·v, or of both less their mean."""
+def own_batch(row: Row, batch: Normalised) -> Negative:
+    """Σ (u·v)/N·v; for a centred row with the mean subtracted from u and v."""
     own_VNC, all_VKC, centred = batch.online, batch.all_online, None
     count = batch.gathered.count.clamp_min(2 if row.centred else 1)
     if row.centred:

@@ -1,16 +1,16 @@
 """The paper's table of methods as data: gradient = scale · (−positive + balance · negative), for one view.
 
-N is the number of images of all ranks; 1/N, the mean over images, stands in no scale. The sums are over the samples v:
+N is the number of images on all ranks; no scale contains the 1/N of the mean over images. Sums run over the samples v:
 
     positive   identity        f·m⁺                        f is `positive_factor`
                diagonal        A·m⁺                        A = I − (1−λ)·diag(W), W = uᵀm⁺/N
-               predictor       W_h·m⁺                      W_h of the eigenvectors of F
+               predictor       W_h·m⁺                      W_h from the eigenvectors of F
     balance    a number        λ
-               dynamic         λ = u·W_h·m⁺ / u·G·u        G is what the negative multiplies with
+               dynamic         λ = u·W_h·m⁺ / u·G·u        G is the matrix of the negative
     negative   softmax         Σ s_v·v                     s = softmax(u·v/τ)
                moving_average  Σ ρ_v·(u·v)·v = F·u         with W_h: G·u, see `predictor`
                cross_batch     Σ (m⁺·m⁺_v)/N·v
-               own_batch       Σ (u·v)/N·v                 with `centred`, of ũ and ṽ; then also u/λ − B·ũ
+               own_batch       Σ (u·v)/N·v                 with `centred`, ũ and ṽ for u and v, plus u/λ − B·ũ
     scale      temperature     1/τ
                predictor       1/‖W_h·u‖
                two, one        2, 1
@@ -37,30 +37,32 @@ SAMPLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table; another method is another value.
+    """A row of the table; another method is simply another value of this class.
 
     Attributes:
-        normalisation: of both branches; batch norm over the images of all ranks.
+        normalisation: applied to both branches; batch norm uses the images of all ranks.
         positive, balance, negative, scale: as above.
-        samples: of the sums: "batch": targets of both global views of all ranks (for `cross_batch` and `own_batch` the
-            same view of all ranks); "batch_without_self": but for the row's own; "bank": the positive and a bank of
-            targets; "all": the moving average F.
+        samples: the samples in the sums. "batch": targets of both global views on all ranks (for `cross_batch` and
+            `own_batch` the same view on all ranks); "batch_without_self": the same without the row's own target;
+            "bank": the positive and a bank of targets; "all": the moving average F.
         temperature: τ.
-        bank_size: keys of the bank.
+        bank_size: number of keys in the bank.
         decay: ρ of F.
-        correlation_source: branch that F is made of, "online" (the paper's formula) or "target" (the authors' code).
-        epsilon: ε, what small eigenvalues are lifted by.
-        predictor: "paper": W_h = U(√Λ + ε·λ_max)Uᵀ, G = F + ε²·λ_max²·I; "full": G = W_h·W_h, nothing dropped;
+        correlation_source: branch F is computed from, "online" (the paper's formula) or "target" (the authors' code).
+        epsilon: ε, which lifts small eigenvalues.
+        predictor: "paper": W_h = U(√Λ + ε·λ_max)Uᵀ, G = F + ε²·λ_max²·I; "full": G = W_h·W_h, without approximation;
             "authors": W_h = U(√(Λ/λ_max) + ε)Uᵀ, G = F/λ_max + ε²·I.
-        every: steps from one decomposition of F to the next; W_h and G are of the F that was decomposed.
+        every: number of steps between decompositions of F; W_h and G belong to the F that was decomposed last.
         positive_factor: f.
-        centred: whether `own_batch` has samples less their mean, and the terms of VICReg that ℓ2 makes needless.
-        variance, floor, variance_epsilon: VICReg's λ₂, γ and the ε under its root.
-        both_terms: of `batch_without_self` with shared weights: what a row receives as others' sample, too.
+        centred: whether `own_batch` subtracts the mean from samples and adds the terms of VICReg that ℓ2 normalisation
+            makes unnecessary.
+        variance, floor, variance_epsilon: VICReg's λ₂, γ, and ε under the square root.
+        both_terms: for `batch_without_self` with shared weights: also add the gradient that a row receives as other
+            rows' sample.
         negative_target: "target", or "stop_gradient": samples come from the online branch, positives from the target.
 
     Raises:
-        ValueError, TypeError: parts that do not fit each other, an unknown name, a number out of range.
+        ValueError, TypeError: parts that do not fit together, an unknown name, a number out of range.
     """
 
     normalisation: Literal["l2", "batch_norm", "none"]
@@ -93,15 +95,15 @@ class Row:
             ),
             (
                 self.positive == "predictor" and self.negative != "moving_average" and "positive 'predictor'",
-                "W_h is made of F, which only negative 'moving_average' keeps",
+                "W_h is computed from F; use negative 'moving_average'",
             ),
             (
                 self.positive == "diagonal" and self.negative != "cross_batch" and "positive 'diagonal'",
-                "A is made of W, which belongs to negative 'cross_batch'",
+                "A is computed from W; use negative 'cross_batch'",
             ),
             (
                 self.balance == "dynamic" and self.positive != "predictor" and "balance 'dynamic'",
-                "it is a ratio with W_h; use positive 'predictor', or a number",
+                "it needs W_h; use positive 'predictor', or a number",
             ),
             (
                 self.scale == "predictor" and self.positive != "predictor" and "scale 'predictor'",
@@ -109,18 +111,18 @@ class Row:
             ),
             (
                 self.centred and (self.negative != "own_batch" or self.balance == 0) and "centred",
-                "it belongs to negative 'own_batch', with a balance above 0",
+                "use negative 'own_batch' with a balance above 0",
             ),
             (
                 self.both_terms and self.samples != "batch_without_self" and "both_terms",
-                "it belongs to samples 'batch_without_self'",
+                "use samples 'batch_without_self'",
             ),
             (
                 self.negative == "moving_average"
                 and self.negative_target == "stop_gradient"
                 and self.correlation_source == "target"
                 and "correlation_source 'target'",
-                "negative_target 'stop_gradient' makes F of online embeddings; leave one of the two out",
+                "with negative_target 'stop_gradient' F comes from online embeddings; leave one of the two out",
             ),
         ):
             if fault:
@@ -128,7 +130,7 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """λ, where it is a number; else 0."""
+        """λ if it is a number, else 0."""
         return 0.0 if self.balance == "dynamic" else float(self.balance)
 
     @property
@@ -141,7 +143,7 @@ class Row:
     def _require_values(self) -> None:
         hints = get_type_hints(type(self))
         if isinstance(self.balance, str) and self.balance != "dynamic":
-            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or with W_h 'dynamic'")
+            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or 'dynamic' with a predictor")
         for field in fields(self):
             if field.name in PARTS:
                 require_among(field.name, getattr(self, field.name), get_args(hints[field.name]))
@@ -150,7 +152,7 @@ class Row:
 
 
 def _row(form: str, normalisation: Any, positive: Any, negative: Any, samples: Any, scale: Any, **more: Any) -> Row:
-    """A row of these parts, with the settings that the catalogue declares for a form."""
+    """A row with these parts and the settings that the catalogue declares for the form."""
     settings = {**FORMS[form].built(), **more}
     return Row(normalisation, positive, negative=negative, samples=samples, scale=scale, **settings)
 
@@ -168,7 +170,7 @@ ROWS: Mapping[str, Row] = MappingProxyType({
     "j": _row("j", "l2",         "identity",  "own_batch",      "batch",              "two"),
 })  # fmt: skip
 
-# And the forms that a method's name stands for.
+# The rows again, and the gradient form of each method by its name.
 GRADIENTS: Mapping[str, Row] = MappingProxyType({
     **ROWS,
     "unigrad": replace(ROWS["e"], **FORMS["unigrad"].built()),

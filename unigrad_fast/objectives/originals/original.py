@@ -1,4 +1,4 @@
-"""What the original losses have in common. Shape suffixes: V views, N images of this rank, C embedding width."""
+"""The base class of the original losses. Shape suffixes: V views, N images of this rank, C embedding width."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from unigrad_fast.objectives.surroundings import require_no_recomputation, witho
 
 @dataclass
 class Views:
-    """A batch, in fp32 or better; rows that are not finite are 0, and no gradient flows into them.
+    """A batch in at least fp32; rows that are not finite are set to 0, and no gradient flows into them.
 
     Attributes:
         online: [V, N, C].
-        target: [2, N, C], of the global views; with gradient where weights are shared.
+        target: [2, N, C], for the global views; with gradient if weights are shared.
         mix: how the online global views were mixed.
-        raised: int32 [2]: whether a row is not finite on this rank, of both branches and of the target's.
+        raised: int32 [2]: whether any row, and whether any target row, is not finite on this rank.
     """
 
     online: Tensor
@@ -54,7 +54,7 @@ class Views:
 
     @cached_property
     def unit_positive(self) -> Tensor:
-        """m⁺ of unit embeddings, [V, N, C]."""
+        """m⁺ from unit embeddings, [V, N, C]."""
         return self.positives(self.unit_target)
 
     @cached_property
@@ -66,17 +66,16 @@ class Views:
 class OriginalLoss(OverRanks):
     """A method's loss as its authors wrote it; autograd differentiates it.
 
-    The views' losses are averaged. On several ranks a loss is that of the ranks' batches as one, and backward brings
-    the gradient with respect to this rank's embeddings of the sum of the ranks' losses: the mean over ranks, which
-    the engine takes, is the gradient on one rank.
+    The loss is averaged over views. On several ranks the loss treats all ranks' images as one batch, and backward gives
+    this rank's embeddings the gradient of the sum of all ranks' losses. Averaged over ranks, as the engine does, this
+    equals the gradient on a single rank.
 
     Args:
         width: C.
-        target: "momentum" and "stop_gradient" let no gradient into the targets; with "weight_sharing" it flows into
-            both branches, and `target` is given what `online` is.
-            None is what the catalogue declares.
+        target: "momentum" and "stop_gradient" let no gradient into the targets. With "weight_sharing" gradient flows
+            into both branches; pass the online branch's global views as `target` then. None is the catalogue's default.
         process_group, most_images: see `OverRanks`.
-        settings: those that the catalogue declares for the method, which are attributes then; its defaults for others.
+        settings: the settings that the catalogue declares for the method, with its defaults; they become attributes.
 
     A subclass names the `method` whose original form it is.
     """
@@ -111,20 +110,20 @@ class OriginalLoss(OverRanks):
         """The loss of one batch.
 
         Args:
-            online: V ≥ 2 tensors [N, C] as the projector gives them; global views first, local crops follow.
-            target: two tensors [N, C], of the global views.
+            online: V ≥ 2 tensors [N, C] as the projector outputs them; global views first, local crops follow.
+            target: two tensors [N, C], for the global views.
             mix: how the online global views were mixed; see `UniGrad`.
 
         Returns:
             `ObjectiveOutput`; metrics are `objective`, the loss, and `positive_cosine`, u·m⁺.
 
         Raises:
-            ValueError: a shape that does not fit; mixing where the loss cannot take it; more images than agreed on.
+            ValueError: a wrong shape; mixing with a loss that does not support it; more images than agreed on.
         """
         require_views(online, target, self.width)
         if mix is not None:
             if self.declared.mixes_samples:
-                raise ValueError(f"CutMix is refused for {type(self).__name__}: {MIXED}")
+                raise ValueError(f"CutMix is refused for {type(self).__name__}: {MIXED}; leave mix out")
             require_mix(mix, online[0].shape[0], online[0].device)
         if self.training:
             require_no_recomputation()
@@ -149,7 +148,7 @@ class OriginalLoss(OverRanks):
         return ObjectiveOutput(loss, metrics, flag.to(loss.dtype), unit_MC, self.over_ranks, self.process_group)
 
     def predicted(self, online_VNC: Tensor) -> Sequence[Tensor] | Tensor:
-        """What the loss is computed from, in autocast where it is on; the online embeddings themselves."""
+        """The input of the loss: the online embeddings, unless a subclass predicts; runs in autocast if that is on."""
         return online_VNC
 
     def loss_of(self, views: Views) -> Tensor:
@@ -178,7 +177,7 @@ class _Unit(Function):
 
 
 def unit(rows_VNC: Tensor) -> Tensor:
-    """z / max(‖z‖, 1e-12), with few passes in backward; no gradient flows into a row of zeros."""
+    """z / max(‖z‖, 1e-12), with few passes over memory in backward; no gradient flows into a row of zeros."""
     return _Unit.apply(rows_VNC)
 
 
@@ -188,11 +187,11 @@ def mean(terms_VN: Tensor) -> Tensor:
 
 
 def _finite(views: Sequence[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[V, N, C] with 0 for rows without a finite length, into which no gradient flows; and whether there are such."""
+    """The views as [V, N, C] with non-finite rows set to 0 and cut off from the gradient; and whether any was found."""
     rows_VNC = views.to(dtype) if isinstance(views, Tensor) else torch.stack([view.to(dtype) for view in views])
     exact_VNC = rows_VNC.detach().to(torch.promote_types(dtype, torch.float32))
     length = torch.linalg.vector_norm(exact_VNC)
-    if host_may_read(length) and torch.isfinite(length):  # so are they all
+    if host_may_read(length) and torch.isfinite(length):  # then all rows are finite
         return rows_VNC, torch.zeros_like(length, dtype=torch.bool)
     finite_VN1 = torch.isfinite(torch.linalg.vector_norm(exact_VNC, dim=-1, keepdim=True))
     return torch.where(finite_VN1, rows_VNC, 0.0), ~finite_VN1.all()

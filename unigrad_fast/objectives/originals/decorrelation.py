@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
 from unigrad_fast.objectives.shared_sums import sum_over_ranks
 
 
 class BarlowTwins(OriginalLoss, method="barlow_twins"):
-    """Barlow Twins: L = Σ (W_ii − 1)² + λ·Σ_{j≠i} W_ij², W = uᵀm⁺/N of batch-normalised embeddings of all ranks.
+    """Barlow Twins: L = Σ (W_ii − 1)² + λ·Σ_{j≠i} W_ij², W = uᵀm⁺/N from batch-normalised embeddings of all ranks.
 
-    Barlow Twins itself shares weights.
+    Barlow Twins itself shares weights between the branches.
 
     Attributes:
         balance: λ.
@@ -29,7 +29,7 @@ class BarlowTwins(OriginalLoss, method="barlow_twins"):
         target_2NC = standardised(views.target, self.over_ranks, self.process_group)[0]
         losses = []
         for own_NC, positive_NC in zip(online_VNC, views.positives(target_2NC), strict=True):
-            own_NC = own_NC / images  # fewer numbers than W has
+            own_NC = own_NC / images  # cheaper than dividing W
             cross_CC = _summed(own_NC.T @ positive_NC, self)
             diagonal_C = _summed((own_NC * positive_NC).sum(0), self)
             off_diagonal = _squares(cross_CC) - diagonal_C.square().sum()
@@ -42,13 +42,13 @@ class VICReg(OriginalLoss, method="vicreg"):
 
         invariance·mean (z − m⁺)²  +  variance·mean_c max(0, γ − √(var_c + ε))  +  covariance·2/C·Σ_{j≠i} cov_ij²
 
-    with variances and covariances of the view over all ranks. Of two views that is what VICReg adds up. The paper's
-    λ₁ and λ₂ are 2·C·covariance/invariance and C·variance/invariance, of its loss times invariance/C.
+    with each view's variances and covariances over all ranks. For two views this equals VICReg's sum. It is the paper's
+    loss times invariance/C, with λ₁ = 2·C·covariance/invariance and λ₂ = C·variance/invariance.
 
-    VICReg itself shares weights.
+    VICReg itself shares weights between the branches.
 
     Attributes:
-        invariance, variance, covariance: weights.
+        invariance, variance, covariance: weights of the terms.
         floor: γ.
         variance_epsilon: ε.
     """
@@ -76,7 +76,7 @@ class VICReg(OriginalLoss, method="vicreg"):
 
 
 def _squares(matrix_CC: Tensor) -> Tensor:
-    """Their sum: as a norm it takes one pass, and one backward."""
+    """The sum of squares; as a norm it takes one pass, and one in backward."""
     return torch.linalg.vector_norm(matrix_CC).square()
 
 

@@ -3,6 +3,6 @@
 from .asymmetric import BYOL, DirectPred, SimSiam
 from .contrastive import MoCo, SimCLR
 from .decorrelation import BarlowTwins, VICReg
-from .loss import ORIGINALS
+from .original import ORIGINALS
 
 __all__ = ["BYOL", "ORIGINALS", "BarlowTwins", "DirectPred", "MoCo", "SimCLR", "SimSiam", "VICReg"]

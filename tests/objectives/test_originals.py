@@ -13,8 +13,8 @@ from test_unigrad import leaves, mixed, views
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from unigrad_fast.objectives import losses
-from unigrad_fast.objectives.losses import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives import originals
+from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
 
 WIDTH = 16
 EVERY = [MoCo, SimCLR, BYOL, SimSiam, DirectPred, BarlowTwins, VICReg]
@@ -22,7 +22,7 @@ SHARING = [MoCo, SimCLR, BarlowTwins, VICReg]
 NEEDS_WHOLE = [BarlowTwins, VICReg]
 
 
-def made(kind: type, /, **settings) -> losses.MoCo:
+def made(kind: type, /, **settings) -> originals.MoCo:
     torch.manual_seed(0)
     if kind is not MoCo:
         return kind(width=WIDTH, **settings).double()
@@ -194,7 +194,7 @@ def steps_of_slice(name: str, settings: dict, unequal: bool = False) -> list[tup
     bounds = [0, 5, 12] if unequal and size == 2 else [12 * place // size for place in range(size + 1)]
     part = slice(bounds[rank], bounds[rank + 1])
     share = (part.stop - part.start) / 12  # of the mean over all images
-    objective, found = made(getattr(losses, name), **settings), []
+    objective, found = made(getattr(originals, name), **settings), []
     for seed in range(3):
         online = leaves([z[part] for z in views(3, images=12, seed=seed)])
         target = [z[part] for z in views(images=12, seed=seed + 50)]
@@ -327,7 +327,7 @@ def test_a_bank_smaller_than_a_batch_keeps_the_newest_keys():
     ("make", "message"),
     [
         (lambda: MoCo(WIDTH, temperature=0.0), "temperature 0.0 is out of range; use more than 0"),
-        (lambda: MoCo(WIDTH, bank_size=0), "bank_size 0 is not positive"),
+        (lambda: MoCo(WIDTH, bank_size=0), "bank_size 0 is too small; use 1 or more"),
         (lambda: SimCLR(WIDTH, target="own"), "target 'own' is unknown; use one of momentum"),
         (lambda: DirectPred(WIDTH, decay=1.0), "decay 1.0 is outside"),
         (lambda: DirectPred(WIDTH, kind="svd"), "kind 'svd' is unknown"),

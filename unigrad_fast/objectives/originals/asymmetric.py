@@ -1,6 +1,6 @@
 """BYOL, SimSiam and DirectPred (the paper, section "Asymmetric Network Methods").
 
-    L = mean of −cos(h(u), m⁺)          h a network, or W_h of the eigenvectors of F
+    L = mean of −cos(h(u), m⁺)          h is a network, or W_h from the eigenvectors of F
 
 Shape suffixes: V views, N images of this rank, C embedding width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unigrad_fast.objectives.checks import require_among
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean, unit
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean, unit
 from unigrad_fast.objectives.predictor import Predictor
 
 
@@ -25,9 +25,10 @@ class BYOL(OriginalLoss, method="byol"):
 
     Args:
         width: C.
-        predictor: True: the objective has one of its own, whose parameters are to be given to the optimizer; a module
-            [·, C] → [·, C]: that one; False: `online` are predictions already.
-        settings: `hidden`, channels inside a predictor of its own (None is C/4, as SimSiam's); see `OriginalLoss`.
+        predictor: True: the objective creates one, and its parameters must be passed to the optimizer; a module
+            [·, C] → [·, C]: that module is used; False: `online` already contains predictions.
+        settings: `hidden`, the hidden channels of a predictor created here (None is C/4, as in SimSiam); see
+            `OriginalLoss`.
     """
 
     hidden: int | None
@@ -35,9 +36,9 @@ class BYOL(OriginalLoss, method="byol"):
     def __init__(self, width: int, predictor: nn.Module | bool = True, **settings: Any):
         super().__init__(width, **settings)
         if not isinstance(predictor, (bool, nn.Module)):
-            raise TypeError(f"predictor {predictor!r} is no module; use True, False or an nn.Module")
+            raise TypeError(f"predictor {predictor!r} is not a module; use True, False or an nn.Module")
         if self.hidden is not None and predictor is not True:
-            raise ValueError(f"hidden {self.hidden} is of a predictor of its own; use predictor=True, or leave it out")
+            raise ValueError(f"hidden {self.hidden} needs predictor=True; set that, or leave hidden out")
         own = Predictor(self.width, self.hidden or max(1, self.width // 4)) if predictor is True else None
         self.predictor = predictor if isinstance(predictor, nn.Module) else own
 
@@ -46,29 +47,29 @@ class BYOL(OriginalLoss, method="byol"):
             return online_VNC
         if isinstance(self.predictor, Predictor):
             return self.predictor(online_VNC, self.process_group)
-        return [self.predictor(view_NC) for view_NC in online_VNC]  # each by itself, as its batch statistics are
+        return [self.predictor(view_NC) for view_NC in online_VNC]  # one by one: batch statistics are per view
 
     def loss_of(self, views: Views) -> Tensor:
         return -mean(views.cosine)
 
 
 class SimSiam(BYOL, method="simsiam"):
-    """SimSiam: BYOL whose target is the online branch itself, without gradient.
+    """SimSiam: BYOL with the online branch itself as target, without gradient.
 
-    Its predictor's learning rate is constant in the original; that is the optimizer's matter.
+    In the original the predictor's learning rate is constant; the optimizer has to take care of that.
     """
 
 
 class DirectPred(OriginalLoss, method="byol_directpred"):
-    """DirectPred: BYOL whose predictor W_h is computed from the eigenvectors of F, a constant in backward.
+    """DirectPred: BYOL with a predictor W_h computed from the eigenvectors of F, a constant in backward.
 
     The host waits for the eigenvectors.
 
     Attributes:
         decay: ρ of F.
-        epsilon: ε, what small eigenvalues are lifted by.
-        every: steps from one decomposition to the next.
-        kind: "authors": Λ_h = √(Λ/λ_max) + ε, as the authors' code; "paper": Λ_h = √Λ + ε·λ_max.
+        epsilon: ε, which lifts small eigenvalues.
+        every: number of steps between decompositions.
+        kind: "authors": Λ_h = √(Λ/λ_max) + ε, as in the authors' code; "paper": Λ_h = √Λ + ε·λ_max.
     """
 
     decay: float

@@ -1,4 +1,4 @@
-"""A batch as a row of the table normalises it, of this rank and of all, and the way back to the embeddings.
+"""Normalisation of a batch, on this rank and over all ranks, and the gradient back through it to the embeddings.
 
 Shape suffixes: V views, N images of this rank, K images of all ranks, M = V·N rows, C embedding width.
 """
@@ -20,7 +20,7 @@ BATCH_NORM_EPSILON = 1e-5
 
 @dataclass
 class Units:
-    """ℓ2-normalised embeddings of this rank, [M + 2·N, C]: online [M, C] with inverse norms [M], then the targets."""
+    """ℓ2-normalised embeddings of this rank, [M + 2·N, C]: online [M, C] with inverse norms [M], then targets."""
 
     rows: Tensor
     inverse_norm: Tensor
@@ -35,15 +35,15 @@ class Units:
 
 
 @dataclass
-class Batch:
+class Normalised:
     """Normalised embeddings; rows that are not finite are 0.
 
     Attributes:
         normalisation: "l2", "batch_norm" or "none".
         online, target: u [V, N, C] and m [2, N, C] of this rank.
-        all_online, all_target: of all ranks, as many views [·, K, C] as the row needs.
-        gathered: how many images there are, and where this rank's lie among the K.
-        deviation: [V, 1, C], √(var + ε) of batch norm.
+        all_online, all_target: [·, K, C] over all ranks, with only as many views as the row of the table needs.
+        gathered: the number of images over all ranks, and the slice of K that belongs to this rank.
+        deviation: [V, 1, C], batch norm's √(var + ε); None for other normalisations.
         finite: [V, N, 1], whether a row of the online branch is finite.
     """
 
@@ -62,12 +62,12 @@ class Batch:
 
 
 def units(online: Sequence[Tensor], target: Sequence[Tensor], layout: Layout) -> Units:
-    """ℓ2-normalised embeddings; which rows are finite is left in `layout`."""
+    """ℓ2-normalised embeddings; also writes the flags of non-finite rows to `layout`."""
     unit_MC, inverse_norm_M = layout.units([*online, *target], functional)
     return Units(unit_MC, inverse_norm_M[: layout.rows])
 
 
-def batch_of(
+def normalise(
     normalisation: str,
     needs: tuple[int, int],
     online: Sequence[Tensor],
@@ -75,14 +75,14 @@ def batch_of(
     found: Units,
     layout: Layout,
     gather: Callable[[Tensor], Gathered],
-) -> Batch:
-    """Normalise the embeddings, and gather those of all ranks.
+) -> Normalised:
+    """Normalise the embeddings and gather those of all ranks.
 
     Args:
         normalisation: "l2", "batch_norm" or "none".
-        needs: how many online and target views of all ranks the row needs.
-        found: of this batch.
-        gather: gives [·, N, C] of all ranks.
+        needs: number of online and target views that the row of the table needs from all ranks.
+        found: the ℓ2-normalised embeddings of this batch.
+        gather: gathers [·, N, C] from all ranks.
     """
     views, images = len(online), layout.images
     finite_VN1 = (layout.nonfinite == 0).view(views + 2, images, 1)
@@ -93,9 +93,9 @@ def batch_of(
         rows_VNC = torch.stack([view.to(exact) for view in (*online, *target)])
         rows_VNC.masked_fill_(~finite_VN1, 0.0)
     if normalisation == "batch_norm":
-        needs = (views, 2)  # statistics are those of all ranks
+        needs = (views, 2)  # statistics are over all ranks
     online_VNC, target_2NC = rows_VNC[:views], rows_VNC[views:]
-    # Not put together where they lie side by side.
+    # Not concatenated if they are already adjacent.
     own_VNC = rows_VNC if needs == (views, 2) else target_2NC if needs[0] == 0 else online_VNC[: needs[0]]
     gathered, deviation = gather(own_VNC), None
     all_VKC = gathered.rows
@@ -103,7 +103,7 @@ def batch_of(
         all_VKC, deviation_V1C = _standardised(gathered)
         own_VNC = all_VKC[:, gathered.own]
         online_VNC, target_2NC, deviation = own_VNC[:views], own_VNC[views:], deviation_V1C[:views]
-    return Batch(
+    return Normalised(
         normalisation,
         online_VNC,
         target_2NC,
@@ -116,7 +116,7 @@ def batch_of(
 
 
 def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
-    """(x − mean) / √(var + ε) of each view of all ranks, 0 where there is no image; and the root."""
+    """(x − mean) / √(var + ε) per view over all ranks, 0 for padding; and √(var + ε)."""
     count = gathered.count.clamp_min(1)
     centred_VKC = gathered.rows - gathered.rows.sum(1, keepdim=True) / count
     if gathered.is_image is not None:
@@ -127,12 +127,13 @@ def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
 
 
 def through_normalisation(
-    step_VNC: Tensor, batch: Batch, found: Units, scale: float, total: Callable[[Tensor], Tensor]
+    step_VNC: Tensor, batch: Normalised, found: Units, scale: float, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """dL/dz of g = dL/du times `scale`, as derivative of the normalisation: [M, C].
+    """dL/dz times `scale`, [M, C]: g = dL/du differentiated through the normalisation.
 
     Args:
-        total: gives the sum over ranks.
+        step_VNC: g.
+        total: sums a tensor over ranks.
     """
     if batch.normalisation == "l2":
         step_MC, unit_MC = step_VNC.flatten(0, 1), found.online.to(step_VNC.dtype)

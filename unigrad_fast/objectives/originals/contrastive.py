@@ -1,4 +1,4 @@
-"""InfoNCE: MoCo with its bank, SimCLR with the batch (the paper, section "Contrastive Learning Methods").
+"""InfoNCE: MoCo with its bank, SimCLR within the batch (the paper, section "Contrastive Learning Methods").
 
     L = mean of −log( exp(cos(u, m⁺)/τ) / Σ_v exp(cos(u, v)/τ) )
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.layout import Mix
-from unigrad_fast.objectives.losses.loss import OriginalLoss, Views, mean
+from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 
 
 class MoCo(OriginalLoss, method="moco"):
-    """MoCo: the samples are the positive and the bank, into which this batch's targets go afterwards.
+    """MoCo: the samples are the positive and the bank; afterwards this batch's targets are written to the bank.
 
     Attributes:
         temperature: τ.
-        bank: of bank_size keys; it begins empty.
+        bank: holds bank_size keys; it starts empty.
     """
 
     temperature: float
@@ -39,9 +39,9 @@ class MoCo(OriginalLoss, method="moco"):
     def loss_of(self, views: Views) -> Tensor:
         unit_MC, positive_M = views.unit_online.flatten(0, 1), views.cosine.flatten() / self.temperature
         bank = self.bank.ready(unit_MC)
-        # Cloned: the bank moves before backward reads it.
+        # Cloned because the bank is overwritten before backward reads it.
         key_KC = bank.keys.clone()
-        # Finite, for where all places are empty −∞ has no gradient.
+        # Finite instead of −∞, which has no gradient if the whole bank is empty.
         bias_K = bank.bias(unit_MC.dtype).clamp_min(torch.finfo(unit_MC.dtype).min / 4)
         logit_MK = torch.addmm(bias_K, unit_MC, key_KC.T, alpha=1 / self.temperature)
         loss = mean(torch.logaddexp(positive_M, logit_MK.logsumexp(-1)) - positive_M)
@@ -52,9 +52,9 @@ class MoCo(OriginalLoss, method="moco"):
 
 
 class SimCLR(OriginalLoss, method="simclr"):
-    """SimCLR: the samples are the targets of both global views of all ranks, but for a view's own.
+    """SimCLR: the samples are the targets of both global views on all ranks, except a view's own.
 
-    SimCLR itself shares weights.
+    SimCLR itself shares weights between the branches.
 
     Attributes:
         temperature: τ.
@@ -66,7 +66,7 @@ class SimCLR(OriginalLoss, method="simclr"):
         samples = self.gather(views.unit_target, views.raised)
         sample_KC = samples.rows.flatten(0, 1)
         unit_VNC, images = views.unit_online, samples.rows.shape[1]
-        bias_VNK = unit_VNC.new_zeros(*unit_VNC.shape[:2], len(sample_KC))  # −∞ for what is no sample
+        bias_VNK = unit_VNC.new_zeros(*unit_VNC.shape[:2], len(sample_KC))  # −∞ for entries to ignore
         for view in range(2):
             bias_VNK[view].diagonal(view * images + samples.own.start).fill_(-torch.inf)
         if samples.is_image is not None:
@@ -76,7 +76,7 @@ class SimCLR(OriginalLoss, method="simclr"):
         return mean(logit_MK.logsumexp(-1) - views.cosine.flatten() / self.temperature)
 
     def _positive(self, logit_VNK: Tensor, images: int, first: int, mix: Mix | None) -> Tensor:
-        """u·m⁺, [V, N]: what views are pulled to is among the samples, or made of some of them."""
+        """u·m⁺, [V, N], read from the logits: each positive is one of the samples, or a mean or mixture of two."""
         pulled = []
         for view, logit_NK in enumerate(logit_VNK[:2]):
             start = (1 - view) * images + first
