@@ -78,7 +78,9 @@ def require_sent(
     if not 0 <= since <= rows:
         raise ValueError(f"since {since} is outside the rows; use 0 to {rows}")
     if spare and (raised is None or spare < tail_rows(view.shape[1])):
-        raise ValueError(f"spare {spare} needs `raised`, and {tail_rows(view.shape[1])} rows or more for the tail")
+        raise ValueError(
+            f"spare {spare}: give `raised`, and a spare of at least {tail_rows(view.shape[1])}, the rows of the tail"
+        )
 
 
 def require_correlation(correlation_RC: Tensor, *, first_row: int, working: Tensor | None) -> None:

@@ -51,7 +51,8 @@ class Stream:
             broken += 1
             if broken > BREAKS:
                 raise DataError(
-                    f"step {step} found new bad images {BREAKS} times; check whether their files are being changed"
+                    f"step {step} was repeated {BREAKS} times, each time because of other unreadable images; check "
+                    "whether something is changing the files"
                 )
 
     def _until_it_breaks(self, start: int) -> Generator[tuple[Supply, tuple], None, None]:

@@ -144,7 +144,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.row c --objective.form gradient",
-            "objective.form = gradient: row c has the other form; leave one of the two out",
+            "objective.form = gradient: row c exists only in the form original; leave form out",
         ),
         ("--objective.temperature 0.1", "objective.temperature = 0.1: does not apply to unigrad; leave it out (it tak"),
         (
@@ -161,7 +161,7 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         ),
         (
             "--objective.row d --objective.form original",
-            "objective.form = original: row d has the other form; leave one of the two out",
+            "objective.form = original: row d exists only in the form gradient; leave form out",
         ),
         (
             "--objective.balance dynamic",

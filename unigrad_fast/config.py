@@ -255,7 +255,7 @@ class Checkpoint(Node):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep (2: the newest may turn out damaged)."""
     keep_every: int = Field(default=0, ge=0)
-    """Epochs between checkpoints that are kept permanently; 0 keeps none."""
+    """Also keep, permanently, the checkpoint of every so many epochs; 0 keeps none."""
 
 
 class KNN(Node):

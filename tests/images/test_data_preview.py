@@ -288,5 +288,5 @@ def test_images_alone_are_shown_as_pretrain_would_take_them(images, tmp_path, ca
     _, title = previewed(capsys, images, "--images", 1)
     assert title == ["imagenet_100ep (simsiam)", "2 × 224 px", "seed 0", "epoch 0", *["(0.2, 1.0)"] * 2, "0 mixed"]
     (tmp_path / "my.yaml").write_text("data: {image_size: 32}")
-    said = "my.yaml: names no images (data.train); give images as the path, and this as --recipe"
+    said = "my.yaml: this recipe has no data.train; type `data preview IMAGES --recipe"
     assert said in refused(capsys, "my.yaml")

@@ -322,7 +322,7 @@ REFUSED = {
     ),
     "a tail without flags": (
         lambda: unit_embeddings(torch.ones(2, 3), spare=2),
-        "spare 2 needs `raised`, and 2 rows or more for the tail",
+        "spare 2: give `raised`, and a spare of at least 2, the rows of the tail",
     ),
     "rows to send beyond the last": (
         lambda: unit_embeddings(torch.ones(2, 3), since=3),

@@ -58,7 +58,7 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
         (ValueError, {"row": "k"}, "row 'k' is unknown; use one of a, b"),
         (ValueError, {"method": "moco", "row": "b"}, "row = b: belongs to method simclr, not moco"),
         (ValueError, {"method": "simclr", "form": "exact"}, "form 'exact' is unknown; use one of gradient, original"),
-        (ValueError, {"row": "b", "form": "original"}, "form = original: row b has the other form"),
+        (ValueError, {"row": "b", "form": "original"}, "form = original: row b exists only in the form gradient"),
         (ValueError, {"row": "j", "target": "own"}, "target 'own' is unknown"),
         (ValueError, {"row": "d", "target": "weight_sharing"}, "weight_sharing.* is refused .* become one"),
         (ValueError, {"method": "byol", "target": "weight_sharing"}, "weight_sharing.* is refused .* become one"),

@@ -69,5 +69,5 @@ def test_compiled_code_is_the_run_up_to_rounding(images, workers):
 
 def test_a_missing_compiler_is_said_at_the_start(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match="no C\\+\\+ compiler no-such-compiler; install one, name yours in CXX"):
+    with pytest.raises(UserError, match="C\\+\\+ compiler no-such-compiler not found; install one, name yours in CXX"):
         compilation.require(resolve(overrides={"engine": {"compile": True}}), 1)

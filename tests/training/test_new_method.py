@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.cli import main
@@ -108,3 +109,23 @@ def takes_steps(images: str) -> bool:
 
 def test_it_trains(images: Path, workers):
     assert workers(1).run(takes_steps, str(images)) == [True]
+
+
+def untrained_weights(images: str) -> str:
+    """How a loss with weights of its own is refused."""
+    declare_made_up()
+    plain = ORIGINALS["made_up"].__init__
+
+    def with_weights(self: nn.Module, width: int, **settings: object) -> None:
+        plain(self, width, **settings)
+        self.prototypes = nn.Linear(width, 4)
+
+    config = small_config(images, objective__method="made_up", objective__correlation_source=None)
+    with mock.patch.object(ORIGINALS["made_up"], "__init__", with_weights), pytest.raises(TypeError) as caught:
+        make_trainer(config, blocks=0)
+    return str(caught.value)
+
+
+def test_weights_of_a_loss_that_nothing_would_train_are_refused(images: Path, workers):
+    (said,) = workers(1).run(untrained_weights, str(images))
+    assert said.startswith("MadeUp has parameters that no optimizer trains")

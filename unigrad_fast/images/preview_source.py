@@ -68,9 +68,7 @@ def find_source(
     if own is not None:
         shown = resolve(own)
         if shown.data.train is None:
-            raise UserError(
-                f"path = {path}: names no images (data.train); give images as the path, and this as --recipe"
-            )
+            raise UserError(f"path = {path}: this recipe has no data.train; type `data preview IMAGES --recipe {path}`")
         images = shown.data.train
     if recipe in PRESETS and preset in (None, recipe):
         note(f"--recipe {recipe}", f"--preset {recipe}")

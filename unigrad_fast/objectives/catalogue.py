@@ -317,7 +317,7 @@ def chosen(names: Mapping[str, Any]) -> type[Objective]:
     if row is not None and method not in (None, rows()[row]):
         raise ValueError(f"row = {row}: belongs to method {rows()[row]}, not {method}; leave one of the two out")
     if row is not None and form not in (None, FORMS[row].names["form"]):
-        raise ValueError(f"form = {form}: row {row} has the other form; leave one of the two out")
+        raise ValueError(f"form = {form}: row {row} exists only in the form {FORMS[row].names['form']}; leave form out")
     if name_of(names) not in FORMS:
         reason = "is defined by its gradient and has no original form" if form == "original" else "has no gradient form"
         raise ValueError(f"form = {form}: {method or 'unigrad'} {reason}; leave it out")

@@ -36,7 +36,7 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
     images_R, updates_R = all_R2.T.tolist()
     if len(set(updates_R)) > 1:
         raise ValueError(
-            f"F differs between ranks: they updated it with {updates_R} batches; load the state dict of the objective "
+            f"the objective's state differs between ranks: updated with {updates_R} batches; load its state dict "
             "on every rank (DDP does not broadcast F because it is not a buffer)"
         )
     return max(images_R)

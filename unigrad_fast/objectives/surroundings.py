@@ -30,4 +30,4 @@ def require_no_capture(what: str) -> None:
     if torch.compiler.is_compiling():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a CUDA graph is captured before the first step with {what}; run one such step first")
+        raise RuntimeError(f"run one training step with {what} before capturing a CUDA graph")

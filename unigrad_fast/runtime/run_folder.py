@@ -42,7 +42,7 @@ class Entry:
         is_folder: it is a folder, not a file.
         is_own: a run replaces files of this name, so a folder with it is refused unless it holds a run.
         is_mark: a folder that has all marked names is a run's, not a folder of images.
-        is_of_attempt: it is deleted when the run starts over.
+        is_of_attempt: it is a file that is deleted when the run starts over.
         judges: it is an evaluation of the run's checkpoints.
     """
 

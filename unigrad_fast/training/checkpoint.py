@@ -34,6 +34,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
 from unigrad_fast.runtime.run_folder import NEW_RUN, RunFolder
+from unigrad_fast.runtime.wording import count
 from unigrad_fast.training.fragments import Fragment, whole
 from unigrad_fast.training.same_run import contradictions
 from unigrad_fast.training.target import refresh_
@@ -153,9 +154,10 @@ def _require_fit(fragments: list[Fragment], reader: Reader) -> None:
     stored = set(reader.names)
     missing = [f.name for f in fragments if f.name not in stored]
     if missing:
-        what = "was imported for evaluation and export only" if "images" not in reader.about else "is of another model"
+        what = "was imported for evaluation and export only" if "images" not in reader.about else "is another model's"
         raise UserError(
-            f"{reader.folder}: {missing[0]} and {len(missing) - 1} other tensors are missing: it {what}; {NEW_RUN}"
+            f"{reader.folder}: lacks {count(len(missing), 'tensor')} of this model, first {missing[0]}: it {what}; "
+            f"{NEW_RUN}"
         )
     for f in fragments:
         if reader.shape(f.name) != f.shape:

@@ -34,8 +34,8 @@ class TargetStream:
             raise UserError("engine.target_stream = true: needs a GPU, and this run has none; leave it out")
         if world.size > 1 and model.sync_batch_norm:
             raise UserError(
-                f"engine.target_stream = true: with {world.size} ranks batch norm exchanges statistics, in one order "
-                "for both branches; leave it out, or set model.sync_batch_norm false"
+                f"engine.target_stream = true: on {world.size} ranks the batch norms of both branches exchange "
+                "statistics, so the branches cannot overlap; leave it out, or set model.sync_batch_norm false"
             )
         self._stream = torch.cuda.Stream(world.device)
 

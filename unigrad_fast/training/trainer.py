@@ -110,6 +110,11 @@ class Trainer:
             self.online.module.compile()
             self.target.compile()
         self.objective = build_objective(config, world, predictor)
+        if set(self.objective.parameters()) - set(online.parameters()):
+            name = type(self.objective).__name__
+            raise TypeError(
+                f"{name} has parameters that no optimizer trains and no checkpoint holds; see WithPredictor"
+            )
         is_sharded = isinstance(self.objective, UniGrad) and self.objective.placement == "sharded"
         self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
