@@ -89,8 +89,8 @@ def state_on_one_rank() -> str:
 
 def test_a_state_dict_that_only_one_rank_loaded_is_refused_on_all(workers):
     for message in workers(2).run(state_on_one_rank):
-        assert "updated it with [1, 0] batches" in message
-        assert "load the state dict of the objective on every" in message
+        assert "differs between ranks: updated with [1, 0] batches" in message
+        assert "load its state dict on every rank" in message
 
 
 def compiled_steps() -> torch.Tensor:
