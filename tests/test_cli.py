@@ -311,6 +311,7 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
+        ("data recipe", "data recipe: unknown command; did you mean data presets?"),
         ("evaluate", "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN"),
         (
             "checkpoint --k 3",

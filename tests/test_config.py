@@ -235,7 +235,7 @@ def test_only_the_first_rank_says_that_a_key_was_renamed(monkeypatch, capsys):
 def test_a_key_and_its_older_name_may_be_given_together_only_with_one_value(tmp_path):
     assert resolve(overrides=["--data.recipe", "byol", "--data.preset", "byol"]).data.preset == "byol"
     assert refusal("--data.recipe", "byol", "--data.preset", "swav") == [
-        "data.recipe = byol: the former name of data.preset, which is given too, as swav; leave data.recipe out"
+        "data.recipe = byol: is the former name of data.preset, which is swav; leave data.recipe out"
     ]
     (tmp_path / "my.yaml").write_text("data: {recipe: byol}\n")  # a layer below the command line
     assert resolve(tmp_path / "my.yaml", ["--data.preset", "swav"]).data.preset == "swav"

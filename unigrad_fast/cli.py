@@ -64,8 +64,8 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     if group and (len(words) == 1 or words[1].startswith("-")):
         raise UserError(f"{words[0]}: names a group of commands; type one of {', '.join(group)}")
     given = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words)) or words[0]
-    close = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(COMMANDS)}"
+    close = difflib.get_close_matches(given, [*COMMANDS, *RENAMED], n=1, cutoff=0.5)
+    hint = f"did you mean {RENAMED.get(close[0], close[0])}?" if close else f"commands are {', '.join(COMMANDS)}"
     raise UserError(f"{given}: unknown command; {hint}")
 
 

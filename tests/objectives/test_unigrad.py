@@ -440,7 +440,7 @@ def test_bad_settings_are_refused_with_their_value(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"width": 4.0}, "width 4.0 must be an integer; use an int"),
+        ({"width": 4.0}, "width 4.0 is not an integer; use an int"),
         ({"width": "4"}, "width '4' must be an integer"),
         ({"width": 4, "balance": "100"}, "balance '100' is not a number"),
         ({"width": 4, "decay": None}, "decay None is not a number"),

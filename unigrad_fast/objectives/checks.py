@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def require_whole(name: str, number: int) -> None:
     """Raise TypeError if the value is not an integer, ValueError if it is below 1."""
     if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-        raise TypeError(f"{name} {number!r} must be an integer; use an int")
+        raise TypeError(f"{name} {number!r} is not an integer; use an int")
     if number < 1:
         raise ValueError(f"{name} {number} is too small; use 1 or more")
 

@@ -27,7 +27,7 @@ def renamed(keys: Mapping[str, Any], old: str, new: str, prefix: str = "", quiet
     current = {key: value for key, value in keys.items() if key != old}
     if current.setdefault(new, keys[old]) != keys[old]:
         raise UserError(
-            f"{prefix}{old} = {shown(keys[old])}: the former name of {prefix}{new}, which is given too, as "
+            f"{prefix}{old} = {shown(keys[old])}: is the former name of {prefix}{new}, which is "
             f"{shown(current[new])}; leave {prefix}{old} out"
         )
     if not quiet:
