@@ -98,7 +98,7 @@ def test_without_a_gpu_it_is_refused():
 
 
 def test_batch_norm_over_ranks_is_refused_and_batch_norm_of_a_rank_is_not():
-    with pytest.raises(UserError, match=r"with 2 ranks batch norm .* model\.sync_batch_norm false"):
+    with pytest.raises(UserError, match=r"on 2 ranks the batch norms .* model\.sync_batch_norm false"):
         TargetStream(*settings(), on_a_gpu(2))
     with streams([]):
         TargetStream(*settings(sync_batch_norm=False), on_a_gpu(2))
