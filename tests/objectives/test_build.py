@@ -92,7 +92,7 @@ def test_names_are_gradient_forms_where_there_are_some_and_rows_the_papers_equat
         ),
         (ValueError, {"row": "a", "balance": "x"}, "balance 'x' is unknown; use a number"),
         (ValueError, {"method": "moco", "temperature": float("inf")}, "temperature inf is out of range; use a finite"),
-        (TypeError, {"method": "vicreg", "most_images": 2.5}, "most_images 2.5 must be an integer"),
+        (TypeError, {"method": "vicreg", "most_images": 2.5}, "most_images 2.5 is not an integer"),
         (TypeError, {}, "build needs a method or a row"),
     ],
 )

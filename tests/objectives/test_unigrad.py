@@ -441,10 +441,10 @@ def test_bad_settings_are_refused_with_their_value(settings, message):
     ("settings", "message"),
     [
         ({"width": 4.0}, "width 4.0 is not an integer; use an int"),
-        ({"width": "4"}, "width '4' must be an integer"),
+        ({"width": "4"}, "width '4' is not an integer"),
         ({"width": 4, "balance": "100"}, "balance '100' is not a number"),
         ({"width": 4, "decay": None}, "decay None is not a number"),
-        ({"width": 4, "most_images": 8.0}, "most_images 8.0 must be an integer"),
+        ({"width": 4, "most_images": 8.0}, "most_images 8.0 is not an integer"),
     ],
 )
 def test_settings_of_another_type_are_refused_with_their_value(settings, message):
