@@ -235,8 +235,16 @@ class UniGrad(OverRanks):
         """
         return self.average.effective_rank(self.process_group)
 
-    def _update(self, *batch: Any, asynchronous: bool = False) -> Update:
-        return Update(self, self.average, self.correlation_source, *batch, asynchronous=asynchronous)
+    def _update(
+        self,
+        target: Sequence[Tensor],
+        online: Sequence[Tensor],
+        layout: Layout,
+        kernels: Any,
+        asynchronous: bool = False,
+    ) -> Update:
+        source = self.correlation_source
+        return Update(self, self.average, source, target, online, layout, kernels, asynchronous)
 
     def _drop_begun(self) -> None:
         begun, self._begun = self._begun, None
