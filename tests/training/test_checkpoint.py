@@ -379,7 +379,7 @@ def test_weights_that_are_missing_or_misfit_are_refused(tmp_path, values):
     with pytest.raises(UserError, match="no checkpoint there"):
         load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
     plain_run(tmp_path, values)
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match="do not fit"):
         load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
 
 

@@ -38,10 +38,9 @@ def data(tmp_path_factory) -> Path:
     return root
 
 
-def pretrain(data: Path, output: Path, *arguments) -> subprocess.CompletedProcess:
-    """A run with a thin encoder."""
+def pretrain(data: Path, output: Path, *arguments, launcher=None) -> subprocess.CompletedProcess:
     given = ("--recipe", data / "small.yaml", "--output", output, "--data.train", data / "train", *arguments)
-    return CommandProcess("pretrain", *given, is_thin=True).end()
+    return command("pretrain", *given, launcher=launcher)
 
 
 def events(run: Path, kind: str) -> list[dict]:
@@ -52,8 +51,7 @@ def events(run: Path, kind: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     run = tmp_path_factory.mktemp("runs") / "run"
-    given = ("--recipe", data / "small.yaml", "--data.train", data / "train", "--data.val", data / "val")
-    return run, command("pretrain", *given, "--output", run, "--telemetry.tensorboard", "true", launcher=())
+    return run, pretrain(data, run, "--data.val", data / "val", "--telemetry.tensorboard", "true", launcher=())
 
 
 def test_a_run_ends_well_and_writes_its_files(finished):
@@ -133,15 +131,13 @@ def test_the_saved_configuration_repeats_the_run(finished, tmp_path):
 
 def test_two_ranks_under_torchrun(data, tmp_path):
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module")
-    given = ("--recipe", data / "small.yaml", "--data.train", data / "train", "--schedule.epochs", "1")
-    given += ("--schedule.warmup_epochs", "0", "--data.val", data / "val")
-    result = command("pretrain", *given, "--output", tmp_path / "run", launcher=launcher)
+    result = pretrain(data, tmp_path / "run", "--data.val", data / "val", launcher=launcher)
     assert result.returncode == 0, result.stderr
     assert "float32 on 2 x cpu" in result.stdout
     assert result.stdout.count("Pretraining finished") == 1
-    assert len(events(tmp_path / "run", "train")) == 3
+    assert len(events(tmp_path / "run", "train")) == 6
     # Reported metrics are means over ranks, so the first step reports what one rank would.
-    alone = command("pretrain", *given, "--output", tmp_path / "alone")
+    alone = pretrain(data, tmp_path / "alone", "--data.val", data / "val", "--schedule.epochs", "1")
     assert alone.returncode == 0, alone.stderr
     first, expected = events(tmp_path / "run", "train")[0], events(tmp_path / "alone", "train")[0]
     assert first["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -199,7 +195,8 @@ def test_validation_that_lacks_a_class_is_judged_during_training(data, tmp_path)
         lines = [f"{file}\t{file.parent.name[-1]}\n" for file in images if file.parent.name != lacking]
         (tmp_path / f"{name}.txt").write_text("".join(lines))
     given = ("--data.train", tmp_path / "train.txt", "--data.val", tmp_path / "val.txt", "--schedule.epochs", "1")
-    result = pretrain(data, tmp_path / "run", *given, "--schedule.warmup_epochs", "0")
+    given = ("--recipe", data / "small.yaml", "--output", tmp_path / "run", *given, "--schedule.warmup_epochs", "0")
+    result = CommandProcess("pretrain", *given, is_thin=True).end()
     assert result.returncode == 0, result.stderr
     (warning,) = events(tmp_path / "run", "warning")
     assert warning["message"].startswith("1 of 2 classes in training have no validation images (1)")
@@ -291,10 +288,18 @@ def test_non_finite_values_stop_the_run_with_status_3(data, tmp_path):
 
 
 def test_a_run_that_drops_every_step_says_so_and_does_not_end_well(data, tmp_path):
-    result = pretrain(
-        data, tmp_path / "run", "--data.val", "null", "--objective.balance", "1e38",
-        "--schedule.epochs", "1", "--schedule.warmup_epochs", "0",
-    )  # fmt: skip
+    given = ("--recipe", data / "small.yaml", "--output", tmp_path / "run", "--data.train", data / "train")
+    given += (
+        "--data.val",
+        "null",
+        "--objective.balance",
+        "1e38",
+        "--schedule.epochs",
+        "1",
+        "--schedule.warmup_epochs",
+        "0",
+    )
+    result = CommandProcess("pretrain", *given, is_thin=True).end()
     assert result.returncode == 3, result.stderr
     assert "stopped: all 3 steps had NaN or infinite values and were dropped" in result.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["skipped_steps"] == 3
