@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, functional, ops
-from unigrad_fast.objectives.catalogue import FORMS
-from unigrad_fast.objectives.checks import require_among, require_whole
+from unigrad_fast.objectives.checks import require_among, require_number, require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.layout import (
     Layout,
@@ -87,7 +86,10 @@ class UniGrad(OverRanks):
     ):
         super().__init__(process_group, most_images)
         require_whole("width", width)
-        FORMS["unigrad"].checked({"balance": balance, "decay": decay, "correlation_source": correlation_source})
+        # Not by the catalogue: the device check runs UniGrad where Pydantic is not installed.
+        require_number("balance", balance)
+        require_number("decay", decay, below=1)
+        require_among("correlation_source", correlation_source, ("target", "online"))
         require_among("placement", placement, ("replicated", "sharded"))
         if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
