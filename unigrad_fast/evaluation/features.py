@@ -51,7 +51,7 @@ def extract(
     autocast_dtype: torch.dtype | None,
     max_bad_fraction: float,
     kept: Callable[[Tensor], Tensor] = Tensor.cpu,
-    room: Callable[[int, int], Tensor] = torch.empty,
+    new_rows: Callable[[int, int], Tensor] = torch.empty,
 ) -> tuple[Tensor, Tensor, LeftOut]:
     """Runs this rank's images once through the backbone in evaluation mode; all ranks call this together.
 
@@ -61,7 +61,7 @@ def extract(
         autocast_dtype: dtype of autocast; None for no autocast.
         max_bad_fraction: share of the images that may be left out.
         kept: what is kept of features fp32 [N, D] on the device, as many rows.
-        room: makes memory for so many rows and columns.
+        new_rows: allocates a tensor of that many rows and columns.
 
     Returns:
         What is kept of the N images that could be used, [N, D], their labels, int64 [N] on the CPU, both in the
@@ -70,14 +70,14 @@ def extract(
     Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
     manifest = loader.manifest
-    rows = room(0, 0)
+    rows = new_rows(0, 0)
     index: list[int] = []
 
     def read() -> None:
         nonlocal rows
         for features, places in features_of(backbone, loader, device, autocast_dtype):
             if not len(rows):
-                rows = room(len(loader.index), features.shape[1])
+                rows = new_rows(len(loader.index), features.shape[1])
             rows[len(index) : len(index) + len(features)] = kept(features)
             index.extend(places.tolist())
 
