@@ -8,6 +8,7 @@
     tar shards               shards, which reads, packs and verifies them
     checking every image     scan
     files on the disk        files
+    time-outs                clock, which notices that the process was suspended
 
 torch, Pillow and DALI are imported on the first access of a name that needs them.
 """

@@ -1,11 +1,11 @@
 """The images of one step while threads read them: a result per place, and files that do not answer."""
 
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from .. import clock
 from ..errors import DataError
 from .replacement import BLANK, TRIES, Candidates
 from .supply import SILENT, Failure
@@ -36,7 +36,7 @@ class Turn:
             image = candidates.image(reading.epoch, asked, self.attempt)
             if image is None:
                 return -1, BLANK
-            self.image, self.began = image, time.monotonic()
+            self.image, self.began = image, clock.now()
             data, why = candidates.read(reading.step, image)
             if why is None:
                 return image, np.frombuffer(data, np.uint8)
@@ -98,11 +98,11 @@ class Reading:
                 if self.changed.wait(min(timeout, 0.1)):
                     continue
                 threads.relieve(timeout)
-                late = time.monotonic() - timeout
                 stalled = [
                     turn
                     for turn, result in zip(self.turns, self.results, strict=True)
-                    if result is None and turn is not None and turn.began is not None and turn.began < late
+                    if result is None and turn is not None and turn.began is not None
+                    if clock.since(turn.began) > timeout
                 ]
                 for turn in stalled:
                     turn.fail(f"{SILENT} {timeout:g} s")

@@ -1,10 +1,10 @@
 """Reads the encoded images of each step ahead, in threads."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from .. import clock
 from ..errors import DataError
 from ..manifest import Manifest
 from .attempts import Reading, Turn
@@ -119,7 +119,7 @@ class Source:
         return image >= 0 and self.damaged.reason(image, step) is not None
 
     def _finish(self, reading: Reading) -> Supply:
-        until = time.monotonic() + STALLS * self.timeout
+        began = clock.now()
         while stalled := reading.wait(self.timeout, self._threads, self.stopped):
             for turn in stalled:
                 reading.stalls[turn.place] += 1
@@ -130,7 +130,7 @@ class Source:
                         f"{path}: neither it nor {STALLS - 1} substitutes could be read within {self.timeout:g} s; "
                         "check the storage"
                     )
-                elif self.outlasts and time.monotonic() > until:
+                elif self.outlasts and clock.since(began) > STALLS * self.timeout:
                     waited = STALLS * self.timeout
                     self._lose(f"{path} and others could not be read within {waited:g} s; check the storage")
             if self.lost:

@@ -1,10 +1,11 @@
 """Daemon threads: one that waits for a dead disk does not keep the process from ending."""
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+
+from .. import clock
 
 
 class Threads:
@@ -14,6 +15,8 @@ class Threads:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy: dict[int, float] = {}  # start of the current call, by thread
         self._count = 0
+        self._closed = threading.Event()
+        threading.Thread(target=_watch, args=(self._closed,), name="clock", daemon=True).start()
         for _ in range(count):
             self._add()
 
@@ -22,13 +25,13 @@ class Threads:
 
     def relieve(self, timeout: float) -> None:
         """Starts a new thread for each that has spent more than `timeout` seconds on one call."""
-        late = time.monotonic() - timeout
         for number, since in list(self._busy.items()):
-            if since < late:
+            if clock.since(since) > timeout:
                 self._busy.pop(number, None)
                 self._add()
 
     def close(self) -> None:
+        self._closed.set()
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()
@@ -41,8 +44,14 @@ class Threads:
         threading.Thread(target=_work, args=arguments, name="image reader", daemon=True).start()
 
 
+def _watch(closed: threading.Event) -> None:
+    """Looks at the clock while files are read, also while nobody waits for them."""
+    while not closed.wait(clock.BEAT):
+        clock.now()
+
+
 def _work(calls: "SimpleQueue[Callable[[], None] | None]", busy: dict[int, float], number: int) -> None:
     while (function := calls.get()) is not None:
-        busy[number] = time.monotonic()
+        busy[number] = clock.now()
         function()
         busy.pop(number, None)

@@ -3,8 +3,10 @@
 import errno
 import os
 import threading
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from .. import clock
 from ..errors import DataError
 from ..files.headers import require_regular
 from ..manifest import Manifest
@@ -35,9 +37,12 @@ class TimedReader:
         helper = getattr(self._callers, "helper", None) or _Helper(self.manifest)
         self._callers.helper = helper
         helper.calls.put(image)
-        try:
-            result = helper.results.get(timeout=self.timeout)
-        except Empty:
+        began = clock.now()
+        while (left := self.timeout - clock.since(began)) > 0:
+            with suppress(Empty):
+                result = helper.results.get(timeout=min(left, clock.BEAT))
+                break
+        else:
             self._callers.helper = None
             helper.end()
             return self._give_up(image)

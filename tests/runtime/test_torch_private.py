@@ -67,12 +67,14 @@ def test_backends_take_a_timeout():
 def test_collectives_of_all_groups_are_counted_and_every_backend_is_given_its_timeout(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        before, asked = torch_private.collectives_begun(), []
+        before = torch_private.collectives_begun()
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1), group=dist.new_group([0]))
         assert torch_private.collectives_begun() >= before + 2
-        torch_private.set_timeout(lambda backend: asked.append(backend) or timedelta(minutes=1))
-        assert asked and set(asked) == {"gloo"}
+        torch_private.set_timeout(timedelta(minutes=1))
+        groups = list(dist.distributed_c10d._world.pg_map)
+        backends = [each._get_backend(torch.device("cpu")) for each in groups]
+        assert [each.options._timeout for each in backends] == 2 * [timedelta(minutes=1)]
     finally:
         dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from unigrad_fast.pipelines import clock
 from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
@@ -88,8 +89,8 @@ def agree(store: dist.Store, rank: int, size: int, mine: Choice) -> list[Choice]
     everyone = [Choice(**json.loads(store.get(_key(other)))) for other in range(size)]
     if refusal := _refusal(everyone):
         store.add("devices/read", 1)
-        until = time.monotonic() + FAREWELL_SECONDS
-        while rank == 0 and store.add("devices/read", 0) < size and time.monotonic() < until:
+        began = clock.now()
+        while rank == 0 and store.add("devices/read", 0) < size and clock.since(began) < FAREWELL_SECONDS:
             time.sleep(0.02)
         raise UserError(refusal)
     return everyone

@@ -4,8 +4,8 @@
 without a launcher a run is one process, which needs no network.
 
 If a rank dies, its launcher notices and ends the others (torchrun, `srun --kill-on-bad-exit=1`); on gloo the others
-notice too, because their next collective fails when the connection breaks (after 0.1 s on one machine). If a rank
-hangs, collectives time out. `attendance` finds out which rank it was.
+notice too, because their next collective fails when the connection breaks (after 0.1 s on one machine). During
+training `attendance` finds out which rank it was, and ends the others if it hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may have to wait for one that lists millions of files
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-NCCL_MARGIN = 1.5  # NCCL's timeout as a multiple of the timeout of host collectives
+UNLIMITED = timedelta(days=30)  # where `attendance` judges instead, which leaves out time in which nothing ran
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
 
@@ -324,20 +324,9 @@ def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> It
     stop()
 
 
-@contextmanager
-def patient(timeout: timedelta) -> Iterator[None]:
-    """Inside, collectives may take long, because ranks wait for one that works; afterwards `timeout` applies again."""
-    limit(max(timeout, COLLECTIVE_TIMEOUT))
-    try:
-        yield
-    finally:
-        limit(timeout)
-
-
 def limit(timeout: timedelta) -> None:
     """Set the timeout of collectives in every existing group, including those of libraries."""
-    # Host collectives must time out first, with an error that we can explain; NCCL kills the process.
-    torch_private.set_timeout(lambda backend: timeout * NCCL_MARGIN if backend == "nccl" else timeout)
+    torch_private.set_timeout(timeout)
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:

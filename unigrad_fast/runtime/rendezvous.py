@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from unigrad_fast.pipelines import clock
+
 NOTICE_SECONDS = 15.0  # of waiting before a message says what for
 LONGEST_PAUSE = 0.1  # seconds between two checks whether all are present
 SHOWN = 8  # missing ranks listed by number
@@ -24,7 +26,7 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
     Raises:
         RuntimeError, ValueError: some did not connect in time.
     """
-    begun = time.monotonic()
+    begun = clock.now()
     host = f"[{address}]" if ":" in address else address
     # world_size=1, because we count ranks ourselves: torch's own count does not say which are missing.
     url = f"tcp://{host}:{port}?rank={rank}&world_size=1"
@@ -48,7 +50,7 @@ def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, t
         store.set("all", "")
     noticed, pause = False, 0.005
     while not store.check(["all"]):
-        waited = time.monotonic() - begun
+        waited = clock.since(begun)
         if waited > timeout.total_seconds():
             store.set("all", f"{_named(_missing(store, size))} did not connect")  # the others read it too
             time.sleep(5 * LONGEST_PAUSE)

@@ -6,7 +6,6 @@ torch may change or drop any of them with a release. No other module of the pack
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -47,12 +46,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def set_timeout(timeout_of: Callable[[str], timedelta]) -> None:
-    """Set the timeout of collectives, by the backend's name, in every existing process group."""
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives in every existing process group."""
     for group in _process_groups():
         for device in group._device_types:
-            backend = group._get_backend(device)
-            backend._set_default_timeout(timeout_of(backend.name()))
+            group._get_backend(device)._set_default_timeout(timeout)
 
 
 def collectives_begun() -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 from torch import nn
 
 from unigrad_fast import config
 from unigrad_fast.optimization.gated import Gated
-from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
 BUCKET = 50_000_000  # elements that DeepSpeed reduces or gathers per call; its default of 5e8 takes 1.9 GiB of fp32
@@ -55,7 +52,6 @@ def build_engine(
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16", "lower_precision_safe_modules": []},
         },
     )
-    process_group.limit(timedelta(minutes=settings.timeout))  # also in DeepSpeed's own groups, which exist by now
     if settings.zero_stage == 0:
         # Only now, because DeepSpeed's broadcast of the parameters takes only contiguous tensors. At the other stages
         # they are slices of one flat tensor, and only the channels-last input decides the activations' layout.

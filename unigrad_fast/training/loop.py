@@ -45,7 +45,7 @@ def run(
     telemetry: Telemetry,
     probe: KNNProbe | None,
     preemption: Preemption,
-    at: Callable[[str], None] = lambda stage: None,
+    at: Callable[..., None] = lambda stage, alone=False: None,
 ) -> None:
     """Run all remaining steps, evaluating, saving and reporting along the way.
 
@@ -91,7 +91,7 @@ def run(
         if preempted:
             done = f"saved after step {trainer.steps_done}; the same command resumes from there"
             raise Preempted(done, preemption.status)
-        at(f"what follows step {trainer.steps_done}")
+        at(f"what follows step {trainer.steps_done}", alone=True)
         evaluate(trainer, telemetry, probe, preemption)
     conclude(trainer, telemetry, probe)
 

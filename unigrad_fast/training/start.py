@@ -46,7 +46,7 @@ class Attempt:
     watch: processors.Watch
     numbered: bool
     world: World = field(init=False)
-    at: Callable[[str], None] = field(init=False)
+    at: Callable[..., None] = field(init=False)
     folder: RunFolder | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -103,8 +103,7 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
 def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Images:
     """Lists the images; all ranks must find the same ones, and a resumed run those it began with."""
     doing = "stopped while listing images; nothing was written"
-    timeout = timedelta(minutes=config.engine.timeout)
-    with attempt.preemption.nothing_to_save(doing), process_group.patient(timeout):
+    with attempt.preemption.nothing_to_save(doing):
         train, val, said = read_manifests(config.data, attempt.world)
     if saved is not None:
         on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
@@ -120,6 +119,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
 def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbose: bool) -> Iterator[Trainer]:
     """Locks the run's folder and builds everything a step needs; records in the folder how the attempt ends."""
     world, engine = attempt.world, config.engine
+    attempt.at("setting up the training", alone=True)
     with ExitStack() as stack:
         stack.enter_context(tensor_float32(engine.tf32))
         stack.enter_context(deterministic(engine.deterministic))
@@ -130,6 +130,7 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         attempt.preemption.note = folder.note_preemption
         config = config.model_copy(update={"output": folder.path})
         trainer = Trainer(config, world, images.train, verbose, goes_on)
+        process_group.limit(process_group.UNLIMITED)  # also in DeepSpeed's own groups, which exist by now
         if world.device.type != "cuda":
             attempt.warnings += filter(None, [attempt.watch.crowded()])
         try:
