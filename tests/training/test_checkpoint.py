@@ -340,8 +340,8 @@ def test_ranks_fail_together(workers, tmp_path, values):
 
 def test_the_newest_and_every_nth_epoch_are_kept(tmp_path, values):
     for step in range(2, 21, 2):
-        plain_run(tmp_path, values, steps=(step,))
-        checkpoint.prune(tmp_path, keep=2, keep_every=8)
+        (newest,) = plain_run(tmp_path, values, steps=(step,))
+        checkpoint.prune(newest, keep=2, keep_every=8)
     kept = [int(folder.name.removeprefix("step-")) for folder in RunFolder(tmp_path).complete_checkpoints()]
     assert kept == [8, 16, 18, 20]
 
@@ -349,8 +349,8 @@ def test_the_newest_and_every_nth_epoch_are_kept(tmp_path, values):
 def test_a_run_that_fell_back_keeps_what_it_writes_from_there(tmp_path, values):
     """A damaged later checkpoint does not count among the newest."""
     plain_run(tmp_path, values, steps=(1, 9))
-    plain_run(tmp_path, values, steps=(2,))
-    checkpoint.prune(tmp_path, keep=1, keep_every=0)
+    (newest,) = plain_run(tmp_path, values, steps=(2,))
+    checkpoint.prune(newest, keep=1, keep_every=0)
     assert latest(tmp_path).name == "step-00000002"
     assert [folder.name for folder in RunFolder(tmp_path).complete_checkpoints()] == ["step-00000002", "step-00000009"]
 
@@ -359,7 +359,7 @@ def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path):
     for step in range(1, 4):
         write(tmp_path, step, [], {})
     shutil.copytree(latest(tmp_path), tmp_path / "checkpoints/step-00000001-best")
-    checkpoint.prune(tmp_path, keep=1, keep_every=0)
+    checkpoint.prune(latest(tmp_path), keep=1, keep_every=0)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001-best", "step-00000003"]
     (tmp_path / "checkpoints/latest").write_text("step-00000001-best\n")
     assert latest(tmp_path).name == "step-00000001-best"

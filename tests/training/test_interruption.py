@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from command_process import start_ranks
@@ -20,6 +23,8 @@ from thin import thin
 
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import resolve
+from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.training.trainer import Trainer
 
 EPOCHS, STEPS_PER_EPOCH = 8, 3
 LAST = EPOCHS * STEPS_PER_EPOCH
@@ -213,6 +218,20 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
         subprocess.run(["umount", disk], check=True)
 
 
+@contextmanager
+def without_pointer() -> Iterator[None]:
+    """Somebody removes `latest`, or wrote nothing into it, before each step."""
+    original = Trainer.step
+
+    def step(trainer: Trainer, number: int, batches: Iterator) -> float:
+        pointer = RunFolder(trainer.config.output).checkpoints / "latest"
+        pointer.write_text("") if number % 2 else pointer.unlink(missing_ok=True)
+        return original(trainer, number, batches)
+
+    with mock.patch.object(Trainer, "step", step):
+        yield
+
+
 def test_a_damaged_checkpoint_is_refused_and_passed_over_when_told_so(data, undisturbed, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(undisturbed, output)
@@ -223,6 +242,8 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over_when_told_so(data, undi
     file.write_bytes(content)
     statuses, said = Run(data, output).end()
     assert statuses == [2] and f"{file}: damaged" in said and "Traceback" not in said
-    statuses, said = Run(data, output, 2, "--fall_back", "true").end()
+    (output / "checkpoints/latest").write_text("")
+    statuses, said = Run(data, output, 2, "--fall_back", "true", *EVERY_STEP, inside=[without_pointer]).end()
     assert statuses == [0, 0] and f"WARNING: {file}: damaged" in said, said
+    assert "latest: names nothing, which does not exist; ignored, resuming from step" in said
     require_equal(output, undisturbed, LAST)

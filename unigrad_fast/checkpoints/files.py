@@ -22,6 +22,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -207,7 +208,8 @@ def point_latest_to(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Delete a checkpoint, after renaming it, so that a partly deleted one is not taken for complete."""
     doomed = folder.with_name(f"{REMOVED}{folder.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(folder, doomed)
+    with suppress(FileNotFoundError):  # the user was faster
+        os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -44,7 +44,7 @@ def memory_for(
     expected: float | Callable[[], float] | None,
     remedy: str,
     kind: type[Exception] = UserError,
-    state: str = "",
+    state: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Turns an out-of-memory error into one message.
 
@@ -53,7 +53,7 @@ def memory_for(
         expected: its size in bytes, or a function that computes it; None if unknown.
         remedy: what would need less memory.
         kind: type of the error to raise: UserError before the first step, RunStopped later.
-        state: state of the run, for the message.
+        state: returns the state of the run, for the message; called only where memory ran out.
     """
     try:
         yield
@@ -62,8 +62,8 @@ def memory_for(
             raise
         expected = expected() if callable(expected) else expected
         needs = "" if expected is None else f", which takes about {byte_size(expected)}"
-        ending = f"; {state}" if state else ""
-        explained = kind(f"out of memory while making {what}{needs}{asked_for(error)}; {remedy}{ending}")
+        said = "; ".join(filter(None, [remedy, state()]))
+        explained = kind(f"out of memory while making {what}{needs}{asked_for(error)}; {said}")
         explained.__notes__ = [RAN_OUT]
         raise explained from None
 

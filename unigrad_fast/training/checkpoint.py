@@ -68,7 +68,7 @@ def save(trainer: Trainer, progress: dict[str, Any]) -> Path:
     pieces = _shares(state(trainer), world)
     folder = files.write(config.output, step, pieces, about, rank=world.rank)
     if world.rank == 0:
-        prune(config.output, config.checkpoint.keep, config.checkpoint.keep_every * trainer.steps_per_epoch)
+        prune(folder, config.checkpoint.keep, config.checkpoint.keep_every * trainer.steps_per_epoch)
     return folder
 
 
@@ -233,14 +233,13 @@ def require_same_images(reader: Reader, train: Manifest, config: Config) -> None
         )
 
 
-def prune(run: Path, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` checkpoints and those of every `keep_every`-th step (0: none).
+def prune(newest: Path, keep: int, keep_every: int) -> None:
+    """Delete all but the last `keep` checkpoints and those of every `keep_every`-th step (0: none).
 
-    Checkpoints newer than the one `latest` names are neither touched nor counted: they are damaged, and the run fell
-    back to an earlier one.
+    Checkpoints behind `newest`, which was just written, are neither touched nor counted: they are damaged, and the run
+    fell back to an earlier one.
     """
-    newest = files.latest(run)
-    behind = [folder for folder in RunFolder(run).complete_checkpoints() if folder <= newest]
+    behind = [folder for folder in RunFolder(newest.parents[1]).complete_checkpoints() if folder <= newest]
     for folder in behind[:-keep]:
         step = int(folder.name.removeprefix("step-"))
         if not keep_every or step % keep_every:

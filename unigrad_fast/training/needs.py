@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -75,13 +76,17 @@ def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextM
     return memory_for(what, None, remedy, *_loss(run, done))
 
 
-def _loss(run: Path | None, done: int) -> tuple[type[Exception], str]:
-    """The kind of error to raise after so many steps, and what is saved of them."""
-    if done == 0:
-        return UserError, ""
-    newest = None if run is None else latest(run)
-    kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest}"
-    return RunStopped, kept
+def _loss(run: Path | None, done: int) -> tuple[type[Exception], Callable[[], str]]:
+    """The kind of error to raise after so many steps, and a function that says what is saved of them."""
+
+    def kept() -> str:
+        try:
+            newest = None if run is None else latest(run)
+        except (OSError, UserError) as error:
+            return str(error)
+        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest}"
+
+    return (RunStopped, kept) if done else (UserError, str)
 
 
 def bytes_of(module: nn.Module) -> int:
