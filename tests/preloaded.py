@@ -5,7 +5,8 @@ import nvidia.dali.pipeline  # noqa: F401
 
 import unigrad_fast.checkpoints.export
 import unigrad_fast.evaluation.runs
-import unigrad_fast.training.loop  # noqa: F401
+import unigrad_fast.training.loop
+import unigrad_fast.training.telemetry.curves  # noqa: F401
 from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 
 quiet_deepspeed()

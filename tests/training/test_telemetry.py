@@ -5,7 +5,12 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -18,6 +23,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.training.telemetry import Telemetry, curves
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD, CollapseWatch
+from unigrad_fast.training.telemetry.introduction import show_end
 
 
 class Clock:
@@ -311,6 +317,62 @@ def test_curves_are_drawn_from_the_metrics(tmp_path, evaluated):
     before = (tmp_path / "curves.svg").read_bytes()
     curves.draw(tmp_path)
     assert (tmp_path / "curves.svg").read_bytes() == before  # no date, no random names
+
+
+def test_somebodys_settings_of_figures_do_not_change_the_curves(tmp_path):
+    with Run(tmp_path).telemetry as telemetry:
+        telemetry.log_train(10, METRICS)
+    curves.draw(tmp_path)
+    before = (tmp_path / "curves.svg").read_bytes()
+    with matplotlib.rc_context({"text.usetex": True, "figure.dpi": 30, "font.size": 30, "axes.facecolor": "red"}):
+        curves.draw(tmp_path)
+        assert matplotlib.rcParams["font.size"] == 30
+    assert (tmp_path / "curves.svg").read_bytes() == before
+
+
+def test_pictures_are_drawn_whatever_backend_and_settings_are_in_the_environment(tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nbackend: nonsense\n")
+    code = """
+from unigrad_fast.runtime.plotting import plotting
+with plotting():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = Figure()
+    figure.suptitle("a title")
+    FigureCanvasAgg(figure).print_png("picture.png")
+"""
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPLBACKEND": "module://not_installed.backend"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=120)
+    assert (tmp_path / "picture.png").stat().st_size
+
+
+def test_a_drawing_or_a_log_that_fails_is_said_once_and_costs_no_summary(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise RuntimeError("latex could\nnot be found")
+
+    monkeypatch.setattr(curves, "draw", fail)
+    run, trainer = Run(tmp_path, tensorboard=True), MagicMock()
+    trainer.config.output, trainer.bad_images.total = tmp_path, 0
+    with run.telemetry as telemetry:
+        for log in (telemetry.metrics, telemetry.messages):
+            log.file.close()
+            log.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+        telemetry.loggers[-1].writer.close()
+        telemetry.loggers[-1].writer = open(tmp_path / "closed", "w")  # noqa: SIM115  has no `add_scalar`
+        for step in (10, 20):
+            run.advance(range(step - 9, step + 1))
+            telemetry.log_train(step, METRICS)
+        telemetry.progress_so_far()
+        show_end(trainer, telemetry, None, 0)
+    assert json.loads((tmp_path / "summary.json").read_text())["loss"] == pytest.approx(-0.9)
+    shown = " ".join(run.shown.split())
+    for said in (
+        f"MetricsFile failed ({tmp_path}/metrics.jsonl: No space left on device); the run goes on",
+        "TensorBoard failed (AttributeError: ",
+        f"WARNING: {tmp_path}/log.txt cannot be written (No space left on device); the run goes on",
+        f"drawing {tmp_path}/curves.png failed (RuntimeError: latex could not be found); the run goes on",
+    ):
+        assert shown.count(said) == 1, run.shown
 
 
 @given(st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=200))

@@ -15,6 +15,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.links import require_folder
 from unigrad_fast.runtime.outputs import require_file, write_files
+from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count
 
@@ -214,6 +215,7 @@ def row(width: int, found: Planned, fits: bool, hours: float) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@plotting()
 def _plot(rows: Sequence[dict[str, Any]], usable_memory: float) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

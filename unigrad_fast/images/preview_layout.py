@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import matplotlib
 from PIL import Image, ImageFont
 
 from unigrad_fast.pipelines import View
@@ -84,7 +84,10 @@ def _cell(side: int) -> tuple[int, int]:
 @lru_cache
 def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf", name)), size)
+    home = next(
+        iter(find_spec("matplotlib").submodule_search_locations)
+    )  # importing it may fail by the user's settings
+    return ImageFont.truetype(str(Path(home, "mpl-data/fonts/ttf", name)), size)
 
 
 def wrapped(words: Sequence[str], width: int, font: ImageFont.FreeTypeFont) -> list[str]:

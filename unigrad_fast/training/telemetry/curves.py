@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from unigrad_fast.runtime.fallback import printable
+from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
 from unigrad_fast.training.telemetry.events import Events
+
+with plotting():
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Annotation
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 GRAY = "#777777"
@@ -40,6 +43,7 @@ def draw(run_dir: Path | str) -> Path:
     return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, RunFolder(run_dir).curves)
 
 
+@plotting()
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
     """Draws the panels of `draw` with one colour per run, named by the keys of `runs`.
 

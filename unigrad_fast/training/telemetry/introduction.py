@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
-from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -102,11 +101,14 @@ def method_of(config: config.Config) -> str | None:
 def show_end(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, skipped: int) -> None:
     """The curves, and the final table with the commands to type next."""
     run = RunFolder(trainer.config.output)
-    with naming(run.curves):
+    with telemetry.spared(f"drawing {run.curves}"):
+        from unigrad_fast.training.telemetry.curves import draw
+
         draw(run.path)
-    here = Path.cwd()
-    if run.path.is_relative_to(here) and not str(run.path.relative_to(here)).startswith("-"):
-        run = RunFolder(run.path.relative_to(here))
+    with suppress(OSError):  # the working folder may be gone
+        here = Path.cwd()
+        if run.path.is_relative_to(here) and not str(run.path.relative_to(here)).startswith("-"):
+            run = RunFolder(run.path.relative_to(here))
     commands = [] if probe is None else [own("evaluate", "knn", run.path, "--baselines", "true")]
     telemetry.finish(
         {"skipped_steps": skipped, "bad_images": trainer.bad_images.total},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from unigrad_fast.runtime.run_folder import log_line
-from unigrad_fast.runtime.whole_file import naming
 
 
 class Messages:
@@ -19,10 +19,12 @@ class Messages:
         self.console, self.path = console, path
 
     def open(self) -> None:
+        self.failed = False
         self.file = self.path.open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # a message that could not be written before
+            self.file.close()
 
     def say(self, message: str) -> None:
         self.log(message)
@@ -37,9 +39,13 @@ class Messages:
             self.show(f"WARNING: {message}")
 
     def log(self, message: str) -> None:
-        """Write to the file only."""
-        with naming(self.path):
+        """Write to the file only; if that fails, say so once."""
+        try:
             self.file.write(log_line(message))
+        except OSError as error:
+            if not self.failed:
+                self.failed = True
+                self.show(f"WARNING: {self.path} cannot be written ({error.strerror}); the run goes on")
 
     def log_warning(self, message: str) -> None:
         self.log(f"WARNING: {message}")

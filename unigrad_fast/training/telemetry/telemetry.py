@@ -9,8 +9,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,7 @@ class Telemetry:
         )
         self.results = Results()
         self.named_non_finite: set[str] = set()
+        self.failed: set[str] = set()
 
     def __enter__(self) -> Telemetry:
         if not self.active:
@@ -110,7 +111,8 @@ class Telemetry:
         if kind is not None:
             self.messages.log(f"stopped at step {self.step} by {kind.__name__}: {error}")
         for logger in self.loggers:
-            logger.close()
+            with self.spared(type(logger).__name__):
+                logger.close()
         self.messages.close()
 
     def resumed(self) -> None:
@@ -127,7 +129,8 @@ class Telemetry:
         """What a later process needs to continue, as JSON values; forces the metrics so far to disk."""
         if not self.active:
             return {}
-        self.metrics.sync()
+        with self.spared(type(self.metrics).__name__):
+            self.metrics.sync()
         return self.throughput.so_far()
 
     def advance(self, step: int, images: int, data_seconds: float = 0.0) -> None:
@@ -227,11 +230,24 @@ class Telemetry:
         """The shell commands that show the logs, given the run as the user would name it."""
         return [command for logger in self.loggers if (command := logger.command(run))]
 
+    @contextmanager
+    def spared(self, what: str) -> Iterator[None]:
+        """An error inside costs neither the run nor its summary; the first one of each name is shown."""
+        try:
+            yield
+        except Exception as error:
+            if self.active and what not in self.failed:
+                self.failed.add(what)
+                named = isinstance(error, OSError) and error.filename
+                why = f"{error.filename}: {error.strerror}" if named else f"{type(error).__name__}: {error}"
+                self.messages.warn(f"{what} failed ({' '.join(why.split())}); the run goes on")
+
     def _write(
         self, event: str, step: int, numbers: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
     ) -> None:
         for logger in self.loggers:
-            logger.write(event, step, numbers or {}, about or {})
+            with self.spared(type(logger).__name__):
+                logger.write(event, step, numbers or {}, about or {})
 
     def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
         """Every occurrence is an event; the console shows one warning per metric."""
