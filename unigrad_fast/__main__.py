@@ -13,6 +13,8 @@ def main() -> int:
     """The command, or one line where it cannot even be imported; returns the exit status."""
     try:
         from unigrad_fast import cli
+
+        status = cli.main()
     except ModuleNotFoundError as error:
         if said := complaint(error.name or ""):
             print(f"error: {said}", file=sys.stderr)
@@ -21,7 +23,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    status = cli.main()
     if status in (INTERRUPTED, PREEMPTED):
         # A launcher that saw another rank leave tells this one to end, which has saved and ends with its own status.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
