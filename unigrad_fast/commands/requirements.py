@@ -79,7 +79,7 @@ def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:
 def require_named_output(environ: Mapping[str, str]) -> None:
     """Raises UserError if a launcher may restart the command, which then must find the run that it began."""
     for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
-        if int(environ.get(variable, "0")) > 0:
+        if environ.get(variable, "").strip() not in ("", "0"):
             raise UserError(
                 f"output = null: {whose} may restart this command ({variable} is {environ[variable]}), and each start "
                 "would take a new folder; give --output FOLDER"

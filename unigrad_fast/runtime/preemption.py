@@ -123,7 +123,7 @@ class Preemption:
                 first, self.asked = now, signal.Signals(number)
                 if self._nothing_to_save:
                     self._leave()
-                if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
                     _say(f"{self.asked.name}: saving after this step; a second signal exits at once, without saving")
             elif now - first > SAME_SIGNAL_SECONDS:
                 _say(f"second {signal.Signals(number).name}: exiting at once, without saving")

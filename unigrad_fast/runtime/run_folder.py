@@ -187,7 +187,7 @@ class RunFolder:
         Raises:
             Preempted, RunStopped: as in that attempt, if torchrun restarts processes that ended on purpose.
         """
-        if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        if int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
             if ended := _ending(self.stopped):
                 raise RunStopped(f"{ended[1]}; run the same command again for another attempt")
             if ended := _ending(self.preempted):
