@@ -27,6 +27,7 @@ from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import Node, validate
+from unigrad_fast.runtime.variables import require_variables
 
 
 def overview() -> str:
@@ -93,7 +94,8 @@ def run(words: Sequence[str]) -> None:
     tree = parse_arguments(arguments, positionals(options))
     if wants_help:
         show_help(name, tree)
-    elif issubclass(options, Config):
+    require_variables(os.environ)
+    if issubclass(options, Config):
         command(resolve(overrides=tree, model=options))
     else:
         given = validate(options, tree)
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explained(error: BaseException) -> tuple[int, str] | None:
     """The exit status and message of an error; None if it is a bug."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     prefix = "error" if rank == "0" else f"error on rank {rank}"
     if isinstance(error, UserError | DataError):
         return 2, "\n".join(f"{prefix}: {line}" for line in str(error).split("\n"))

@@ -57,8 +57,9 @@ SLURM = {
 }
 
 
-def test_without_a_launcher_there_is_one_process():
-    assert launch_environment({"PATH": "/bin"}) == Launch("single")
+@pytest.mark.parametrize("environment", [{"PATH": "/bin"}, {"WORLD_SIZE": "1"}, {"RANK": "", "WORLD_SIZE": ""}])
+def test_without_a_launcher_there_is_one_process(environment):
+    assert launch_environment(environment) == Launch("single")
 
 
 def test_torchrun_is_recognised():
@@ -166,8 +167,9 @@ def test_ranges_keep_their_zeros_and_length(first, more, width):
 
 
 def test_single_process_has_a_group_and_leaves_nothing(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchdevice0")  # as of a cluster's profile
     before = dict(os.environ)
     with process_group.session("cpu") as world:
         assert (world.rank, world.size, world.backend) == (0, 1, "gloo")
@@ -178,6 +180,14 @@ def test_single_process_has_a_group_and_leaves_nothing(monkeypatch):
         assert os.environ["LOCAL_RANK"] == "0"
     assert not dist.is_initialized()
     assert dict(os.environ) == before
+
+
+def test_a_variable_that_torch_does_not_understand_is_named(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "nonsense")
+    with pytest.raises(UserError, match=r"unsupported gloo device; change or unset GLOO_DEVICE_TRANSPORT$"):
+        process_group.start("cpu")
 
 
 def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
@@ -197,7 +207,7 @@ def start_late(values: dict[str, str], after: str | None, patience: float, said:
     while after and not (os.path.exists(after) and os.path.getsize(after)):
         time.sleep(0.02)
     sys.stderr = open(said, "w")  # noqa: SIM115
-    rendezvous.NOTICE_SECONDS = 0.5
+    rendezvous.NOTICE_SECONDS, rendezvous.STRANGER_SECONDS = 0.5, 0.5
     try:
         process_group.start("cpu", rendezvous_timeout=timedelta(seconds=patience))
     except UserError as error:
@@ -210,7 +220,7 @@ def what_ranks_say(
     tmp_path: Path, ranks: list[int], size: int, after: dict[int, int] | None = None, patience: float = 30, **more: str
 ) -> list[list[str]]:
     """What each of these ranks says, of which some come only after another has spoken."""
-    port = str(free_port())
+    port = more.get("MASTER_PORT", str(free_port()))
     files = [tmp_path / f"rank-{rank}" for rank in range(size)]
     processes = []
     for rank in ranks:
@@ -265,6 +275,22 @@ def test_an_address_without_a_meaning_is_said_at_once(tmp_path):
     first, second = what_ranks_say(tmp_path, [1], 2, patience=3, MASTER_ADDR="nowhere.invalid")
     assert first == [] and second[0].startswith("rank 1 of 2: MASTER_ADDR nowhere.invalid cannot be resolved")
     assert "rank 1 of 2 waits for rank 0 at nowhere.invalid:" in second[1]
+
+
+def test_a_port_of_another_program_ends_all_ranks_with_the_remedy(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first, second = what_ranks_say(tmp_path, [0, 1], 2, patience=60, MASTER_PORT=str(port))
+    assert first[0].startswith(f"MASTER_PORT = {port}: another program on ") and "set it to a free one" in first[0]
+    assert second[-1].startswith(f"what listens at 127.0.0.1:{port} is not rank 0; set MASTER_PORT to a free port")
+
+
+def test_a_network_device_that_is_not_there_is_named_by_all_ranks(tmp_path):
+    for said in what_ranks_say(tmp_path, [0, 1], 2, GLOO_SOCKET_IFNAME="nosuchdevice0"):
+        (line,) = said
+        assert line.startswith(f"{socket.gethostname()}: GLOO_SOCKET_IFNAME = nosuchdevice0: no such network device")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -64,7 +64,9 @@ def test_backends_take_a_timeout():
     assert hasattr(dist.ProcessGroupGloo, "_set_default_timeout"), lacks("ProcessGroupGloo._set_default_timeout")
 
 
-def test_collectives_of_all_groups_are_counted_and_every_backend_is_given_its_timeout(tmp_path):
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_collectives_of_all_groups_are_counted_and_every_backend_is_given_its_timeout(level, tmp_path):
+    dist.set_debug_level(level)  # as TORCH_DISTRIBUTED_DEBUG would
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         before = torch_private.collectives_begun()
@@ -74,9 +76,12 @@ def test_collectives_of_all_groups_are_counted_and_every_backend_is_given_its_ti
         torch_private.set_timeout(timedelta(minutes=1))
         groups = list(dist.distributed_c10d._world.pg_map)
         backends = [each._get_backend(torch.device("cpu")) for each in groups]
+        assert all(hasattr(each, "wrapped_pg") for each in backends) == (level == dist.DebugLevel.DETAIL)
+        backends = [getattr(each, "wrapped_pg", each) for each in backends]
         assert [each.options._timeout for each in backends] == 2 * [timedelta(minutes=1)]
     finally:
         dist.destroy_process_group()
+        dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def test_a_backward_pass_is_noticed():

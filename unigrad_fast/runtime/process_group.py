@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may have to wait for one that lists millions of files
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 UNLIMITED = timedelta(days=30)  # where `attendance` judges instead, which leaves out time in which nothing ran
+LIBRARIES = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_")  # begin the names of variables that these read
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
 
@@ -87,7 +88,8 @@ def launch_environment(environ: Mapping[str, str]) -> Launch:
     Raises:
         UserError: the environment is incomplete or contradictory; the message names the variable.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    # A WORLD_SIZE of 1 alone, as of a container's image, says nothing.
+    if environ.get("RANK") or environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
         return _from_launcher(environ)
     # Only srun's tasks have a step ID; in the batch script itself SLURM_NTASKS is what was reserved.
     if environ.get("SLURM_STEP_ID") and "SLURM_PROCID" in environ:
@@ -237,18 +239,32 @@ def start(
     launch = launch_environment(os.environ)
     require_limits(launch.size)
     mine = devices.choose(device, launch.local_rank, launch.local_size, own_card=launch.launcher == "slurm")
+    if launch.size > 1 and not mine.problem:
+        mine = replace(mine, problem=_no_interface(os.environ.get("GLOO_SOCKET_IFNAME", "")))
     chosen = mine.device
     # DeepSpeed takes LOCAL_RANK for the index of the device.
     _set("LOCAL_RANK", str(launch.local_rank if chosen.index is None else chosen.index))
     _set("LOCAL_WORLD_SIZE", str(launch.local_size))  # the loader divides the cores by it
     if chosen.type == "cpu":
         _set("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes a GPU if there is one
+    elif os.environ.get("DS_ACCELERATOR"):
+        _set("DS_ACCELERATOR", chosen.type)
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device suffices, while the host's name may not resolve, for example offline.
-        _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+        _set("GLOO_SOCKET_IFNAME", (launch.size > 1 and os.environ.get("GLOO_SOCKET_IFNAME")) or "lo")
+        if launch.size == 1:  # it talks to nobody, whatever a cluster's profile says
+            _set("NCCL_SOCKET_IFNAME", "lo")
     _take_fair_share(launch.local_size)
     try:
-        store = _meet(launch, rendezvous_timeout)
+        try:
+            store = _meet(launch, rendezvous_timeout)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:"
+                f"{launch.port} within {rendezvous_timeout.total_seconds():g} s: {_first_line(error)}\n"
+                f"Check that all {launch.size} processes were started, and that MASTER_ADDR and MASTER_PORT name a "
+                f"free port of rank 0's machine that the others can reach; {WAYS}"
+            ) from error
         hosts = tuple(each.host for each in devices.agree(store, launch.rank, launch.size, mine))
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
@@ -268,13 +284,12 @@ def start(
         raise
     except (RuntimeError, ValueError) as error:
         _restore()
-        if launch.size == 1:
+        theirs = sorted(name for name in os.environ if name.startswith(LIBRARIES))
+        if launch.size == 1 and not theirs:
             raise
+        remedy = f"change or unset {', '.join(theirs)}" if theirs else WAYS
         raise UserError(
-            f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:{launch.port} "
-            f"within {rendezvous_timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
-            f"Check that all {launch.size} processes were started, and that MASTER_ADDR and MASTER_PORT name a "
-            f"free port of rank 0's machine that the others can reach; {WAYS}"
+            f"rank {launch.rank} of {launch.size}: torch cannot connect the processes: {_first_line(error)}; {remedy}"
         ) from error
     return World(
         rank=launch.rank,
@@ -286,6 +301,21 @@ def start(
         hosts=hosts,
         store=store,
     )
+
+
+def _no_interface(names: str) -> str:
+    """What is wrong with the network devices that gloo is to use; empty if nothing."""
+    there = [name for _, name in socket.if_nameindex()]
+    if all(name.strip() in there for name in names.split(",") if name.strip()):
+        return ""
+    return (
+        f"GLOO_SOCKET_IFNAME = {names}: no such network device, available: {', '.join(there)}; unset it, or name the "
+        "one that reaches the other processes"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _take_fair_share(ranks: int) -> None:

@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from unigrad_fast.pipelines import clock
+from unigrad_fast.runtime.errors import UserError
 
 NOTICE_SECONDS = 15.0  # of waiting before a message says what for
+STRANGER_SECONDS = 10.0  # for which a port may be open without answering as rank 0's store
 LONGEST_PAUSE = 0.1  # seconds between two checks whether all are present
 SHOWN = 8  # missing ranks listed by number
 
@@ -25,6 +28,7 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
 
     Raises:
         RuntimeError, ValueError: some did not connect in time.
+        UserError: another program uses the port.
     """
     begun = clock.now()
     host = f"[{address}]" if ":" in address else address
@@ -33,7 +37,7 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
     # Rank 0 opens the store itself, so it does not wait for itself, however slow its machine is.
     waiting = told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}") if rank else nullcontext()
     with _resolved(rank, size, address, port), waiting:
-        store, _, _ = next(dist.rendezvous(url, timeout=timeout))
+        store = _connected(url, timeout, rank, address, port)
     # torchrun's store outlives the processes and still has the addresses of killed ones: without a new prefix, a
     # restarted process would try to reach them and hang.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -42,6 +46,45 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
     except dist.DistNetworkError:
         raise RuntimeError("rank 0 has exited; its own message says why") from None
     return store
+
+
+def _connected(url: str, timeout: timedelta, rank: int, address: str, port: int) -> dist.Store:
+    """The store that rank 0 opens, through a thread, because torch would wait for any program that listens there."""
+    store: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            store.set_result(next(dist.rendezvous(url, timeout=timeout))[0])
+        except BaseException as error:  # raised again below
+            store.set_exception(error)
+
+    threading.Thread(target=connect, name="connecting", daemon=True).start()
+    heard = None  # since when somebody listens there
+    while not wait([store], clock.BEAT).done:
+        if rank == 0 or not _listens(address, port):
+            heard = None
+        elif heard is None:
+            heard = clock.now()
+        elif clock.since(heard) > STRANGER_SECONDS:
+            raise UserError(
+                f"what listens at {address}:{port} is not rank 0; set MASTER_PORT to a free port of rank "
+                "0's machine, the same for all ranks"
+            )
+    try:
+        return store.result()
+    except dist.DistNetworkError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT = {port}: another program on {socket.gethostname()} uses this port; set it to a free "
+                "one, the same for all ranks"
+            ) from None
+        raise
+
+
+def _listens(address: str, port: int) -> bool:
+    with suppress(OSError, UnicodeError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
 
 
 def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, timeout: timedelta) -> None:

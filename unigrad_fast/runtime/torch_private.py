@@ -50,7 +50,9 @@ def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of collectives in every existing process group."""
     for group in _process_groups():
         for device in group._device_types:
-            group._get_backend(device)._set_default_timeout(timeout)
+            backend = group._get_backend(device)
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each backend in one that checks what the ranks do.
+            getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def collectives_begun() -> int:
