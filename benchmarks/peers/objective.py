@@ -35,6 +35,7 @@ class Variant:
     """
 
     name: str
+    correlation: Tensor  # F, [C, C]
     may_fail = False  # whether torch or the machine may lack support; then the failure is reported, not raised
 
     def __init__(self, precision: str, width: int, device: torch.device):
@@ -52,11 +53,6 @@ class Variant:
     def compute(self, online: Views, target: Views) -> None:
         raise NotImplementedError
 
-    @property
-    def correlation(self) -> Tensor:
-        """F, [C, C]."""
-        raise NotImplementedError
-
     def correlation_bytes(self) -> int:
         """Bytes of F and other state that is kept between steps."""
         return self.correlation.nbytes
@@ -67,18 +63,14 @@ class Authors(Variant):
 
     def __init__(self, precision: str, width: int, device: torch.device):
         super().__init__(precision, width, device)
-        self.moving: Tensor | None = None
+        self.correlation = None
 
     def compute(self, online: Views, target: Views) -> None:
         dtype = DTYPES[self.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            loss, moving = authors_loss(online, target, self.moving, BALANCE, DECAY)
-        self.moving = moving.to(dtype)
+            loss, correlation = authors_loss(online, target, self.correlation, BALANCE, DECAY)
+        self.correlation = correlation.to(dtype)
         loss.backward()
-
-    @property
-    def correlation(self) -> Tensor:
-        return self.moving
 
 
 class PlainTorch(Variant):
@@ -86,7 +78,7 @@ class PlainTorch(Variant):
 
     def __init__(self, precision: str, width: int, device: torch.device, compiled: bool):
         super().__init__(precision, width, device)
-        self.moving = torch.zeros(width, width, device=device)
+        self.correlation = torch.zeros(width, width, device=device)
         self.first = True
         self.compiled = compiled
         self.may_fail = self.may_fail or compiled  # a machine without a compiler, or a torch that cannot compile this
@@ -100,7 +92,7 @@ class PlainTorch(Variant):
         gradient, decay = (self._gradient, 0.0) if self.first else (self.gradient, DECAY)
         self.first = False
         with torch.no_grad():
-            _, gradients = gradient([z.detach() for z in online], target, self.moving, decay)
+            _, gradients = gradient([z.detach() for z in online], target, self.correlation, decay)
         torch.autograd.backward(online, gradients)
 
     @classmethod
@@ -120,10 +112,6 @@ class PlainTorch(Variant):
     @staticmethod
     def move(moving: Tensor, unit_MC: Tensor, target_MC: Tensor, decay: float) -> Tensor:
         raise NotImplementedError
-
-    @property
-    def correlation(self) -> Tensor:
-        return self.moving
 
 
 class InPlace(PlainTorch):
