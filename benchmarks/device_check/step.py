@@ -14,7 +14,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -94,7 +96,7 @@ class Step:
         self.device, self.alone = device, variant == "networks alone"
         config = resolve("imagenet_100ep", {"model": settings})
         if variant == "torch's norms":
-            online = torchs_encoder(config, synchronised=device.type == "cuda")
+            online = TorchsEncoder(config, synchronised=device.type == "cuda")
         else:
             online = build_encoder(config.model, config.seed, device)
         if variant == "a pass for each view":
@@ -175,42 +177,38 @@ class Step:
 
 
 class TorchsEncoder(nn.Module):
-    """The same networks with torchvision's modules and torch's norms, and one pass per view."""
+    """The same networks with torchvision's modules and torch's norms, and one pass per view.
 
-    def __init__(self, backbone: nn.Module, projector: nn.Module):
+    Args:
+        synchronised: whether the norms are torch's synchronised ones, which the CPU does not support.
+    """
+
+    def __init__(self, config, synchronised: bool):
+        from unigrad_fast.networks.backbones import build_backbone
+        from unigrad_fast.networks.encoder import build_projector
+
         super().__init__()
-        self.layers = nn.Sequential(backbone, projector)
+        torch.manual_seed(config.seed)
+        backbone = build_backbone(config.model.backbone, config.model.stem)
+        layers = nn.Sequential(backbone, build_projector(backbone.feature_dim, config.model.projector))
+        self.layers = nn.SyncBatchNorm.convert_sync_batchnorm(layers) if synchronised else layers
 
     def forward(self, views: list[Tensor]) -> list[Tensor]:
         return [self.layers(view) for view in views]
 
 
-def torchs_encoder(config, synchronised: bool) -> nn.Module:
-    """An encoder with torch's norms, or with its synchronised norms, which the CPU does not support."""
-    from unigrad_fast.networks.backbones import build_backbone
-    from unigrad_fast.networks.encoder import build_projector
-
-    torch.manual_seed(config.seed)
-    backbone = build_backbone(config.model.backbone, config.model.stem)
-    encoder = TorchsEncoder(backbone, build_projector(backbone.feature_dim, config.model.projector))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(encoder) if synchronised else encoder
-
-
 def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Iterator[Finding]:
     """Milliseconds of all variants in turns, on one rank; rows are added to `rows`."""
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.backends.cudnn.benchmark = True
         torch.cuda.empty_cache()
+    warmup, count, rounds = (WARMUP, STEPS, ROUNDS) if on_gpu else (1, 1, 1)
     steps = {variant: Step(variant, size, device) for variant in VARIANTS}
-    on_gpu = device.type == "cuda"
     for step in steps.values():
-        for _ in range(WARMUP if on_gpu else 1):
+        for _ in range(warmup):
             step()
-
-    def block(step: Step) -> Callable[[], dict[str, float]]:
-        return lambda: step.milliseconds(STEPS if on_gpu else 1)
-
-    blocks = take_turns({name: block(step) for name, step in steps.items()}, ROUNDS if on_gpu else 1)
+    blocks = take_turns({name: partial(step.milliseconds, count) for name, step in steps.items()}, rounds)
     where = f"{size.backbone}, {size.side} px, {size.images} images"
     for name, measured in blocks.items():
         if not on_gpu:
@@ -219,9 +217,8 @@ def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Itera
         for part in measured[0]:
             row = spread([each[part] for each in measured])
             rows.append({"what": f"{name}: {part}", "unit": "ms", "case": where, **row})
-        whole = spread([each["step"] for each in measured])["median"]
-        ceiling = spread([each["step"] for each in blocks["networks alone"]])["median"]
-        parts = ", ".join(f"{part} {spread([e[part] for e in measured])['median']:.1f}" for part in measured[0])
+        whole, ceiling = (median(each["step"] for each in some) for some in (measured, blocks["networks alone"]))
+        parts = ", ".join(f"{part} {median(each[part] for each in measured):.1f}" for part in measured[0])
         found = f"{size.images / whole * 1e3:,.0f} images/s, {ceiling / whole:.0%} of the networks alone; ms: {parts}"
         yield Finding(f"{name}, {where}", found, True)
 

@@ -64,7 +64,6 @@ GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "row j": {"vicreg": {"method": "vicreg"}},
 }
 METHOD_OF = {"row g": "barlow_twins", "row h": "barlow_twins", "row j": "vicreg"}
-METHODS = tuple(group for group in GROUPS if group not in METHOD_OF)
 
 
 def objectives(group: str, width: int, bank: int, device: torch.device) -> dict[str, nn.Module]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,11 +28,11 @@ from pathlib import Path
 import torch
 
 from unigrad_fast.benchmarks.counts.roofline import measure_peaks
+from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.measures.objective_blocks import measure, ratio_rows
 from unigrad_fast.benchmarks.peers.objective import left_out, variants
 from unigrad_fast.kernels.dispatch import use_triton
-from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError
 
 WIDTHS, IMAGES = (1024, 2048, 4096, 8192, 16384), (128, 512)
@@ -132,8 +131,7 @@ def main(width: int | None, images: int | None, output: Path, **settings) -> Non
     Raises:
         UserError: the environment says that this is one of several processes; `output` is a file.
     """
-    if process_group.launch_environment(os.environ).size > 1:
-        raise UserError("bench kernels measures one process; run it without torchrun, deepspeed or srun")
+    require_one_process("bench kernels", "measures one process")
     shapes = itertools.product([width] if width else WIDTHS, [images] if images else IMAGES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -133,16 +133,15 @@ class BenchKernels(Node):
 def bench_kernels(options: BenchKernels) -> None:
     if options.compile_only and options.tune:
         raise UserError("compile_only and tune exclude each other; give one of them")
-    for mode, taken in (("compile_only", {"output"}), ("tune", set())):
-        if getattr(options, mode):
-            others = BenchKernels.model_fields.keys() - taken - {"compile_only", "tune"}
-            refuse_unused(options, others, f"{mode} does not use it")
+    others = BenchKernels.model_fields.keys() - {"compile_only", "tune"}
     if options.tune:
+        refuse_unused(options, others, "tune does not use it")
         from unigrad_fast.benchmarks.measures import tiles
 
         tiles.main()
         return
     if options.compile_only:
+        refuse_unused(options, others - {"output"}, "compile_only does not use it")
         require_triton()
         from unigrad_fast.benchmarks.counts import compiled
 
@@ -150,7 +149,7 @@ def bench_kernels(options: BenchKernels) -> None:
         return
     from unigrad_fast.benchmarks.measures import objective
 
-    objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+    objective.main(**{key: getattr(options, key) for key in others})
 
 
 class BenchMethods(Node):
