@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from unigrad_fast.benchmarks.counts.roofline import Design, float32_products, measure_peaks
+from unigrad_fast.benchmarks.counts.roofline import Design, Peaks, float32_products, measure_peaks
 from unigrad_fast.benchmarks.counts.roofline import launches as counted
 from unigrad_fast.benchmarks.device_check.finding import Finding, findings
 from unigrad_fast.benchmarks.device_check.norm import batch_norm
@@ -258,7 +258,7 @@ def times(device: torch.device) -> Iterator[Finding]:
         yield from times_of(device, peaks, width, images)
 
 
-def times_of(device: torch.device, peaks, width: int, images: int) -> Iterator[Finding]:
+def times_of(device: torch.device, peaks: Peaks, width: int, images: int) -> Iterator[Finding]:
     design, z = Design.of("bf16", device), embeddings(device, 2, images, width, torch.bfloat16)
     rows, count = 2 * images, torch.full((), 2.0 * images, device=device)
     decay, ticket = torch.full_like(count, 0.99), torch.zeros((), dtype=torch.int32, device=device)
@@ -269,7 +269,6 @@ def times_of(device: torch.device, peaks, width: int, images: int) -> Iterator[F
     product = correlation_product(unit[:rows], working)
     objective, online = fresh_objective(device, width, "bf16"), [each.detach().requires_grad_() for each in z[:2]]
     ones = torch.ones((), device=device)
-    fixed = {"balance": BALANCE, "scale": 1 / rows, "ticket": ticket}
     runs: dict[str, Callable[[], object]] = {
         "unit_embeddings": lambda: unit_embeddings(z, torch.bfloat16, flags),
         "update_correlation": lambda: update_correlation_(
@@ -277,14 +276,11 @@ def times_of(device: torch.device, peaks, width: int, images: int) -> Iterator[F
         ),
         "correlation_product": lambda: correlation_product(unit[:rows], working),
         "embedding_gradient": lambda: embedding_gradient(
-            product, unit[:rows], inverse_norm[:rows], unit[rows:], **fixed
+            product, unit[:rows], inverse_norm[:rows], unit[rows:], balance=BALANCE, scale=1 / rows, ticket=ticket
         ),
         "step": lambda: torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones),
     }
-    least = {
-        kernel: max(design.flops(kernel, M, width) / peaks.flops["bf16"], design.bytes(kernel, M, width) / peaks.copy)
-        for kernel, M in counted(images).items()
-    }
+    least = {kernel: peaks.kernel_seconds(design, kernel, M, width) for kernel, M in counted(images).items()}
     # Called on its own, this operator copies its argument, the product, which a step does not do.
     least["embedding_gradient"] += 2 * product.nbytes / peaks.copy
     least["step"] = peaks.least_seconds(design, images, width)

@@ -58,12 +58,12 @@ class Setting:
     def manifest(self) -> Manifest:
         return Manifest.open(self.images, self.cache)
 
+    def loader(self) -> Loader:
+        return Loader(self.manifest(), self.views, self.batch_size, device=self.device, threads=self.threads)
+
 
 def ours(setting: Setting) -> Batches:
-    loader = Loader(
-        setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
-    )
-    for batch in loader.iterate():
+    for batch in setting.loader().iterate():
         yield batch.views
 
 

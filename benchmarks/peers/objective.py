@@ -60,10 +60,7 @@ class Variant:
 
 class Authors(Variant):
     name = "authors"
-
-    def __init__(self, precision: str, width: int, device: torch.device):
-        super().__init__(precision, width, device)
-        self.correlation = None
+    correlation = None  # before the first step
 
     def compute(self, online: Views, target: Views) -> None:
         dtype = DTYPES[self.precision]
