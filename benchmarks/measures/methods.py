@@ -30,7 +30,7 @@ from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.timed import Timed, time_in_turns
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread
-from unigrad_fast.benchmarks.measures.objective_blocks import draw_embeddings
+from unigrad_fast.benchmarks.measures.objective import draw_embeddings
 from unigrad_fast.benchmarks.peers.methods import PLAIN
 from unigrad_fast.benchmarks.peers.objective import release
 from unigrad_fast.objectives import build
