@@ -190,9 +190,7 @@ def variants(width: int, device: torch.device, compiled: bool) -> list[Variant]:
     on_gpu = device.type == "cuda"
     single = ("fp32", "tf32") if on_gpu else ("fp32",)
     half = ("bf16",) if has_fast_bf16(device) else ()
-    ways = [False]
-    if compiled and (on_gpu or width <= WIDEST_COMPILED_ON_CPU):
-        ways.append(True)
+    ways = (False, True) if compiled and (on_gpu or width <= WIDEST_COMPILED_ON_CPU) else (False,)
     return [
         *(Authors(precision, width, device) for precision in single),
         *(Authors(precision, width, device) for precision in ("fp16", *half) if on_gpu),
