@@ -340,29 +340,27 @@ def target_stream(
     views = [torch.randn(images, 3, side, side, generator=generator).to(device) for _ in range(2)]
     views = [view.contiguous(memory_format=torch.channels_last) for view in views]
 
-    def run(stream: TargetStream | None) -> list[Tensor]:
+    def run(engine) -> list[Tensor]:
+        stream = TargetStream(engine, config.model, world)
         online = build_encoder(config.model, 0, device).to(memory_format=torch.channels_last)
         target = make_target(online)
         copies, results = make_copies(target, torch.bfloat16), []
         for _ in range(REPEATS):
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
                 inputs = [view + 0 for view in views]  # freed while the target may still read them
-                if stream is None:
+                with stream.beside(inputs):
                     ours = embed(target, copies, inputs)
-                else:
-                    with stream.beside(inputs):
-                        ours = embed(target, copies, inputs)
                 inputs = [view.flip(3) for view in inputs]
                 theirs = online(inputs)
-                if stream is not None:
-                    stream.join()
+                stream.join()
             results += [*ours, *theirs]
         return [*results, *target.buffers(), *online.buffers()]
 
     deterministic = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
-        pairs = zip(run(None), run(TargetStream(config.engine, config.model, world)), strict=True)
+        alone = run(config.engine.model_copy(update={"target_stream": False}))
+        pairs = zip(alone, run(config.engine), strict=True)
         differing = sum(not torch.equal(expected, found) for expected, found in pairs)
     finally:
         torch.backends.cudnn.deterministic = deterministic

@@ -123,4 +123,4 @@ def test_the_device_check_compares_both_ways_of_running_the_branches():
 
 
 def on_any_device(self, engine, model, world):
-    self._stream = torch.cuda.Stream(0)
+    self._stream = torch.cuda.Stream(0) if engine.target_stream else None
