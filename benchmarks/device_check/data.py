@@ -405,20 +405,13 @@ def timed(ground: Ground, what: str, name: str, load: float = LOADS[2], epoch: i
                 count += 1
             synchronize(ground.device)
             speeds.append(count * ground.batch_size / (time.perf_counter() - begin))
-        memory = used_memory()
+        free, total = torch.cuda.mem_get_info()  # of all programs; DALI never frees memory
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = {"gpu_mib": (total - free) / 2**20, "host_mib": host_peak / 1024}
     common = {"recipe": name, "hw_decoder_load": load, "side": shape[-1], "threads": loader.threads}
     ground.rows.append({"what": what, "unit": "images/s", **spread(speeds), **memory, **common})
     used = ", ".join(f"{name.removesuffix('_mib')} {mib:,.0f} MiB" for name, mib in memory.items())
     return Finding(what, f"{ground.rows[-1]['median']:,.0f} images/s, {used}", True)
-
-
-def used_memory() -> dict[str, float]:
-    """MiB used on the GPU by all programs (DALI never frees memory), and peak MiB of this process on the host."""
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "gpu_mib": (total - free) / 2**20,
-        "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
 
 
 def draw(number: int, size: tuple[int, int]) -> bytes:
