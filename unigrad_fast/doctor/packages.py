@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 
-from unigrad_fast.doctor.finding import Finding, first_line
+from unigrad_fast.doctor import Finding, first_line
 from unigrad_fast.runtime.nvidia import driver_version
 
 # Name, module, and the requirement for pip, as in setup.py.
@@ -41,8 +41,8 @@ def findings() -> list[Finding]:
 
 
 def _package(name: str, module: str, requirement: str) -> Finding:
-    version, error = _version(_distribution(requirement)), _import_error(module)
-    if finding := _import_problem(name, module, version, error, requirement):
+    version = _version(_distribution(requirement))
+    if finding := _import_problem(name, module, version, requirement):
         return finding
     if not fits(version, requirement):
         wanted = requirement.removeprefix(_distribution(requirement))
@@ -60,8 +60,7 @@ def _dali() -> Finding:
     cuda = _torch_cuda()
     wanted = DALI.get((cuda or "13").partition(".")[0], DALI["13"])
     requirement, version = next(iter(installed.items()), (wanted, None))
-    error = _import_error("nvidia.dali")
-    if finding := _import_problem("DALI", "nvidia.dali", version, error, wanted):
+    if finding := _import_problem("DALI", "nvidia.dali", version, wanted):
         return finding
     shown = " and ".join(f"{version}, flavour {_distribution(each)[-7:]}" for each, version in installed.items())
     names = " ".join(_distribution(each) for each in installed)
@@ -76,9 +75,8 @@ def _dali() -> Finding:
     return Finding("DALI", shown)
 
 
-def _import_problem(
-    name: str, module: str, version: str | None, error: Exception | None, requirement: str
-) -> Finding | None:
+def _import_problem(name: str, module: str, version: str | None, requirement: str) -> Finding | None:
+    error = _import_error(module)
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return Finding(name, "not installed", "missing", install(requirement))
     if version is None and error is None:
