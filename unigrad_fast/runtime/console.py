@@ -92,7 +92,11 @@ def new_console(**settings: Any) -> Console:
 
 def fitted(text: str) -> str:
     """Text for a table, with stand-ins for characters that standard output lacks, since these differ in width."""
-    return fallback.fitted(text, getattr(sys.stdout, "encoding", None))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, fallback.NAME).decode(encoding)
+    except LookupError:
+        return text
 
 
 def _opened(stream: TextIO | None, number: int) -> TextIO:

@@ -39,12 +39,7 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
             compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
     if not verbose:  # otherwise every run at stages 1 and 2 warns about functions that torch renamed
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    _set_level(logging.INFO if verbose else logging.ERROR)
-    return deepspeed
-
-
-def _set_level(level: int) -> None:
     logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(level)
-    for handler in logger.handlers:
-        handler.setLevel(level)
+    for each in (logger, *logger.handlers):
+        each.setLevel(logging.INFO if verbose else logging.ERROR)
+    return deepspeed

@@ -248,7 +248,8 @@ def start(
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     _take_fair_share(launch.local_size)
     try:
-        store = _meet(launch, rendezvous_timeout)
+        place = launch.rank, launch.size, launch.address, launch.port
+        store = dist.HashStore() if launch.size == 1 else meet(*place, rendezvous_timeout)
         hosts = tuple(each.host for each in devices.agree(store, launch.rank, launch.size, mine))
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
@@ -263,12 +264,9 @@ def start(
                 timeout=timeout,
                 device_id=chosen if chosen.type == "cuda" else None,
             )
-    except UserError:
+    except (RuntimeError, UserError, ValueError) as error:
         _restore()
-        raise
-    except (RuntimeError, ValueError) as error:
-        _restore()
-        if launch.size == 1:
+        if launch.size == 1 or isinstance(error, UserError):
             raise
         raise UserError(
             f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:{launch.port} "
@@ -358,11 +356,9 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 def on_first(work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0 only; all ranks wait for it and return its picklable value or raise its error."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    made = on_all_ranks(lambda: work() if is_first else None)
     if not dist.is_initialized():
-        return made
-    values = [made]
+        return work()
+    values = [on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -374,13 +370,6 @@ def gather(value: Result) -> list[Result]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.size == 1:
-        return dist.HashStore()
-    assert launch.address is not None and launch.port is not None
-    return meet(launch.rank, launch.size, launch.address, launch.port, timeout)
 
 
 def _set(name: str, value: str) -> None:
