@@ -19,6 +19,7 @@ from unigrad_fast.commands import COMMANDS, RENAMED
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits
+from unigrad_fast.runtime.command_help import positionals
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.older_names import note
@@ -26,7 +27,7 @@ from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
-from unigrad_fast.runtime.validation import Node, validate
+from unigrad_fast.runtime.validation import validate
 
 
 def overview() -> str:
@@ -40,11 +41,6 @@ commands:
 {rows}
 
 `unigrad-fast COMMAND --help` lists the keys of a command. Recipes: {", ".join(recipe_names())}."""
-
-
-def positionals(options: type[Node]) -> list[str]:
-    """Arguments that may be written without their key: the required ones."""
-    return [name for name, field in options.model_fields.items() if field.is_required()]
 
 
 def usage(name: str) -> str:
@@ -73,7 +69,7 @@ def show_help(name: str, tree: Mapping[str, Any]) -> None:
     """Prints a command's keys and their defaults; for pretrain, those of the recipe given along with --help."""
     options, _ = COMMANDS[name]
     defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
-    print(command_help.text(f"unigrad-fast {name}", options, positionals(options), defaults))
+    print(command_help.text(f"unigrad-fast {usage(name)}", options, defaults))
     raise SystemExit(0)
 
 

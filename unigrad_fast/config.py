@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SerializeAsAny, model_validator
@@ -433,19 +433,6 @@ class Config(Node):
             )
         if problems:
             raise UserError("\n".join(problems))
-
-
-AnyConfig = TypeVar("AnyConfig", bound=Config)
-
-
-@overload
-def resolve(recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ...) -> Config: ...
-
-
-@overload
-def resolve(
-    recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ..., *, model: type[AnyConfig]
-) -> AnyConfig: ...
 
 
 def resolve(

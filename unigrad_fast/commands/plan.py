@@ -112,7 +112,7 @@ def _single(config: Config, options: Plan) -> list[bytes]:
 
 
 def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
-    from unigrad_fast.runtime.tables import table_of_figures
+    from unigrad_fast.runtime.console import table_of_figures
 
     setting, card = found.setting, counted.card
     title = (

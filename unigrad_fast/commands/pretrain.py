@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unigrad_fast.commands.requirements import require_dali, require_folders, require_named_output
+from unigrad_fast.commands.requirements import require_dali, require_folders
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
@@ -35,7 +35,12 @@ def pretrain(options: Pretrain) -> None:
         return
     numbered = config.output is None
     if numbered:
-        require_named_output(os.environ)
+        for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
+            if int(os.environ.get(variable, "0")) > 0:  # a restarted command must find the run that it began
+                raise UserError(
+                    f"output = null: {whose} may restart this command ({variable} is {os.environ[variable]}), and each "
+                    "start would take a new folder; give --output FOLDER"
+                )
         if "/" in options.name or options.name in (".", ".."):
             raise UserError(f"name = {options.name}: is not the name of a folder; give one, or a path with --output")
         config = config.model_copy(update={"output": absolute(Path("runs", options.name))})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from unigrad_fast.config import Config
@@ -74,16 +74,6 @@ def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:
     """Raises UserError where one of these options is given, which are not used, and why."""
     if given := sorted(options.model_fields_set & set(keys)):
         raise UserError(f"{given[0]} = {shown(getattr(options, given[0]))}: {why}; leave it out")
-
-
-def require_named_output(environ: Mapping[str, str]) -> None:
-    """Raises UserError if a launcher may restart the command, which then must find the run that it began."""
-    for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
-        if int(environ.get(variable, "0")) > 0:
-            raise UserError(
-                f"output = null: {whose} may restart this command ({variable} is {environ[variable]}), and each start "
-                "would take a new folder; give --output FOLDER"
-            )
 
 
 def require_dali() -> None:

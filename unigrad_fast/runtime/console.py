@@ -12,11 +12,14 @@ import os
 import select
 import sys
 from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
 from unigrad_fast.runtime import fallback
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # The reader of a pipe, the other end of a connection or the terminal is gone.
 GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.ENXIO, errno.EBADF)
@@ -88,6 +91,16 @@ class _Console(Console):
 def new_console(**settings: Any) -> Console:
     """A console that prints text literally, because a folder's name may look like markup or contain control codes."""
     return _Console(**{"markup": False, "highlight": False, **settings})
+
+
+def table_of_figures(*headers: str, **style: object) -> Table:
+    """A table whose first column names what was measured and whose other columns are right-aligned figures."""
+    from rich.table import Table
+
+    table = Table(*headers, **style)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
 def fitted(text: str) -> str:
