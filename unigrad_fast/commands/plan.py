@@ -57,7 +57,11 @@ class Plan(Config):
 def plan(options: Plan) -> None:
     if options.sweep:
         refuse_unused(options, ("gpus", "nodes"), "not used with sweep true")
-    config = _configuration(options)
+    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
+    if options.images is not None:
+        batch = options.images * options.gpus * options.engine.accumulation_steps
+        tree["data"] = options.data.model_copy(update={"batch_size": batch})
+    config = Config(**tree)
     require_folder(options.output)
     name = f"{Path(config.recipe).stem}-{options.card}"
     images = config.data.batch_size // options.gpus
@@ -69,15 +73,6 @@ def plan(options: Plan) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write_files(dict(zip(files, contents, strict=True)), options.overwrite)
     print(f"written: {', '.join(map(str, files))}")
-
-
-def _configuration(options: Plan) -> Config:
-    """The configuration of a run with the images per GPU."""
-    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
-    if options.images is not None:
-        batch = options.images * options.gpus * options.engine.accumulation_steps
-        tree["data"] = options.data.model_copy(update={"batch_size": batch})
-    return Config(**tree)
 
 
 def _single(config: Config, options: Plan) -> list[bytes]:
