@@ -48,27 +48,27 @@ def pretrain(options: Pretrain) -> None:
     require_dali()
     from unigrad_fast.runtime.process_group import launch_environment
 
-    config.check_world(launch_environment(os.environ).size)
+    ranks = launch_environment(os.environ).size
+    config.check_world(ranks)
     from unigrad_fast.training import loop
 
     try:
         loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)
     except (UserError, RunStopped) as error:
         if ran_out(error):
-            _advise(config)
+            _advise(config, ranks)
         raise
 
 
-def _advise(config: Config) -> None:
+def _advise(config: Config, ranks: int) -> None:
     """Prints the planner's advice for a step that ran out of memory."""
     import torch
 
     from unigrad_fast.planning import advice_here
-    from unigrad_fast.runtime.process_group import launch_environment
 
     try:
         size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-        for line in advice_here(config, launch_environment(os.environ).size, size):
+        for line in advice_here(config, ranks, size):
             print(f"plan: {line}", flush=True)
     except Exception as error:  # the run's own error and its status matter more
         print(f"plan: the step could not be counted: {error}", flush=True)
