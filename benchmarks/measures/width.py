@@ -35,7 +35,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run

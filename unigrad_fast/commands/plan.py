@@ -13,7 +13,7 @@ from pydantic import Field
 from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.outputs import require_file, write_files
 from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node, shown
