@@ -54,7 +54,6 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
 
 def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     output = config.output
-    assert output is not None
     if fresh and not numbered and RunFolder(output).holds_run():
         return [f"output = {output}: already contains a run; --fresh needs an empty folder"]
     problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})

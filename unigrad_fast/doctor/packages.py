@@ -63,14 +63,12 @@ def _dali() -> Finding:
     if finding := _import_problem("DALI", "nvidia.dali", version, wanted):
         return finding
     shown = " and ".join(f"{version}, flavour {_distribution(each)[-7:]}" for each, version in installed.items())
-    names = " ".join(_distribution(each) for each in installed)
+    remedy = f"pip uninstall --yes {' '.join(map(_distribution, installed))}; {install(wanted)}"
     if len(installed) > 1:
-        remedy = f"pip uninstall --yes {names}; {install(wanted)}"
         return Finding("DALI", f"{shown}, which overwrite each other", "wrong", remedy)
     if not fits(version, requirement):
         return Finding("DALI", f"{shown}, but >=2.0,<3 is required", "wrong", install(requirement))
     if cuda and requirement != wanted and driver_version():
-        remedy = f"pip uninstall --yes {names}; {install(wanted)}"
         return Finding("DALI", f"{shown}, but torch is built for CUDA {cuda}", "note", remedy)
     return Finding("DALI", shown)
 

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 from unigrad_fast.runtime.errors import RankLost
 from unigrad_fast.runtime.process_group import World
@@ -31,8 +31,7 @@ SIGNS = (
 )
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A rank's last heartbeat: heartbeats and collectives so far, its stage, and why it exited, if it did."""
 
     beats: int
@@ -143,7 +142,7 @@ class Attendance:
         if collectives != self._mine.collectives and self._since < math.inf:
             self._since = time.monotonic()
         self._mine = Line(self._mine.beats + 1, collectives, self._stage, left)
-        self._store.set(f"attendance/{self.rank}", json.dumps(astuple(self._mine)))
+        self._store.set(f"attendance/{self.rank}", json.dumps(self._mine))
 
     def _look(self) -> str | None:
         others = [rank for rank in range(len(self.hosts)) if rank != self.rank]

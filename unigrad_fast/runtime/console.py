@@ -11,7 +11,6 @@ import io
 import os
 import select
 import sys
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -72,7 +71,7 @@ def take_over() -> None:
             setattr(sys, name, _opened(stream, number))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=fallback.NAME)
-    _keep_size(os.environ)
+    _keep_size()
 
 
 def end() -> str | None:
@@ -138,12 +137,12 @@ def _take_null(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def _keep_size(environ: MutableMapping[str, str]) -> None:
+def _keep_size() -> None:
     """Corrects absurd terminal sizes: with only one or two columns, laying out text does not terminate."""
     for name, (least, most) in SIZES.items():
-        text = environ.get(name, "")
+        text = os.environ.get(name, "")
         if not (len(text) < 5 and text.isascii() and text.isdecimal() and least <= int(text) <= most):
-            environ.pop(name, None)
+            os.environ.pop(name, None)
     for number in range(3):
         try:
             size = os.get_terminal_size(number)
@@ -151,4 +150,4 @@ def _keep_size(environ: MutableMapping[str, str]) -> None:
             continue
         for (name, (least, _)), found in zip(SIZES.items(), size, strict=True):
             if 0 < found < least:
-                environ.setdefault(name, str(least))
+                os.environ.setdefault(name, str(least))
