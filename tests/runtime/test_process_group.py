@@ -343,7 +343,7 @@ def test_slurm_starts_two_ranks_without_warnings(program):
 ENGINE = """
 import torch
 from unigrad_fast.runtime.process_group import session
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 torch.set_num_threads(1)
 for _ in range(2):
     with session("cpu"):

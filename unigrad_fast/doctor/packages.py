@@ -10,6 +10,7 @@ import sys
 
 from unigrad_fast.doctor import Finding, first_line
 from unigrad_fast.runtime.nvidia import driver_version
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 # Name, module, and the requirement for pip, as in setup.py.
 PACKAGES = (
@@ -94,8 +95,6 @@ def _import_error(module: str) -> Exception | None:
     """The error from importing a package, or None; the package stays imported."""
     try:
         if module == "deepspeed":
-            from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
-
             quiet_deepspeed()
         else:
             importlib.import_module(module)
