@@ -2,8 +2,8 @@
 
 The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file that lists
 the differences; the command line overrides both. Whatever its source, a value is checked once, by `validation`.
-"Authors' code" is the code published with the paper. A field's type includes its scope, and so may that of a
-group for all keys below it.
+"Authors' code" is the code published with the paper. A field's type includes its scope; that of a group holds for all
+keys below it.
 """
 
 from __future__ import annotations
@@ -450,7 +450,8 @@ def scope_of(key: str) -> Scope:
 
     A group may also map keys in it to scopes, for fields that are declared elsewhere.
     """
-    scope, owner, declared = Scope.RESULT, Config, {}
+    scope, declared = Scope.RESULT, dict[str, Scope]()
+    owner: type[Node] | None = Config
     for part in key.split("."):
         scope |= declared.get(part, Scope.RESULT)
         if owner is None or part not in owner.model_fields:
