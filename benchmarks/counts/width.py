@@ -16,10 +16,9 @@ from unigrad_fast.benchmarks.harness.run_config import at_width, changed
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.planning import WIDTHS
-from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.console import new_console, table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
-from unigrad_fast.runtime.tables import table_of_figures
 
 
 def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, card: str, output: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 
 OUTPUT = Path("bench-results")
 """Default folder of rows; the project's own are in benchmarks/results."""

@@ -34,10 +34,9 @@ from unigrad_fast.benchmarks.measures.objective import draw_embeddings
 from unigrad_fast.benchmarks.peers.methods import PLAIN
 from unigrad_fast.benchmarks.peers.objective import release
 from unigrad_fast.objectives import build
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import require_folder
-from unigrad_fast.runtime.tables import table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.wording import byte_size
 
 WIDTHS, IMAGES = (2048, 8192), (128, 512)

@@ -35,10 +35,9 @@ from unigrad_fast.benchmarks.measures.step_blocks import StepWorker
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import Card, Walk, walk
 from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
-from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.console import new_console, table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
-from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import count
 
 KINDS = ("gather", "exchange", "reduce")

@@ -31,9 +31,8 @@ from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, ratio_row, spread
 from unigrad_fast.benchmarks.measures.step_blocks import SUBJECTS, Block, Case, Subject, measure
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.precision import autocast_dtype
-from unigrad_fast.runtime.tables import table_of_figures
 
 LEAST_BATCHES = 4  # per epoch
 CASES = {"resnet50": Case("resnet50", 224, 16), "resnet18": Case("resnet18", 96, 64)}

@@ -36,9 +36,8 @@ from rich.console import Console
 from unigrad_fast.benchmarks.harness import script
 from unigrad_fast.benchmarks.harness.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread, take_turns
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import RunStopped, UserError
-from unigrad_fast.runtime.tables import table_of_figures
 
 HERE = Path(__file__).resolve().parent
 THIS, BASE = "this checkout", "base"

@@ -26,11 +26,10 @@ from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link, utf8_path
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, from which their published files come

@@ -9,10 +9,9 @@ from typing import Any
 import yaml
 
 from unigrad_fast.checkpoints.files import Reader
-from unigrad_fast.config import Config, resolve
+from unigrad_fast.config import Config, Scope, resolve, scope_of
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
-from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.trees import merge
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
@@ -37,11 +36,11 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
     now = [(key, value) for key, value in leaves(given) if key in before and value != before[key]]
     # Images may be named there for a run that was imported without any.
     new = [key for key in ("data.train", "data.val") if before[key] is None]
-    local = {key: value for key, value in now if Scope.LOCAL in scope_of(Config, key) or key in new}
+    local = {key: value for key, value in now if Scope.LOCAL in scope_of(key) or key in new}
     told = [
         f"{key} = {shown(value)} instead of {shown(before[key])}"
         for key, value in now
-        if Scope.JUDGMENT in scope_of(Config, key) and key not in new
+        if Scope.JUDGMENT in scope_of(key) and key not in new
     ]
     if local:
         try:

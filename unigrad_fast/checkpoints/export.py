@@ -23,7 +23,7 @@ from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link
 from unigrad_fast.runtime.run_folder import RunFolder
 
 Format = Literal["torchvision", "safetensors"]

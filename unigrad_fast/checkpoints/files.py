@@ -32,11 +32,10 @@ from torch import Tensor
 
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import naming, utf8_path, write_whole
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.run_folder import CHECKPOINT as DESCRIPTION
 from unigrad_fast.runtime.run_folder import RunFolder
-from unigrad_fast.runtime.utf8_path import utf8_path
-from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted

@@ -12,9 +12,9 @@ from torch import Tensor
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.checkpoints.weights import fingerprint
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import utf8_path
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.utf8_path import utf8_path
 
 
 def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.outputs import require_file, write_files
 from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count
@@ -57,7 +57,11 @@ class Plan(Config):
 def plan(options: Plan) -> None:
     if options.sweep:
         refuse_unused(options, ("gpus", "nodes"), "not used with sweep true")
-    config = _configuration(options)
+    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
+    if options.images is not None:
+        batch = options.images * options.gpus * options.engine.accumulation_steps
+        tree["data"] = options.data.model_copy(update={"batch_size": batch})
+    config = Config(**tree)
     require_folder(options.output)
     name = f"{Path(config.recipe).stem}-{options.card}"
     images = config.data.batch_size // options.gpus
@@ -69,15 +73,6 @@ def plan(options: Plan) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write_files(dict(zip(files, contents, strict=True)), options.overwrite)
     print(f"written: {', '.join(map(str, files))}")
-
-
-def _configuration(options: Plan) -> Config:
-    """The configuration of a run with the images per GPU."""
-    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
-    if options.images is not None:
-        batch = options.images * options.gpus * options.engine.accumulation_steps
-        tree["data"] = options.data.model_copy(update={"batch_size": batch})
-    return Config(**tree)
 
 
 def _single(config: Config, options: Plan) -> list[bytes]:
@@ -112,7 +107,7 @@ def _single(config: Config, options: Plan) -> list[bytes]:
 
 
 def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
-    from unigrad_fast.runtime.tables import table_of_figures
+    from unigrad_fast.runtime.console import table_of_figures
 
     setting, card = found.setting, counted.card
     title = (

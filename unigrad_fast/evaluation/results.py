@@ -20,9 +20,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
-from unigrad_fast.runtime.whole_file import write_whole
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import World, on_first
-from unigrad_fast.runtime.whole_file import write_whole
 
 
 class Unfinished:

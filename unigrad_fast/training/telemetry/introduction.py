@@ -9,10 +9,10 @@ import torch
 
 from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.files import naming
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.telemetry.telemetry import Telemetry

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from unigrad_fast.runtime.files import naming, utf8_path, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import program, typed
-from unigrad_fast.runtime.utf8_path import utf8_path
-from unigrad_fast.runtime.whole_file import naming, write_whole
 from unigrad_fast.training.telemetry.events import Events
 from unigrad_fast.training.telemetry.length import Length
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from unigrad_fast.runtime.files import naming
 from unigrad_fast.runtime.run_folder import log_line
-from unigrad_fast.runtime.whole_file import naming
 
 
 class Messages:

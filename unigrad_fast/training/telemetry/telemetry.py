@@ -20,9 +20,9 @@ from rich.console import Console
 import unigrad_fast
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
 from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
-from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.length import Length
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
