@@ -43,9 +43,14 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
         for key, value in now
         if Scope.JUDGMENT in scope_of(Config, key) and key not in new
     ]
+    changed: Mapping[str, Any] = saved
+    for key, value in local.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        changed = merge(changed, value)
     if local:
         try:
-            config = validate(Config, merge(saved, _nested(local)))
+            config = validate(Config, changed)
         except UserError as error:
             told.append(str(error).splitlines()[0])
     if not told:
@@ -67,16 +72,4 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError("is empty")
     if not isinstance(tree, dict):
         raise ValueError("is not a tree of keys and values")
-    return tree
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested tree from dotted keys."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *groups, leaf = key.split(".")
-        place = tree
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[leaf] = value
     return tree

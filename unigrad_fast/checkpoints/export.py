@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import unigrad_fast
 from unigrad_fast.checkpoints.configuration import configuration
 from unigrad_fast.checkpoints.probes import describe_probe, find_probe
-from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
+from unigrad_fast.checkpoints.weights import fill, load_branch, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN
@@ -180,10 +180,7 @@ def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tupl
         model = build_backbone(config.model.backbone, config.model.stem)
         if head is not None:
             model.fc = nn.Linear(model.feature_dim, head[0])
-    try:
-        model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"{run}: the weights do not fit the configuration: {misfit(error)}") from None
+    fill(model, state, run, assign=True)
 
 
 def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:

@@ -28,8 +28,8 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     """
     there = RunFolder(run)
     again = f"run `{own('evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
-    files = [file] if file is not None else [*there.evaluation.glob("linear-*.safetensors"), there.first_probe]
-    files = [path for path in files if file is not None or path.is_file()]
+    written = *there.evaluation.glob("linear-*.safetensors"), there.first_probe
+    files = [file] if file is not None else [path for path in written if path.is_file()]
     if not files:
         raise UserError(f"{there.evaluation}: no linear probe; {again} first")
     problems, fitting = [], []

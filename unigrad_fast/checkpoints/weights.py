@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
         if folder is None:
             raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
         return Reader(folder)
-    numbers = {folder.name.removeprefix("step-"): folder for folder in RunFolder(run).complete_checkpoints()}
-    kept = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}
+    kept = {int(folder.name.removeprefix("step-")): folder for folder in RunFolder(run).complete_checkpoints()}
     if step not in kept:
         there = ", ".join(map(str, sorted(kept))) or "none"
         raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")
@@ -53,13 +53,18 @@ def load_branch(reader: Reader, branch: str) -> dict[str, Tensor]:
 
 def load_encoder(reader: Reader, backbone: nn.Module) -> None:
     """Load the online backbone strictly into `backbone`."""
+    fill(backbone, load_branch(reader, "online.backbone"), reader.folder)
+
+
+def fill(module: nn.Module, state: Mapping[str, Tensor], source: Path, assign: bool = False) -> None:
+    """Load a state dict strictly into a module; `assign` replaces its tensors.
+
+    Raises:
+        UserError: names the source, and the first tensor that does not fit.
+    """
     try:
-        backbone.load_state_dict(load_branch(reader, "online.backbone"), strict=True)
-    except RuntimeError as error:
-        raise UserError(f"{reader.folder}: the weights do not fit the configuration: {misfit(error)}") from None
-
-
-def misfit(error: RuntimeError) -> str:
-    """The first line of torch's error about a state dict, which has a line for each tensor that does not fit."""
-    first, *others = [line.strip() for line in str(error).splitlines()[1:]]
-    return first[:LONGEST] + (f" ... and {len(others)} more" if others else "")
+        module.load_state_dict(state, strict=True, assign=assign)
+    except RuntimeError as error:  # it has a line for each tensor that does not fit
+        first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+        more = f" ... and {len(others)} more" if others else ""
+        raise UserError(f"{source}: the weights do not fit the configuration: {first[:LONGEST]}{more}") from None
