@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of
 from unigrad_fast.evaluation.shares import own_images
-from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 
@@ -33,7 +33,7 @@ class LinearResult:
 
 
 @dataclass(frozen=True)
-class LinearProbe:
+class FrozenEncoder:
     """A backbone [N, 3, S, S] → [N, D] and the images to evaluate it on; all ranks use it together.
 
     Args:
@@ -56,11 +56,11 @@ class LinearProbe:
         return len(self.train.classes)
 
     def judge(self, classifier: nn.Linear) -> LinearResult:
-        """Accuracy on the validation images; each rank counts its own.
+        """Accuracy of a linear classifier on the validation images; each rank counts its own.
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        loader = self.loader(self.val)
+        loader = own_images(self.val, self.config, self.world)
         counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
 
         def count() -> None:
@@ -92,10 +92,6 @@ class LinearProbe:
         autocast = torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
         with torch.no_grad(), evaluation_mode(self.backbone), autocast:
             return self.backbone(images.to(self.world.device)).float()
-
-    def loader(self, manifest: Manifest) -> EvaluationLoader:
-        """Centre crops of this rank's share of some images."""
-        return own_images(manifest, self.config.data, self.config.evaluation, self.world)
 
     def tell(self, lines: list[str]) -> None:
         for line in lines:

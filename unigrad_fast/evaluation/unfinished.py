@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unigrad_fast.runtime.process_group import World, on_first
+from unigrad_fast.runtime.process_group import on_first
 from unigrad_fast.runtime.whole_file import write_whole
 
 
@@ -22,19 +22,19 @@ class Unfinished:
         folder: folder of the file.
         stem: start of its name.
         settings: JSON values that determine the result.
-        world: all ranks call the methods together.
         say: prints a line for the user.
     """
 
-    def __init__(
-        self, folder: Path, stem: str, settings: Mapping[str, Any], world: World, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, stem: str, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self.settings = json.dumps(settings, sort_keys=True)
         digest = hashlib.sha256(self.settings.encode()).hexdigest()[:8]
-        self.path, self.world, self.say = folder / f"{stem}-{digest}.unfinished.pt", world, say
+        self.path, self.say = folder / f"{stem}-{digest}.unfinished.pt", say
 
     def load(self) -> dict[str, Any] | None:
-        """The last saved state, with tensors on the CPU; None if there is none, or it cannot be used."""
+        """The last saved state, with tensors on the CPU; None if there is none, or it cannot be used.
+
+        All ranks call this and `save` together.
+        """
         return on_first(self._load)
 
     def save(self, state: dict[str, Any]) -> None:
@@ -42,8 +42,8 @@ class Unfinished:
         on_first(lambda: self._save(state))
 
     def delete(self) -> None:
-        if self.world.rank == 0:
-            self.path.unlink(missing_ok=True)
+        """Call on one rank."""
+        self.path.unlink(missing_ok=True)
 
     def _load(self) -> dict[str, Any] | None:
         if not self.path.is_file():
