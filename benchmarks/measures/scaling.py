@@ -28,7 +28,9 @@ from unigrad_fast.benchmarks.harness.run_config import with_images
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, spread
 from unigrad_fast.benchmarks.measures.scaling_blocks import RankBlock, configure, measure, placements
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.links import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
