@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
-from unigrad_fast.training.telemetry.events import Events
+from unigrad_fast.training.telemetry.events import read_lines
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 GRAY = "#777777"
@@ -90,7 +90,8 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
     """The events of RUN/metrics.jsonl in order; lines that are not events are skipped."""
-    return [event for _, event in Events(RunFolder(Path(run_dir)).metrics).whole]
+    whole, _ = read_lines(RunFolder(Path(run_dir)).metrics)
+    return [event for _, event in whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:

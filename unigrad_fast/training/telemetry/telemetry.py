@@ -24,12 +24,11 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
-from unigrad_fast.training.telemetry.length import Length
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
 from unigrad_fast.training.telemetry.messages import Messages
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
-from unigrad_fast.training.telemetry.throughput import Throughput
+from unigrad_fast.training.telemetry.throughput import Length, Throughput
 
 if TYPE_CHECKING:
     from unigrad_fast.config import Config
@@ -155,8 +154,7 @@ class Telemetry:
         self.step = max(self.step, step)
         numbers, odd = json_numbers({"memory_gib": memory_gib(), **self.throughput.recent(), **metrics})
         self._write("train", step, numbers)
-        self.results.add_metrics(numbers)
-        self.results.add_phases(numbers)
+        self.results.add_step(numbers)
         if odd:
             self._warn_non_finite(step, odd)
         if message := self.collapse.check(step, numbers):
@@ -173,7 +171,7 @@ class Telemetry:
         accuracies = {"accuracy": result.accuracy} | ({} if result.top5 is None else {"top5": result.top5})
         settings = {"k": result.k, "temperature": result.temperature, "protocol": PROTOCOL, "branch": BRANCH}
         self._write("knn", step, accuracies, settings)
-        self.results.add_accuracy(step, result.accuracy)
+        self.results.accuracies.append((step, result.accuracy))
         first_step, first = self.results.accuracies[0]
         compared = f", {first:.2f} % at step {first_step}" if len(self.results.accuracies) > 1 else ""
         self.say(
