@@ -106,8 +106,7 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
         classifier = quick(made)
     else:
         classifier = paper(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
-    result = made.judge(classifier)
-    return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
+    return *made.judge(classifier), lines, classifier.weight.detach()
 
 
 @pytest.mark.parametrize("protocol", ["quick", "paper"])

@@ -361,7 +361,6 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,15 +24,6 @@ from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 
 @dataclass(frozen=True)
-class LinearResult:
-    """top-1 and top-5 accuracy in percent (top5 None with fewer than five classes) of `images` validation images."""
-
-    accuracy: float
-    top5: float | None
-    images: int
-
-
-@dataclass(frozen=True)
 class FrozenEncoder:
     """A backbone [N, 3, S, S] → [N, D] and the images to evaluate it on; all ranks use it together.
 
@@ -55,8 +46,12 @@ class FrozenEncoder:
     def classes(self) -> int:
         return len(self.train.classes)
 
-    def judge(self, classifier: nn.Linear) -> LinearResult:
+    def judge(self, classifier: nn.Linear) -> tuple[float, float | None, int]:
         """Accuracy of a linear classifier on the validation images; each rank counts its own.
+
+        Returns:
+            Top-1 accuracy in percent, top-5 accuracy, which is None with fewer than five classes, and the number of
+            images that were classified.
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
@@ -81,11 +76,7 @@ class FrozenEncoder:
             raise AssertionError(
                 f"of {len(self.val)} validation images {images} were counted and {left_out.count} left out"
             )
-        return LinearResult(
-            accuracy=100 * right / images,
-            top5=100 * among_five / images if self.classes >= 5 else None,
-            images=images,
-        )
+        return 100 * right / images, 100 * among_five / images if self.classes >= 5 else None, images
 
     def features(self, images: Tensor) -> Tensor:
         """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""

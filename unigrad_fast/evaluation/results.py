@@ -57,7 +57,7 @@ def write_result(
         A line for the user about the file, the figures that it keeps and a file with other settings.
     """
     folder.mkdir(exist_ok=True)
-    settings, figures = _plain(settings), _plain(figures)
+    settings, figures = json.loads(json.dumps([settings, figures]))  # as they will be read back
     with _locked(folder):
         passed: list[tuple[Path, Any]] = []
         for number in count(1):
@@ -90,11 +90,6 @@ def write_result(
         reason = f"has {key} = {shown(content.get(key))} and " if key else ""
         line += f"; {other.name} {reason}was kept"
     return line
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as they will be read back from JSON."""
-    return json.loads(json.dumps(values))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -153,18 +153,18 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
             classifier = linear_paper.paper(this, schedule, unfinished, this.preemption)
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
-            result = this.judge(classifier)
+            accuracy, top5, images = this.judge(classifier)
         if this.world.rank != 0:
             return
-        top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
-        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {result.images:,} validation images"
-        row = (f"trained encoder, epoch {this.settings['epoch']:g}", f"{result.accuracy:.2f}", top5)
+        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {images:,} validation images"
+        shown = f"{accuracy:.2f}", "–" if top5 is None else f"{top5:.2f}"
+        row = (f"trained encoder, epoch {this.settings['epoch']:g}", *shown)
         print_table(this.console, title, [row], 2)
         written = write_result(
             folder,
             stem,
-            {**about, "images": result.images},
-            {**this.paths, "accuracy": result.accuracy, "top5": result.top5},
+            {**about, "images": images},
+            {**this.paths, "accuracy": accuracy, "top5": top5},
             {"weight": classifier.weight, "bias": classifier.bias},
             {"classes": this.train.classes},
         )

@@ -37,7 +37,8 @@ def draw(run_dir: Path | str) -> Path:
     rate with the target's momentum.
     """
     run_dir = Path(run_dir)
-    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, RunFolder(run_dir).curves)
+    name = printable(run_dir.resolve().name).replace("$", r"\$")  # otherwise matplotlib would read a formula
+    return draw_comparison({name: run_dir}, RunFolder(run_dir).curves)
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
@@ -232,11 +233,6 @@ def _colors(count: int) -> list[str]:
 
 def _with_values(axes: Axes) -> list[Line2D]:
     return [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), float)).any()]
-
-
-def _as_text(name: str) -> str:
-    """A folder's name as text, with dollar signs escaped so that matplotlib does not read a formula."""
-    return printable(name).replace("$", r"\$")
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 
 import unigrad_fast
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
@@ -29,10 +30,6 @@ from unigrad_fast.training.telemetry.messages import Messages
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
 from unigrad_fast.training.telemetry.throughput import Length, Throughput
-
-if TYPE_CHECKING:
-    from unigrad_fast.config import Config
-    from unigrad_fast.evaluation.knn import KNNResult
 
 
 class Telemetry:
