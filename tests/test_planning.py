@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from unigrad_fast import planning
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run import walking
-from unigrad_fast.dry_run.allocations import stored
 from unigrad_fast.dry_run.cards import collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.counting import stored
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import linear, linear_paper, linear_quick
 from unigrad_fast.evaluation.linear import FrozenEncoder
-from unigrad_fast.evaluation.linear_paper import ProbeSchedule, paper
+from unigrad_fast.evaluation.linear_paper import ProbeSchedule, Unfinished, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World

@@ -20,7 +20,7 @@ from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import linear_paper
-from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.evaluation.linear_paper import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import unigrad_fast
-from unigrad_fast.checkpoints.configuration import configuration
 from unigrad_fast.checkpoints.probes import describe_probe, find_probe
-from unigrad_fast.checkpoints.weights import fill, load_branch, open_checkpoint
+from unigrad_fast.checkpoints.weights import configuration, fill, load_branch, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN

@@ -6,9 +6,14 @@ ranks.
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import math
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +23,13 @@ from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import count_left_out, non_finite
 from unigrad_fast.evaluation.linear import FrozenEncoder
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.optimization.lars import LARS
 from unigrad_fast.optimization.schedules import learning_rate
 from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
+from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.runtime.wording import count
 
 
@@ -203,6 +208,54 @@ class _Training:
     def _momentum(self) -> list[tuple[str, Tensor]]:
         named = self.classifier.named_parameters()
         return [(name, self.optimizer.state_of(weight)["momentum"]) for name, weight in named]
+
+
+class Unfinished:
+    """The file with the progress of one training; each set of settings has its own.
+
+    Args:
+        folder: folder of the file.
+        stem: start of its name.
+        settings: JSON values that determine the result.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, folder: Path, stem: str, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.settings = json.dumps(settings, sort_keys=True)
+        digest = hashlib.sha256(self.settings.encode()).hexdigest()[:8]
+        self.path, self.say = folder / f"{stem}-{digest}.unfinished.pt", say
+
+    def load(self) -> dict[str, Any] | None:
+        """The last saved state, with tensors on the CPU; None if there is none, or it cannot be used.
+
+        All ranks call this and `save` together.
+        """
+        return on_first(self._load)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Saves a state. Raises OSError on all ranks if the file cannot be written; the previous one is kept then."""
+        on_first(lambda: self._save(state))
+
+    def delete(self) -> None:
+        """Call on one rank."""
+        self.path.unlink(missing_ok=True)
+
+    def _load(self) -> dict[str, Any] | None:
+        if not self.path.is_file():
+            return None
+        try:
+            content = torch.load(self.path, map_location="cpu", weights_only=True)
+            settings, state = content["settings"], content["state"]
+        except Exception:  # arbitrary bytes read as a pickle can raise anything
+            self.say(f"{self.path}: damaged; the training starts again")
+            return None
+        return state if settings == self.settings else None
+
+    def _save(self, state: dict[str, Any]) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        content = io.BytesIO()
+        torch.save({"settings": self.settings, "state": state}, content)
+        write_whole(self.path, content.getvalue())
 
 
 def micro_batches(batch_size: int, ranks: int, most: int) -> int:

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unigrad_fast.checkpoints.configuration import configuration
-from unigrad_fast.checkpoints.weights import fingerprint, load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
@@ -23,7 +22,6 @@ from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.results import folder_of, write_result
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime import process_group
@@ -149,7 +147,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
         else:
             schedule = replace(linear_paper.PAPER, **changes)
             about |= {**asdict(schedule), "seed": this.config.seed}
-            unfinished = Unfinished(folder, stem, about, this.say)
+            unfinished = linear_paper.Unfinished(folder, stem, about, this.say)
             classifier = linear_paper.paper(this, schedule, unfinished, this.preemption)
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
