@@ -31,7 +31,6 @@ VIEWS = {
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
     "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
 }  # fmt: skip
-NORMALISATION = "unigrad_fast::batch_norm"
 
 
 class Count(TorchDispatchMode):
@@ -180,7 +179,7 @@ class Count(TorchDispatchMode):
     def _part(self, name: str, short: str) -> str:
         if short.startswith("convolution"):
             return "convolution"
-        if name.startswith(NORMALISATION):
+        if name.startswith("unigrad_fast::batch_norm"):
             return "normalisation"
         if self.phase in ("step", "target_update"):
             return {"step": "optimizer", "target_update": "target"}[self.phase]

@@ -115,20 +115,13 @@ class _Fused(TorchDispatchMode):
 
 @contextlib.contextmanager
 def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, list[Batch]]]:
-    """Rank 0's trainer in a process group without other ranks, and the batches of a step."""
-    with _process_group(ranks):
-        trainer = build_trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
-        yield trainer, [batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
-
-
-@contextlib.contextmanager
-def _process_group(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks whose collectives send nothing."""
+    """Rank 0's trainer in a process group of so many ranks that send nothing, and the batches of a step."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with mock.patch.dict(os.environ, variables):
         init_fake_process_group(ranks)
         try:
-            yield
+            trainer = build_trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
+            yield trainer, [batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
         finally:
             process_group.stop()  # DeepSpeed's, too
 

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 import unigrad_fast
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.run_folder import RunFolder, log_line
 from unigrad_fast.runtime.shell import typed
-from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.whole_file import naming, write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
-from unigrad_fast.training.telemetry.messages import Messages
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
 from unigrad_fast.training.telemetry.throughput import Length, Throughput
@@ -242,3 +243,43 @@ class Telemetry:
         if self.bar is not None:
             numbers = self.results.latest | self.throughput.recent()
             self.bar.update(self.step, numbers, self.throughput.seconds_left(self.step))
+
+
+class Messages:
+    """Lines and warnings on the console and, with the time of day, in RUN/log.txt.
+
+    Text is printed without interpreting markup, because a folder's name may look like it.
+    """
+
+    def __init__(self, console: Console, path: Path) -> None:
+        self.console, self.path = console, path
+
+    def open(self) -> None:
+        self.file = self.path.open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def say(self, message: str) -> None:
+        self.log(message)
+        self.show(message)
+
+    def warn(self, message: str) -> None:
+        """Shown in a frame if the console is a terminal."""
+        self.log_warning(message)
+        if self.console.is_terminal:
+            self.console.print(Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow"))
+        else:
+            self.show(f"WARNING: {message}")
+
+    def log(self, message: str) -> None:
+        """Write to the file only."""
+        with naming(self.path):
+            self.file.write(log_line(message))
+
+    def log_warning(self, message: str) -> None:
+        self.log(f"WARNING: {message}")
+
+    def show(self, message: str) -> None:
+        """Print on the console only."""
+        self.console.print(message, soft_wrap=True, markup=False, highlight=False)
