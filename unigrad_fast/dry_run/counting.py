@@ -21,7 +21,7 @@ from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
 from unigrad_fast.training import checkpoint, engine
 from unigrad_fast.training.deepspeed_private import gradient_parts
-from unigrad_fast.training.telemetry.phases import PhaseClock
+from unigrad_fast.training.telemetry.phases import PHASES, PhaseClock
 from unigrad_fast.training.trainer import Trainer
 
 # Operators that launch no kernel: views, allocations, and queries about a tensor.
@@ -56,9 +56,9 @@ class Count(TorchDispatchMode):
         found.placement = getattr(trainer.objective, "placement", "")
 
     def __enter__(self):
+        following = dict(itertools.pairwise(("start", *PHASES, "end")))
+
         def mark(clock: PhaseClock, phase: str) -> None:
-            order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
-            following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
             if phase == "backward":
                 for tensor in tree_leaves(gradient_parts(self.trainer.online.optimizer)):
                     self.memory.name(tensor, "gradients")

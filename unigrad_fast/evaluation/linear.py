@@ -42,10 +42,6 @@ class FrozenEncoder:
     dtype: torch.dtype | None
     say: Callable[[str], None]
 
-    @property
-    def classes(self) -> int:
-        return len(self.train.classes)
-
     def judge(self, classifier: nn.Linear) -> tuple[float, float | None, int]:
         """Accuracy of a linear classifier on the validation images; each rank counts its own.
 
@@ -55,7 +51,7 @@ class FrozenEncoder:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        loader = own_images(self.val, self.config, self.world)
+        loader, classes = own_images(self.val, self.config, self.world), len(self.train.classes)
         counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
 
         def count() -> None:
@@ -63,7 +59,7 @@ class FrozenEncoder:
                 with torch.no_grad():
                     logits = classifier(features)
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
-                best = logits.topk(min(5, self.classes), dim=1).indices == labels[:, None]
+                best = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
                 found = torch.stack([best[:, 0].sum(), best.any(dim=1).sum()])
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
@@ -76,7 +72,8 @@ class FrozenEncoder:
             raise AssertionError(
                 f"of {len(self.val)} validation images {images} were counted and {left_out.count} left out"
             )
-        return 100 * right / images, 100 * among_five / images if self.classes >= 5 else None, images
+        top5 = 100 * among_five / images if classes >= 5 else None
+        return 100 * right / images, top5, images
 
     def features(self, images: Tensor) -> Tensor:
         """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""

@@ -42,9 +42,6 @@ class ProbeSchedule:
     base_lr: float = 0.02
 
 
-PAPER = ProbeSchedule()
-
-
 def paper(
     encoder: FrozenEncoder,
     schedule: ProbeSchedule,
@@ -127,7 +124,7 @@ class _Training:
         self.peak = schedule.base_lr * schedule.batch_size / 256
         device, size = encoder.world.device, encoder.config.data.image_size
         width = encoder.features(torch.zeros(1, 3, size, size)).shape[1]
-        self.classifier = new_classifier(width, encoder.classes, encoder.config.seed).to(device)
+        self.classifier = new_classifier(width, len(encoder.train.classes), encoder.config.seed).to(device)
         self.optimizer = LARS(self.classifier.parameters(), lr=self.peak, momentum=0.9)
         self.gradient = flat_gradient(self.classifier)
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of this epoch: loss, number of hits

@@ -33,7 +33,7 @@ def quick(encoder: FrozenEncoder) -> nn.Linear:
     features.sub_(mean).div_(deviation)
     if device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
         features = features.to(device)  # otherwise they are copied block by block, in each iteration
-    classifier = fit(features, labels, encoder.classes, count, device)
+    classifier = fit(features, labels, len(encoder.train.classes), count, device)
     fold(classifier, mean.to(device), deviation.to(device))
     return classifier
 

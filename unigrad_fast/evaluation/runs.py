@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -145,7 +145,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
                 classifier = linear_quick.quick(this)
             done = NOTHING_KEPT
         else:
-            schedule = replace(linear_paper.PAPER, **changes)
+            schedule = linear_paper.ProbeSchedule(**changes)
             about |= {**asdict(schedule), "seed": this.config.seed}
             unfinished = linear_paper.Unfinished(folder, stem, about, this.say)
             classifier = linear_paper.paper(this, schedule, unfinished, this.preemption)
@@ -178,7 +178,7 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
             "quick protocol (logistic regression on standardised features of centre crops, "
             f"L2 {linear_quick.L2:g}, at most {linear_quick.MOST_ITERATIONS} iterations of L-BFGS)"
         )
-    paper = asdict(linear_paper.PAPER)
+    paper = asdict(linear_paper.ProbeSchedule())
     settings = "".join(f", {key} {value:g}" for key, value in {**paper, **changes}.items())
     differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != paper[key])
     return f"paper protocol (LARS on random crops{settings})" + (f", but {differing}" if differing else "")

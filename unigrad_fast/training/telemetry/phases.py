@@ -64,6 +64,5 @@ class PhaseClock:
                     self._sums[phase] += 1000 * (end - begin)
             self._count += 1
         means = {f"ms_{phase}": total / max(self._count, 1) for phase, total in self._sums.items()}
-        if self._count:
-            self._sums, self._count = dict.fromkeys(PHASES, 0.0), 0
+        self._sums, self._count = dict.fromkeys(PHASES, 0.0), 0
         return means

@@ -30,7 +30,7 @@ class ProgressBar:
     def __init__(self, console: Console, length: Length, step: int) -> None:
         self.length = length
         self.bar = Progress(
-            TextColumn(f"epoch {{task.fields[epoch]:.1f}}/{length.epochs:g}"),
+            TextColumn(f"epoch {{task.fields[epoch]:.1f}}/{length.epoch(length.total_steps):g}"),
             BarColumn(bar_width=20),
             TextColumn("{task.percentage:.0f} %  left {task.fields[left]}  {task.fields[values]}"),
             console=console,

@@ -20,10 +20,6 @@ class Length:
     steps_per_epoch: int
     evaluation_every: int
 
-    @property
-    def epochs(self) -> float:
-        return self.epoch(self.total_steps)
-
     def epoch(self, step: int) -> float:
         """Epochs, with fraction, completed after a step."""
         return step / self.steps_per_epoch
