@@ -39,9 +39,9 @@ from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
+FALL_BACK = "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
 FILE_BYTES = 1 << 28  # of tensors per file: a rank holds one or two copies of these in addition
-FALL_BACK = "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
 MAPPED_BYTES = 1 << 28  # to read from a mapped file before unmapping it: pages that were read count as memory in use
 
 

@@ -67,14 +67,13 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
         for key, value in now
         if Scope.JUDGMENT in scope_of(Config, key) and key not in new
     ]
-    changed: Mapping[str, Any] = saved
     for key, value in local.items():
         for part in reversed(key.split(".")):
             value = {part: value}
-        changed = merge(changed, value)
+        saved = merge(saved, value)
     if local:
         try:
-            config = validate(Config, changed)
+            config = validate(Config, saved)
         except UserError as error:
             told.append(str(error).splitlines()[0])
     if not told:
@@ -128,7 +127,7 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], source: Path, assign: b
     """
     try:
         module.load_state_dict(state, strict=True, assign=assign)
-    except RuntimeError as error:  # it has a line for each tensor that does not fit
+    except RuntimeError as error:  # its message has a line for each tensor that does not fit
         first, *others = [line.strip() for line in str(error).splitlines()[1:]]
         more = f" ... and {len(others)} more" if others else ""
         raise UserError(f"{source}: the weights do not fit the configuration: {first[:LONGEST]}{more}") from None
