@@ -41,7 +41,7 @@ def export(
     overwrite: bool = False,
     checkpoint: int | None = None,
     probe: Path | None = None,
-) -> Path:
+) -> None:
     """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
 
     Args:
@@ -55,9 +55,6 @@ def export(
         overwrite: replace an existing file and its description.
         checkpoint: step of the checkpoint; None is the newest.
         probe: file of the linear probe; None prefers the paper's protocol to the quick one, then the newest.
-
-    Returns:
-        The file.
 
     Raises:
         UserError: the run has no weights or no target branch of its own, torchvision lacks its stem, there is no linear
@@ -105,7 +102,6 @@ def export(
         f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
     )
     print(*(f"  {line}" for line in loading_lines(path, format, config, head)), sep="\n")
-    return path
 
 
 def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:
