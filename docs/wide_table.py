@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
 from unigrad_fast.planning import WIDTHS
 from unigrad_fast.runtime.quiet import without_warnings

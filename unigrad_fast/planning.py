@@ -15,16 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import (
-    Card,
-    Collective,
-    Walk,
-    collective_seconds,
-    inside_and_between,
-    latency,
-    sent,
-    walk,
-)
+from unigrad_fast.dry_run.cards import Card, collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.walked import Collective, Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.objectives.placement import choose, compute_seconds, exchanged
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import byte_size

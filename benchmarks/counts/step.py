@@ -14,7 +14,9 @@ from rich.console import Console
 
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.config import resolve
-from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings

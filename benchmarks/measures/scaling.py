@@ -33,7 +33,9 @@ from unigrad_fast.benchmarks.harness.run_config import SELDOM, changed, long_eno
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, seconds, spread, take_turns
 from unigrad_fast.benchmarks.measures.step_blocks import StepWorker
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
 from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.files import require_folder

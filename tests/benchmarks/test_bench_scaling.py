@@ -18,7 +18,7 @@ from unigrad_fast.benchmarks.harness.turns import Turns
 from unigrad_fast.benchmarks.measures import scaling as bench_scaling
 from unigrad_fast.benchmarks.measures.scaling import RankBlock
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Collectives, Walk
+from unigrad_fast.dry_run.walked import Collectives, Walk
 from unigrad_fast.runtime.collectives import Sum
 from unigrad_fast.runtime.errors import UserError
 

@@ -12,7 +12,7 @@ from thin import thin
 from unigrad_fast import cli, planning
 from unigrad_fast.commands.plan import CARDS_OF_A_NODE, HEADER, row
 from unigrad_fast.config import resolve
-from unigrad_fast.dry_run import Card
+from unigrad_fast.dry_run.cards import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/plan.md"
 SMALL = """

@@ -88,10 +88,8 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     print(f"{backbone}{width}, {when}, both branches, from {file} to {run}")
     if rest:
         print(f"Left out: {', '.join(rest)}")
-    if train is None or val is None:
-        print("Evaluate it:", own("evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
-    else:
-        print("Evaluate it:", own("evaluate", "knn", run))
+    missing = ["--data.train FOLDER --data.val FOLDER"] if train is None or val is None else []
+    print("Evaluate it:", own("evaluate", "knn", run), *missing)
     print("Export it:", own("export", run))
 
 
@@ -254,7 +252,6 @@ def _in_order(state: Mapping[str, Tensor]) -> State:
 
 
 def _layout(state: Mapping[str, Tensor]) -> list[tuple[str, Size]]:
-    """Kind and shape of each tensor."""
     return [(name.rpartition(".")[2], tensor.shape) for name, tensor in state.items()]
 
 
@@ -263,5 +260,4 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Size]:
 
 
 def _listed(names: list[str]) -> str:
-    """The first few names."""
     return ", ".join(shown(name) for name in names[:LISTED]) + (", ..." if len(names) > LISTED else "")

@@ -76,7 +76,7 @@ def plan(options: Plan) -> None:
 
 
 def _single(config: Config, options: Plan) -> list[bytes]:
-    from unigrad_fast.dry_run import Card
+    from unigrad_fast.dry_run.cards import Card
     from unigrad_fast.planning import Counted, require_cluster
     from unigrad_fast.runtime.console import new_console
 
@@ -174,7 +174,7 @@ def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Pla
 
 
 def _sweep(config: Config, options: Plan) -> list[bytes]:
-    from unigrad_fast.dry_run import Card
+    from unigrad_fast.dry_run.cards import Card
     from unigrad_fast.planning import CARDS, WIDTHS, sweep
 
     images = options.images or config.images_at_once(CARDS_OF_A_NODE)
