@@ -5,16 +5,24 @@ Workers are forked, so that they share the manifest's memory. A task is a range 
 
 import contextlib
 import ctypes
+import hashlib
 import mmap
 import multiprocessing
 import signal
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from ..errors import DataError
+from ..files.headers import reason
 from ..manifest import Manifest
-from .worker import work
+from ..reading.timed import TimedReader
+from .decoder import Decoder
+from .defects import find_defect
+from .files import BAD, COLUMNS, as_csv, name_of
 
 _CHUNK = 64  # largest number of images in a task
 _REFRESH = 0.2  # longest time between two reports, seconds
@@ -33,7 +41,7 @@ class _Worker:
         self.image.value = -1
         self.connection, theirs = context.Pipe()
         arguments = manifest, theirs, [*inherited, self.connection], self.image, timeout
-        self.process = context.Process(target=work, args=arguments, daemon=True)
+        self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -110,3 +118,48 @@ def _bury(worker: _Worker, crashed_once: set[int], crashing: dict[int, str]) -> 
         killed = ", perhaps out of memory" if -status == signal.SIGKILL else ""
         crashing[image] = f"crashes the decoder ({signal.Signals(-status).name}{killed})"
     crashed_once.add(image)
+
+
+def _work(manifest: Manifest, connection: Connection, inherited: list[Connection], image: Any, timeout: float) -> None:
+    """Main function of a worker: takes tasks and returns rows until its connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
+    for other in inherited:
+        other.close()  # so that each worker ends when the scan is killed
+    try:
+        decoder, reader = Decoder(), TimedReader(manifest, timeout)
+        warnings.simplefilter("ignore")
+        while True:
+            try:
+                (first, end), crashing = connection.recv()
+            except EOFError:
+                return
+            rows = []
+            for image.value in range(first, end):
+                rows.append(_row(reader, image.value, decoder, crashing.get(image.value)))
+            image.value = -1
+            connection.send((as_csv(rows), len(rows), sum(row[-1].startswith(BAD) for row in rows)))
+    except BrokenPipeError:
+        return
+    except DataError as error:
+        connection.send(error)
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+def _row(reader: TimedReader, index: int, decoder: Decoder, crash: str | None) -> list[Any]:
+    facts, manifest = dict.fromkeys(COLUMNS, ""), reader.manifest
+    facts["path"] = name_of(manifest, index)
+    if manifest.labels is not None:
+        facts["label"] = manifest.classes[manifest.labels[index]]
+    try:
+        data = reader.read(index)
+    except FileNotFoundError:
+        facts["note"] = f"{BAD}missing"
+    except OSError as error:
+        facts["note"] = f"{BAD}cannot be read ({reason(error)})"
+    else:
+        facts |= {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}
+        defect = crash or find_defect(data, facts, decoder)
+        if defect:
+            facts["note"] = BAD + defect
+    return list(facts.values())

@@ -117,7 +117,7 @@ def pack(
         _require_space(manifest, folder, sum(len(parts[number]) for number in missing))
     told(len(order) - sum(len(parts[number]) for number in missing))
     keys = _keys(manifest) if missing else []
-    pool, reader = ThreadPoolExecutor(threads), TimedReader(manifest, timeout)
+    pool, reader = ThreadPoolExecutor(threads), TimedReader(manifest, timeout, threads)
     try:
         for number in missing:
             prepared = ahead(
@@ -129,6 +129,7 @@ def pack(
             write_shard(folder, number, manifest, keys, prepared, told)
     finally:
         pool.shutdown(cancel_futures=True)
+        reader.close()
     return _finish(folder, len(parts), manifest, description)
 
 

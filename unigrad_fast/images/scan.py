@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.scan import files, summary
-from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.pipelines.scan import files, scanning, summary
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.wording import count
 
