@@ -71,7 +71,7 @@ class EvaluationLoader:
         self.failures = []
         source = Source(
             self.manifest,
-            lambda number: (0, self._part(number)),
+            lambda number: (0, self.index[number * self.batch_size : (number + 1) * self.batch_size]),
             last=len(self),
             ahead=2,
             timeout=self.timeout,
@@ -83,18 +83,13 @@ class EvaluationLoader:
         with closing(source):
             for supply, (images,) in run_pipeline(source, build, feed, self.device_id):
                 self.failures += supply.failures
-                images, index = (
-                    torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2),
-                    torch.from_numpy(supply.index),
-                )
+                images = torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2)
+                index = torch.from_numpy(supply.index)
                 if supply.failures:
                     found = index >= 0
                     images, index = images[found.to(images.device)], index[found]
                 if len(index):
                     yield images, index
-
-    def _part(self, number: int) -> np.ndarray:
-        return self.index[number * self.batch_size : (number + 1) * self.batch_size]
 
     def _geometry(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The arrays that `graph.build_evaluation` reads, with torchvision's roundings.

@@ -99,7 +99,6 @@ def build_evaluation(
     *,
     threads: int,
     device_id: int | None = None,
-    prefetch: int = 2,
 ) -> "Pipeline":
     """Builds a pipeline from encoded images to resized central crops; outputs as in `build`.
 
@@ -117,7 +116,7 @@ def build_evaluation(
         image = fn.slice(image, start=start, shape=[image_size, image_size], axes=[0, 1])
         return _normalize(fn, types, image, 0), _shape(fn, data)
 
-    return _pipeline(graph, 5, batch_size, source, threads, device_id, prefetch)
+    return _pipeline(graph, 5, batch_size, source, threads, device_id)
 
 
 def build_decoder(
@@ -144,7 +143,7 @@ def _pipeline(
     source: Callable,
     threads: int,
     device_id: int | None,
-    prefetch: int,
+    prefetch: int = 2,
     conditionals: bool = False,
 ) -> "Pipeline":
     """A pipeline from a graph with `count` inputs; for conditionals DALI rewrites its source in a temporary file."""
@@ -169,16 +168,11 @@ def _decode(
     fn: Any, types: Any, data: Any, device_id: int | None, load: float = HW_DECODER_LOAD, exact: bool = False
 ) -> Any:
     # Orientation tags are ignored, as torchvision does; the manifest's sizes are of the stored image, too.
+    settings = {"output_type": types.RGB, "adjust_orientation": False}
     if device_id is None:
-        return fn.decoders.image(data, device="cpu", output_type=types.RGB, adjust_orientation=False)
-    return fn.decoders.image(
-        data,
-        device="mixed",
-        output_type=types.RGB,
-        adjust_orientation=False,
-        hw_decoder_load=load,
-        jpeg_fancy_upsampling=exact,  # of the chroma, as the CPU and torchvision do it; slower
-    )
+        return fn.decoders.image(data, device="cpu", **settings)
+    # Fancy upsampling of the chroma is what the CPU and torchvision do; slower.
+    return fn.decoders.image(data, device="mixed", hw_decoder_load=load, jpeg_fancy_upsampling=exact, **settings)
 
 
 def _shape(fn: Any, data: Any) -> Any:

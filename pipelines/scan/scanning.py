@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cores import usable_cores
-from ..errors import DataError
 from ..manifest import Manifest
 from .files import append, begin, go_on, open_rows
 from .processes import results
@@ -49,16 +48,13 @@ def scan(
             while iterating, the storage stops answering.
         OSError: while iterating, if the disk is full; a later scan continues the rows.
     """
-    threads = usable_cores() if threads is None else threads
-    if threads < 1:
-        raise DataError(f"{threads} threads cannot decode images; use at least 1")
     folder = Path(folder)
     progress = Progress(len(manifest))
     with open_rows(folder) as rows:
         begin(manifest, os.fspath(source or manifest.root), folder, rows)
         progress.done, progress.bad = go_on(manifest, rows)
         yield progress
-        for done in results(manifest, progress.done, threads, timeout):
+        for done in results(manifest, progress.done, threads or usable_cores(), timeout):
             if done:
                 content, images, bad = done
                 append(rows, content)

@@ -45,9 +45,9 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about tags in the images
-        console.print(f"reading the headers of the images in {path}", highlight=False)
+        console.print(f"reading the headers of the images in {path}")
         manifest = Manifest.open(path)
-        console.print(f"scanning {len(manifest):,} images into {output}", highlight=False, soft_wrap=True)
+        console.print(f"scanning {len(manifest):,} images into {output}", soft_wrap=True)
         begun = time.monotonic()
         images = _run(console, manifest, output, scanning.scan(manifest, output, threads, path, read_timeout))
     seconds = time.monotonic() - begun
@@ -80,7 +80,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
                     bar.add_task("", total=progress.total, completed=before, speed=0, bad=progress.bad)
                     if before:
                         again = f"; remove {output} to scan again" if before == progress.total else ""
-                        console.print(f"{before:,} of them were scanned before{again}", highlight=False, soft_wrap=True)
+                        console.print(f"{before:,} of them were scanned before{again}", soft_wrap=True)
                     begun = now
                 done = progress.done
                 speed = (done - before) / max(now - begun, 1e-9)
@@ -92,8 +92,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
                 if not console.is_terminal:
                     left = f"{(progress.total - done) / speed:,.0f} s" if speed else "unknown"
                     console.print(
-                        f"{done:,} of {progress.total:,}  {speed:,.0f} images/s  {progress.bad:,} bad  left {left}",
-                        highlight=False,
+                        f"{done:,} of {progress.total:,}  {speed:,.0f} images/s  {progress.bad:,} bad  left {left}"
                     )
     except KeyboardInterrupt:
         steps.close()
@@ -119,17 +118,16 @@ def _report(console: Console, found: summary.Summary, output: Path, images: int,
     table = Table(title="Scan finished", title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    console.print(table, highlight=False)
+    console.print(table)
     for path, reason in found.first:
         path = path.encode(errors="surrogateescape").decode(errors="replace")  # a name need not be text
-        console.print(f"bad: {path}: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"bad: {path}: {reason}", soft_wrap=True)
     if bad > len(found.first):
-        console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", highlight=False, soft_wrap=True)
+        console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", soft_wrap=True)
     if bad:
         console.print(
             "Training replaces bad images by others, as long as their share is at most data.max_bad_fraction. You can "
-            "remove or repair them, or leave them.",
-            highlight=False,
+            "remove or repair them, or leave them."
         )
     else:
         console.print("Every image decodes.")
