@@ -75,8 +75,6 @@ class EvaluationLoader:
             last=len(self),
             ahead=2,
             timeout=self.timeout,
-            seed=None,
-            known={},
             damaged=self.damaged,
             threads=self.read_threads,
         )

@@ -35,9 +35,8 @@ class _Worker:
     def __init__(self, manifest: Manifest, inherited: list[Connection], timeout: float) -> None:
         context = multiprocessing.get_context("fork")
         self.task: Task | None = None
-        self.image = ctypes.c_int64.from_buffer(
-            mmap.mmap(-1, 8)
-        )  # shared with the worker: its current image; -1 for none
+        # Shared with the worker: its current image; -1 for none.
+        self.image = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
         self.image.value = -1
         self.connection, theirs = context.Pipe()
         arguments = manifest, theirs, [*inherited, self.connection], self.image, timeout

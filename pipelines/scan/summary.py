@@ -18,8 +18,8 @@ class Summary:
 
     Attributes:
         images, bytes: number of images, and total size of their files.
-        bad: int64, positions in the manifest of the images that cannot be used.
-        unread: int64, the bad images whose bytes could not be read, perhaps because of the storage.
+        bad: positions in the manifest of the images that cannot be used.
+        unread: the bad images whose bytes could not be read, perhaps because of the storage.
         reasons: number of bad images per kind of reason.
         first: path and reason of the first few bad ones.
         notes: number of usable images per kind of note.
@@ -29,9 +29,9 @@ class Summary:
     """
 
     images: int
-    bad: np.ndarray
-    unread: np.ndarray
     bytes: int = 0
+    bad: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     first: list[tuple[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -44,9 +44,7 @@ class Summary:
 def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> Summary:
     """Reads the rows of a finished scan and writes bad.csv and duplicates.csv next to them; `first` as in `Summary`."""
     folder = Path(folder)
-    bad: list[int] = []
-    unread: list[int] = []
-    found = Summary(images=len(manifest), bad=np.zeros(0, np.int64), unread=np.zeros(0, np.int64))
+    found = Summary(images=len(manifest))
     sides = np.zeros((len(manifest), 2), np.int32)
     digests = np.zeros(len(manifest), np.uint64)
     with open(folder / "manifest.csv", **TEXT) as file, whole(folder / "bad.csv") as draft:
@@ -57,17 +55,16 @@ def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> 
                 digests[index] = int(row["digest"], 16)
             if row["note"].startswith(BAD):
                 reason = row["note"].removeprefix(BAD)
-                bad.append(index)
-                unread += [] if row["bytes"] else [index]
+                found.bad.append(index)
+                found.unread += [] if row["bytes"] else [index]
                 found.reasons[_kind(reason)] += 1
-                found.first += [(row["path"], reason)] if len(bad) <= first else []
+                found.first += [(row["path"], reason)] if len(found.bad) <= first else []
                 draft.write(csv_line((row["path"], reason)))
                 continue
             found.formats[row["format"]] += 1
             found.colours[row["colour"]] += 1
             found.notes.update(_kind(note) for note in row["note"].split("; ") if note)
             sides[index] = int(row["width"]), int(row["height"])
-    found.bad, found.unread = np.array(bad, np.int64), np.array(unread, np.int64)
     found.sizes = _spread(sides[sides[:, 0] > 0])
     found.duplicates = _write_duplicates(manifest, digests, folder / "duplicates.csv")
     return found

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from ..files.headers import FORMATS, reason, stored_size
+from ..files.headers import FORMAT_OF, FORMATS, reason, stored_size
 from ..reading.timed import TimedReader
 
-_ENDINGS = {
-    **{"JPEG": b".jpg", "MPO": b".jpg", "PNG": b".png", "WEBP": b".webp", "BMP": b".bmp"},
-    **{"PPM": b".ppm", "TIFF": b".tif"},
-}
+_ENDINGS = {kind: extension.encode() for extension, kind in reversed(FORMAT_OF.items())} | {"MPO": b".jpg"}
 _COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that fit into 8-bit RGB
 
 

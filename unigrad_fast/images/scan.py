@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -52,9 +51,9 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
         images = _run(console, manifest, output, scanning.scan(manifest, output, threads, path, read_timeout))
     seconds = time.monotonic() - begun
     found = summary.summarize(manifest, output)
-    if len(found.bad):
+    if found.bad:
         # Training tries again to read images that could not be read now.
-        manifest.mark_unusable(np.setdiff1d(found.bad, found.unread).tolist())
+        manifest.mark_unusable(sorted({*found.bad} - {*found.unread}))
     _report(console, found, output, images, seconds)
 
 
