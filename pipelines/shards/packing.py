@@ -33,8 +33,7 @@ from ..order import epoch_order
 from ..reading.timed import TimedReader
 from .archives import CLASSES, UNFINISHED
 from .index import INDEX
-from .packed_images import ahead, prepare
-from .writing import ROW, read_part, shard_name, write_shard, write_then_rename
+from .writing import ROW, ahead, prepare, read_part, shard_name, write_shard, write_then_rename
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 

@@ -1,22 +1,86 @@
-"""Writes one shard, and the part of the index for its images."""
+"""Prepares the images of a shard, as they are or smaller, and writes the shard and its part of the index."""
 
 import hashlib
 import io
 import os
 import re
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from ..files.headers import FORMAT_OF, FORMATS, reason, stored_size
 from ..files.npz_files import read_arrays
 from ..files.tar_format import BLOCK, header_of, padded
 from ..manifest import Manifest
+from ..reading.timed import TimedReader
 from .archives import UNFINISHED
-from .packed_images import Prepared
 
 ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: original bytes
+_ENDINGS = {kind: extension.encode() for extension, kind in reversed(FORMAT_OF.items())} | {"MPO": b".jpg"}
+_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that fit into 8-bit RGB
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image ready for writing, or the reason why it is left out."""
+
+    image: int
+    content: bytes = b""
+    ending: bytes = b""
+    size: tuple[int, int] = (0, 0)
+    before: int = 0  # bytes
+    again: bool = False  # whether it was encoded again
+    defect: str | None = None
+
+
+def prepare(reader: TimedReader, image: int, short: int | None, quality: int) -> Prepared:
+    """Reads and decodes an image, and shrinks it if its short side has more pixels than `short`."""
+    try:
+        content = reader.read(image)
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+            size = stored_size(decoded)
+            decoded.load()  # finds damaged images now, not in a training run
+            ending, before = _ENDINGS[decoded.format], len(content)
+            again = short is not None and min(size) > short and decoded.mode in _COLOURS
+            if again:
+                size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
+                content, ending = _smaller(decoded, size, quality), b".jpg"
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        return Prepared(image, defect=str(error) or type(error).__name__)
+    return Prepared(image, content, ending, size, before, again)
+
+
+def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
+    # Lanczos keeps the most detail, and Pillow scales its support to the output pixel, so nothing aliases.
+    image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+    encoded = io.BytesIO()
+    image.resize(size, Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
+    return encoded.getvalue()
+
+
+def ahead(
+    pool: ThreadPoolExecutor, function: Callable[[int], Prepared], images: list[int], depth: int
+) -> Iterator[Prepared]:
+    """Results in order, computed in the pool at most `depth` ahead."""
+    waiting: deque = deque()
+    for image in images:
+        waiting.append(pool.submit(function, image))
+        if len(waiting) >= depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def write_shard(
