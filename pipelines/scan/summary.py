@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files.whole_files import whole
 from ..manifest import Manifest
-from .files import BAD, TEXT, csv_line, name_of, whole
+from .files import BAD, TEXT, as_csv, name_of
 
 
 @dataclass
@@ -48,7 +49,7 @@ def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> 
     sides = np.zeros((len(manifest), 2), np.int32)
     digests = np.zeros(len(manifest), np.uint64)
     with open(folder / "manifest.csv", **TEXT) as file, whole(folder / "bad.csv") as draft:
-        draft.write(csv_line(("path", "reason")))
+        draft.write(as_csv([("path", "reason")]))
         for index, row in enumerate(csv.DictReader(file)):
             found.bytes += int(row["bytes"] or 0)
             if row["bytes"] and int(row["bytes"]):
@@ -59,7 +60,7 @@ def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> 
                 found.unread += [] if row["bytes"] else [index]
                 found.reasons[_kind(reason)] += 1
                 found.first += [(row["path"], reason)] if len(found.bad) <= first else []
-                draft.write(csv_line((row["path"], reason)))
+                draft.write(as_csv([(row["path"], reason)]))
                 continue
             found.formats[row["format"]] += 1
             found.colours[row["colour"]] += 1
@@ -87,7 +88,7 @@ def _write_duplicates(manifest: Manifest, digests: np.ndarray, path: Path) -> in
     original = first[inverse.reshape(-1)]
     later = np.flatnonzero((original != np.arange(len(digests))) & (digests != 0))
     with whole(path) as draft:
-        draft.write(csv_line(("path", "same_as")))
+        draft.write(as_csv([("path", "same_as")]))
         for index in later.tolist():
-            draft.write(csv_line((name_of(manifest, index), name_of(manifest, int(original[index])))))
+            draft.write(as_csv([(name_of(manifest, index), name_of(manifest, int(original[index])))]))
     return len(later)
