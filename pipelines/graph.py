@@ -160,7 +160,7 @@ def _pipeline(
     )
     def define():
         data, *arrays = fn.external_source(source=source, num_outputs=count, batch=True, batch_info=True)
-        return (*graph(fn, types, data, arrays), fn.peek_image_shape(data, adjust_orientation=False))
+        return (*graph(fn, types, data, arrays), _shape(fn, data))
 
     return define()
 
@@ -174,6 +174,10 @@ def _decode(
         return fn.decoders.image(data, device="cpu", **settings)
     # Fancy upsampling of the chroma is what the CPU and torchvision do; slower.
     return fn.decoders.image(data, device="mixed", hw_decoder_load=load, jpeg_fancy_upsampling=exact, **settings)
+
+
+def _shape(fn: Any, data: Any) -> Any:
+    return fn.peek_image_shape(data, adjust_orientation=False)
 
 
 def _crop(fn: Any, types: Any, image: Any, view: View, p: dict) -> Any:
