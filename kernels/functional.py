@@ -132,7 +132,6 @@ def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: s
     Raises:
         ValueError: shapes or dtypes that do not fit, with their values.
     """
-    checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=None)
     checks.require_precision(input_precision)
     return OPERATORS.correlation_product(unit_MC, correlation, input_precision or "")
@@ -184,7 +183,6 @@ def embedding_gradient(
     dtype = dtype or exact_dtype(unit_MC)
     rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
-    checks.require_units(unit_MC)
     checks.require_product(product_MC, unit_MC)
     checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)
@@ -217,7 +215,6 @@ def unigrad_gradient(
     dtype = dtype or exact_dtype(unit_MC)
     rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
-    checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])
     checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)

@@ -83,12 +83,7 @@ def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, p_momentum, copies, DTY
 
 
 def lerp_(
-    targets: Sequence[Tensor],
-    onlines: Sequence[Tensor],
-    copies: Sequence[Tensor] = (),
-    *,
-    momentum: Tensor,
-    skip: Tensor,
+    targets: Sequence[Tensor], onlines: Sequence[Tensor], copies: Sequence[Tensor], momentum: Tensor, skip: Tensor
 ) -> None:
     """target ← momentum · target + (1 − momentum) · online, in place, in one launch.
 
@@ -199,7 +194,6 @@ def lars_(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
     velocities: Sequence[Tensor],
-    *,
     lr: Tensor,
     momentum: float,
     weight_decay: float,

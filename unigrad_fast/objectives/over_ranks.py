@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import ops
-from unigrad_fast.kernels.reference import refusal
-from unigrad_fast.kernels.structures import DIGIT, TAIL, tail_rows
+from unigrad_fast.kernels.reference import DIGIT, TAIL, refusal, tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.shared_sums import gather_over_ranks
