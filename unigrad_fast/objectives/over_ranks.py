@@ -21,7 +21,6 @@ from unigrad_fast.kernels import ops
 from unigrad_fast.kernels.reference import DIGIT, TAIL, refusal, tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
-from unigrad_fast.objectives.shared_sums import gather_over_ranks
 from unigrad_fast.objectives.surroundings import require_no_capture
 
 
@@ -90,7 +89,7 @@ class OwnRows:
         if self.objective._ranks() > 1:
             self.most = self.objective._most(self.images, self.rows.device)
             if self.rows.requires_grad:
-                self.all = gather_over_ranks(self._filled(), self.group)
+                self.all = ranks.gather_over_ranks(self._filled(), self.group)
             else:
                 self.all, self._work = ranks.begin_gather(self._filled(), self.group, asynchronous)
             self._is_sent = True

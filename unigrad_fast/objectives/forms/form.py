@@ -27,13 +27,10 @@ from unigrad_fast.objectives.forms import negatives, reported
 from unigrad_fast.objectives.forms.negatives import Negative
 from unigrad_fast.objectives.forms.normalised import Normalised, Units, normalise, through_normalisation, units
 from unigrad_fast.objectives.forms.rows import Row
-from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, require_mix, require_views
-from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, positives, require_mix, require_views
+from unigrad_fast.objectives.output import TERMS, ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import Gathered, OverRanks
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
-
-METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
 
 class GradientForm(OverRanks):
@@ -115,7 +112,7 @@ class GradientForm(OverRanks):
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
         # `data` is not a view to autograd: changing one metric in place does not invalidate the others.
-        named = dict(zip(METRICS, (term.data for term in terms.unbind()), strict=True))
+        named = dict(zip(TERMS, (term.data for term in terms.unbind()), strict=True))
         nonfinite = batch.gathered.raised[0].to(terms.dtype)
         unit_MC = found.online[: 2 * layout.images]
         return ObjectiveOutput(loss, named, nonfinite, unit_MC, self.over_ranks, self.process_group)

@@ -14,8 +14,8 @@ from torch import Tensor
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
+from unigrad_fast.objectives.layout import positives
 from unigrad_fast.objectives.over_ranks import Gathered
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.weighted_sums import Own, similarity_sum, softmax_of_samples, softmax_sum
 
 

@@ -18,10 +18,9 @@ from unigrad_fast.kernels.reference import SMALLEST_NORM
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.catalogue import FORMS, MIXED, Objective, require_target
 from unigrad_fast.objectives.checks import require_whole
-from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.layout import Mix, common_dtype, positives, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import OverRanks
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
 
 
