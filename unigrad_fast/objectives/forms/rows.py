@@ -88,45 +88,27 @@ class Row:
 
     def __post_init__(self) -> None:
         self._require_values()
-        for fault, remedy in (
-            (
-                self.samples not in SAMPLES[self.negative] and f"samples {self.samples!r}",
-                f"negative {self.negative!r} takes {' or '.join(SAMPLES[self.negative])}",
-            ),
-            (
-                self.positive == "predictor" and self.negative != "moving_average" and "positive 'predictor'",
-                "W_h is computed from F; use negative 'moving_average'",
-            ),
-            (
-                self.positive == "diagonal" and self.negative != "cross_batch" and "positive 'diagonal'",
-                "A is computed from W; use negative 'cross_batch'",
-            ),
-            (
-                self.balance == "dynamic" and self.positive != "predictor" and "balance 'dynamic'",
-                "it needs W_h; use positive 'predictor', or a number",
-            ),
-            (
-                self.scale == "predictor" and self.positive != "predictor" and "scale 'predictor'",
-                "it is 1/‖W_h·u‖; use positive 'predictor'",
-            ),
-            (
-                self.centred and (self.negative != "own_batch" or self.balance == 0) and "centred",
-                "use negative 'own_batch' with a balance above 0",
-            ),
-            (
-                self.both_terms and self.samples != "batch_without_self" and "both_terms",
-                "use samples 'batch_without_self'",
-            ),
-            (
-                self.negative == "moving_average"
-                and self.negative_target == "stop_gradient"
-                and self.correlation_source == "target"
-                and "correlation_source 'target'",
-                "with negative_target 'stop_gradient' F comes from online embeddings; leave one of the two out",
-            ),
-        ):
-            if fault:
-                raise ValueError(f"{fault} does not fit: {remedy}")
+        if self.samples not in SAMPLES[self.negative]:
+            known = " or ".join(SAMPLES[self.negative])
+            raise ValueError(f"samples {self.samples!r} does not fit: negative {self.negative!r} takes {known}")
+        if self.positive == "predictor" and self.negative != "moving_average":
+            raise ValueError("positive 'predictor' does not fit: W_h is computed from F; use negative 'moving_average'")
+        if self.positive == "diagonal" and self.negative != "cross_batch":
+            raise ValueError("positive 'diagonal' does not fit: A is computed from W; use negative 'cross_batch'")
+        if self.balance == "dynamic" and self.positive != "predictor":
+            raise ValueError("balance 'dynamic' does not fit: it needs W_h; use positive 'predictor', or a number")
+        if self.scale == "predictor" and self.positive != "predictor":
+            raise ValueError("scale 'predictor' does not fit: it is 1/‖W_h·u‖; use positive 'predictor'")
+        if self.centred and (self.negative != "own_batch" or self.balance == 0):
+            raise ValueError("centred does not fit: use negative 'own_batch' with a balance above 0")
+        if self.both_terms and self.samples != "batch_without_self":
+            raise ValueError("both_terms does not fit: use samples 'batch_without_self'")
+        online = self.negative == "moving_average" and self.negative_target == "stop_gradient"
+        if online and self.correlation_source == "target":
+            raise ValueError(
+                "correlation_source 'target' does not fit: with negative_target 'stop_gradient' F comes from online "
+                "embeddings; leave one of the two out"
+            )
 
     @property
     def weight(self) -> float:
