@@ -134,10 +134,8 @@ class GroupedBatchNorm(BatchNorm):
         with torch.no_grad():
             statistics = self._statistics(x)
         settings = (*statistics, self.eps, self._shares_statistics())
-        if fused:
-            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, *settings)
-        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, *settings)
-        return _finished(y, residual, relu)
+        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, residual if fused else None, relu and fused, *settings)
+        return y if fused else _finished(y, residual, relu)
 
     def _shares_statistics(self) -> bool:
         return self.synchronised and not is_alone()

@@ -117,7 +117,11 @@ class OwnRows:
         Call it after the last collective of the step, when no other rank waits for this one any more.
         """
         if self.images > self.most:
-            self.objective._refuse(self.images, self.most)
+            how = "most_images" if self.objective.most_images else "the most on any rank in the first training step"
+            raise ValueError(
+                f"this rank has {self.images} images, more than {self.most} ({how}); give "
+                f"{type(self.objective).__name__}(most_images={self.images}) or more"
+            )
 
     def _filled(self) -> Tensor:
         """The padded rows to send; if there are too many, a message that makes the waiting ranks drop the step."""
@@ -215,13 +219,6 @@ class OverRanks(nn.Module):
                 return most
             self._agreed[size] = most
         return self._agreed[size]
-
-    def _refuse(self, images: int, most: int) -> None:
-        how = "most_images" if self.most_images else "the most on any rank in the first training step"
-        raise ValueError(
-            f"this rank has {images} images, more than {most} ({how}); give "
-            f"{type(self).__name__}(most_images={images}) or more"
-        )
 
     def _lasting(self) -> dict[str, Any]:
         """Attributes that are copied and pickled."""

@@ -59,7 +59,8 @@ def of_rows(
         variance_VC, width = negative.variance.squeeze(1), batch.online.shape[-1]
         distance = (batch.online - positive_VNC).square().sum() / rows
         distance += 2 * (1 / row.positive_factor - 1) * along_VN1.sum() / rows  # ‖u‖² − 2·f·u·m⁺ + ‖m⁺‖²
-        off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * _squared(variance_VC)
+        squares = variance_VC.square().sum(-1).mean()
+        off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * squares
         hinge = torch.relu(row.floor - (variance_VC + row.variance_epsilon).sqrt()).mean()
         return scale / 2 * (distance + off_diagonal + row.variance * hinge)
     return of_means(row, along_VN1.sum() / rows, product, negative)
@@ -78,7 +79,3 @@ def variance_term(row: Row, batch: Normalised, centred_VNC: Tensor, variance_V1C
     hinge_V1C = torch.where(deviation_V1C < row.floor, 1 / deviation_V1C, 0.0)
     diagonal_V1C = 2 * covariance_weight(row, batch) * variance_V1C + row.variance / 2 * hinge_V1C
     return centred_VNC * diagonal_V1C * (count / (row.weight * width * (count - 1)))
-
-
-def _squared(variance_VC: Tensor) -> Tensor:
-    return variance_VC.square().sum(-1).mean()
