@@ -62,17 +62,13 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} cannot have dtype {dtype}; use float32, bfloat16, float16 or float64")
 
 
-def require_row_flags(nonfinite: Tensor, rows: int, device: torch.device) -> None:
-    """Require one writable int32 flag per row on the device."""
-    require("nonfinite", nonfinite, (rows,), (torch.int32,), device)
+def require_sent(
+    rows: int, view: Tensor, *, nonfinite: Tensor, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
+) -> None:
+    """Require one writable flag per row, and arguments that fit unit embeddings to be sent to other ranks."""
+    require("nonfinite", nonfinite, (rows,), (torch.int32,), view.device)
     if not nonfinite.is_contiguous():
         raise ValueError(f"nonfinite with strides {nonfinite.stride()} is not contiguous; give a contiguous tensor")
-
-
-def require_sent(
-    rows: int, view: Tensor, *, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
-) -> None:
-    """Require arguments that fit unit embeddings to be sent to other ranks."""
     require("raised", raised, (2,), (torch.int32,), view.device)
     require("ticket", ticket, (), (torch.int32,), view.device)
     if not 0 <= since <= rows:

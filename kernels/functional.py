@@ -51,8 +51,7 @@ def unit_embeddings(
     rows = len(views) * views[0].shape[0]
     if nonfinite is None:
         nonfinite = views[0].new_empty(rows, dtype=torch.int32)
-    checks.require_row_flags(nonfinite, rows, views[0].device)
-    checks.require_sent(rows, views[0], raised=raised, ticket=ticket, since=since, spare=spare)
+    checks.require_sent(rows, views[0], nonfinite=nonfinite, raised=raised, ticket=ticket, since=since, spare=spare)
     return OPERATORS.unit_embeddings([view.detach() for view in views], dtype, nonfinite, raised, ticket, since, spare)
 
 

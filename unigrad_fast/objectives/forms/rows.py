@@ -19,7 +19,7 @@ N is the number of images on all ranks; no scale contains the 1/N of the mean ov
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -87,7 +87,13 @@ class Row:
     negative_target: Literal["target", "stop_gradient"] = "target"
 
     def __post_init__(self) -> None:
-        self._require_values()
+        if isinstance(self.balance, str) and self.balance != "dynamic":
+            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or 'dynamic' with a predictor")
+        hints = get_type_hints(type(self))
+        for name in PARTS:
+            require_among(name, getattr(self, name), get_args(hints[name]))
+        apart = (*PARTS, "centred", *(["balance"] if self.balance == "dynamic" else []))
+        require({key: value for key, value in vars(self).items() if key not in apart})
         if self.samples not in SAMPLES[self.negative]:
             known = " or ".join(SAMPLES[self.negative])
             raise ValueError(f"samples {self.samples!r} does not fit: negative {self.negative!r} takes {known}")
@@ -121,16 +127,6 @@ class Row:
         if self.negative == "own_batch" or self.negative_target == "stop_gradient":
             return "online"
         return self.correlation_source if self.negative == "moving_average" else "target"
-
-    def _require_values(self) -> None:
-        hints = get_type_hints(type(self))
-        if isinstance(self.balance, str) and self.balance != "dynamic":
-            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or 'dynamic' with a predictor")
-        for field in fields(self):
-            if field.name in PARTS:
-                require_among(field.name, getattr(self, field.name), get_args(hints[field.name]))
-        apart = (*PARTS, "centred", *(["balance"] if self.balance == "dynamic" else []))
-        require({key: value for key, value in vars(self).items() if key not in apart})
 
 
 def _row(form: str, normalisation: Any, positive: Any, negative: Any, samples: Any, scale: Any, **more: Any) -> Row:
