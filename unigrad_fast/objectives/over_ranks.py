@@ -136,15 +136,18 @@ class OverRanks(nn.Module):
     """Base class of objectives that run on several ranks.
 
     Args:
+        width: C.
         process_group: ranks that share a batch; None: the default group, or one process if there is none.
         most_images: the most images a rank may have in a training step, the same on all ranks; None: the largest
             number on any rank in the first training step, which the ranks agree on in a collective.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, most_images: int | None):
+    def __init__(self, width: int, process_group: dist.ProcessGroup | None, most_images: int | None):
         super().__init__()
         if most_images is not None:
             require_whole("most_images", most_images)
+        require_whole("width", width)
+        self.width = int(width)
         self.process_group, self.most_images = process_group, most_images
         self._agreed: dict[int, int] = {}  # number of ranks: the most images on one rank
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, functional, ops
-from unigrad_fast.objectives.checks import require_among, require_number, require_whole
+from unigrad_fast.objectives.checks import require_among, require_number
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, key_of, layout_of, require_mix, require_views
 from unigrad_fast.objectives.output import TERMS, ObjectiveOutput
@@ -163,8 +163,7 @@ class UniGrad(OverRanks):
         most_images: int | None = None,
         placement: str = "replicated",
     ):
-        super().__init__(process_group, most_images)
-        require_whole("width", width)
+        super().__init__(width, process_group, most_images)
         # Not by the catalogue: the device check runs UniGrad where Pydantic is not installed.
         require_number("balance", balance)
         require_number("decay", decay, below=1)
@@ -172,7 +171,7 @@ class UniGrad(OverRanks):
         require_among("placement", placement, ("replicated", "sharded"))
         if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
-        self.width, self.balance, self.decay = int(width), float(balance), float(decay)
+        self.balance, self.decay = float(balance), float(decay)
         self.correlation_source, self.compute_dtype, self.placement = correlation_source, compute_dtype, placement
         is_sharded = placement == "sharded" and self._ranks() > 1
         self.average = ShardedCorrelation(self.width, process_group) if is_sharded else MovingCorrelation(self.width)

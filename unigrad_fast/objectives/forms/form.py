@@ -20,7 +20,6 @@ from torch import Tensor
 from unigrad_fast.kernels import attach_gradient, functional
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.catalogue import require_target
-from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
 from unigrad_fast.objectives.forms import negatives, reported
@@ -58,12 +57,11 @@ class GradientForm(OverRanks):
         process_group: dist.ProcessGroup | None = None,
         most_images: int | None = None,
     ):
-        super().__init__(process_group, most_images)
-        require_whole("width", width)
+        super().__init__(width, process_group, most_images)
         require_target("gradient form with a predictor", target, collapses=row.positive == "predictor")
         if row.both_terms and target == "momentum":
             raise ValueError("both_terms needs shared weights; use target='weight_sharing'")
-        self.width, self.row, self.target = int(width), row, target
+        self.row, self.target = row, target
         self.average = MovingCorrelation(self.width) if row.negative == "moving_average" else None
         self.direct = EigenPredictor(self.width) if row.positive == "predictor" else None
         self.bank = Bank(row.bank_size, self.width) if row.samples == "bank" else None
@@ -195,7 +193,7 @@ class GradientForm(OverRanks):
             term_VNC = reported.variance_term(row, batch, negative.centred, negative.variance)
             step_VNC += online_VNC - row.weight * term_VNC
         step_VNC *= scale
-        gradient_MC = through_normalisation(step_VNC, batch, 1 / rows, self._total)
+        gradient_MC = through_normalisation(row, step_VNC, batch, 1 / rows, self._total)
         objective = reported.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
         unit_2NC = batch.unit_target.to(batch.exact).view_as(batch.target)
         unit_VNC = batch.unit_online.to(batch.exact).view_as(online_VNC)

@@ -23,8 +23,7 @@ class Normalised:
     """Normalised embeddings; rows that are not finite are 0.
 
     Attributes:
-        normalisation: "l2", "batch_norm" or "none".
-        unit_online, unit_target: [M, C] and [2·N, C] of this rank, ℓ2-normalised whatever `normalisation` is.
+        unit_online, unit_target: [M, C] and [2·N, C] of this rank, ℓ2-normalised whatever the row's normalisation is.
         inverse_norm: [M], of the online embeddings.
         online, target: u [V, N, C] and m [2, N, C] of this rank.
         all_online, all_target: [·, K, C] over all ranks, with only as many views as the row of the table needs.
@@ -33,7 +32,6 @@ class Normalised:
         finite: [V, N, 1], whether a row of the online branch is finite.
     """
 
-    normalisation: str
     unit_online: Tensor
     unit_target: Tensor
     inverse_norm: Tensor
@@ -87,7 +85,6 @@ def normalise(
         own_VNC = all_VKC[:, gathered.own]
         online_VNC, target_2NC, deviation = own_VNC[:views], own_VNC[views:], deviation_V1C[:views]
     return Normalised(
-        row.normalisation,
         unit_MC[: layout.rows],
         unit_MC[layout.rows :],
         inverse_norm_M[: layout.rows],
@@ -113,7 +110,7 @@ def _standardised(gathered: Gathered) -> tuple[Tensor, Tensor]:
 
 
 def through_normalisation(
-    step_VNC: Tensor, batch: Normalised, scale: float, total: Callable[[Tensor], Tensor]
+    row: Row, step_VNC: Tensor, batch: Normalised, scale: float, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """dL/dz times `scale`, [M, C]: g = dL/du differentiated through the normalisation.
 
@@ -121,7 +118,7 @@ def through_normalisation(
         step_VNC: g.
         total: sums a tensor over ranks.
     """
-    if batch.normalisation == "l2":
+    if row.normalisation == "l2":
         step_MC, unit_MC = step_VNC.flatten(0, 1), batch.unit_online.to(step_VNC.dtype)
         step_MC = step_MC - unit_MC * (unit_MC * step_MC).sum(-1, keepdim=True)
         return step_MC * (batch.inverse_norm * scale).unsqueeze(-1)
