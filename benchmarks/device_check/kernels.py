@@ -247,7 +247,7 @@ def multi_tensor(device: torch.device) -> Iterator[Finding]:
     copied = all(torch.equal(each, t.to(each.dtype)) for each, t in zip(low, targets, strict=True))
     yield Finding("the target's copies are its weights, rounded", str(copied), copied)
     before = [each.clone() for each in targets]
-    kernels.lerp_(targets, onlines, momentum=momentum, skip=skip + 1)
+    kernels.lerp_(targets, onlines, (), momentum=momentum, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
 
 
