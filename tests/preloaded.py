@@ -7,6 +7,6 @@ import unigrad_fast.checkpoints.export
 import unigrad_fast.evaluation.runs
 import unigrad_fast.training.loop
 import unigrad_fast.training.telemetry.curves  # noqa: F401
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 quiet_deepspeed()

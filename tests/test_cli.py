@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from unigrad_fast import cli
-from unigrad_fast.commands.requirements import require_named_output
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation.runs import Asked
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
@@ -186,7 +185,8 @@ def test_fresh_refuses_a_folder_that_holds_a_run(trained, images, capsys, tmp_pa
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"])
 def test_a_command_that_is_started_again_must_name_its_folder(trained, images, capsys, monkeypatch, variable):
     for harmless in ("", "0"):
-        require_named_output({variable: harmless})
+        monkeypatch.setenv(variable, harmless)
+        assert cli.main(["pretrain", "--data.train", str(images)]) == 0
     monkeypatch.setenv(variable, "1")
     (line,) = refused(capsys, "pretrain", "--data.train", str(images))
     assert variable in line and "give --output FOLDER" in line

@@ -18,7 +18,7 @@ class Threads:
         self._closed = threading.Event()
         threading.Thread(target=_watch, args=(self._closed,), name="clock", daemon=True).start()
         for _ in range(count):
-            self._add()
+            self.add()
 
     def call(self, function: Callable[[], None]) -> None:
         self._calls.put(function)
@@ -28,7 +28,7 @@ class Threads:
         for number, since in list(self._busy.items()):
             if clock.since(since) > timeout:
                 self._busy.pop(number, None)
-                self._add()
+                self.add()
 
     def close(self) -> None:
         self._closed.set()
@@ -38,7 +38,7 @@ class Threads:
         for _ in range(self._count):
             self._calls.put(None)
 
-    def _add(self) -> None:
+    def add(self) -> None:
         self._count += 1
         arguments = self._calls, self._busy, self._count
         threading.Thread(target=_work, args=arguments, name="image reader", daemon=True).start()

@@ -9,16 +9,15 @@ The time-outs of gloo and NCCL would also count time in which all ranks were sus
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import NamedTuple
 
 from unigrad_fast.pipelines import clock
 from unigrad_fast.runtime.errors import RankLost
@@ -37,8 +36,7 @@ SIGNS = (
 )
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A rank's last heartbeat: heartbeats and collectives so far, its stage, and why it exited, if it did."""
 
     beats: int
@@ -46,39 +44,25 @@ class Line:
     stage: str
     left: str = ""
 
-    def text(self) -> str:
-        return "\t".join((str(self.beats), str(self.collectives), self.stage, self.left))
-
-    @classmethod
-    def read(cls, text: str) -> Line:
-        beats, collectives, stage, left = text.split("\t")
-        return cls(int(beats), int(collectives), stage, left)
-
 
 class Attendance:
     """The heartbeat of one rank; made by `attended`.
 
     Args:
-        hosts: the machine of each rank.
-        store: the store shared by all ranks.
-        rank: this rank.
+        world: this rank and the others.
         timeout: how long ranks wait for each other. This process ends if it waits longer.
         note: called with a message about the lost rank before this process ends.
+
+    Attributes:
+        ends: this process is ended if it waits longer than that inside a library that raises no error, as NCCL.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        store: dist.Store,
-        rank: int,
-        timeout: timedelta,
-        note: Callable[[str], None] = lambda said: None,
-    ):
-        self.hosts, self.rank, self.timeout = hosts, rank, timeout.total_seconds()
+    def __init__(self, world: World, timeout: timedelta, note: Callable[[str], None]):
+        self.hosts, self.rank, self.timeout = world.hosts, world.rank, timeout.total_seconds()
         self.note = note
         self.beat = min(LONGEST_BEAT, self.timeout / 20)
         self.silence = max(MISSED * self.beat, LEAST_SILENCE)
-        self._store = store.clone()
+        self._store = world.store.clone()
         self._mine, self._stage = Line(0, 0, "its start"), "its start"
         self._allowed = max(timeout, COLLECTIVE_TIMEOUT).total_seconds()  # until the first stage
         self._alone = True
@@ -184,7 +168,7 @@ class Attendance:
 
     def _write(self, left: str = "") -> None:
         self._mine = Line(self._mine.beats + 1, _collectives(), self._stage, left)
-        self._store.set(_key(self.rank), self._mine.text())
+        self._store.set(f"attendance/{self.rank}", json.dumps(self._mine))
 
     def _look(self) -> str | None:
         others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
@@ -193,7 +177,7 @@ class Attendance:
         while clock.since(began) < self.silence:
             time.sleep(min(self.beat / 2, clock.BEAT))
             self._write()
-        now = self._lines(others)
+        now = {rank: line for rank, line in self._lines(others).items() if line.left != DONE}
         # One rank's finding holds for all; others might only see that the rank that found it has exited.
         if self._store.check(["attendance/found"]):
             return self._store.get("attendance/found").decode()
@@ -216,13 +200,14 @@ class Attendance:
         return None
 
     def _lines(self, ranks: Sequence[int]) -> dict[int, Line]:
-        texts = self._store.multi_get([_key(rank) for rank in ranks])
-        return {rank: Line.read(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+        texts = self._store.multi_get([f"attendance/{rank}" for rank in ranks])
+        return {rank: Line(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"
 
 
+DONE = "its work is done"
 GONE = "its process has ended or hangs, or its machine or the network is down"
 STUCK_BY = "a GPU hangs, or the network between the ranks is down"
 REMEDY = "the same command resumes from the newest checkpoint"
@@ -245,7 +230,7 @@ def attended(
     if world.size == 1 or world.store is None:
         yield lambda stage, alone=False: None
         return
-    attendance = Attendance(world.hosts, world.store, world.rank, timeout, note)
+    attendance = Attendance(world, timeout, note)
     limit(UNLIMITED)
     try:
         yield attendance.at
@@ -263,11 +248,7 @@ def attended(
             say(f"stopped: {lost}")
             os._exit(3)
         raise RankLost(lost) from error
-    attendance.leave("its work is done")
-
-
-def _is_of_a_collective(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    attendance.leave(DONE)
 
 
 def _collectives() -> int:
@@ -277,5 +258,5 @@ def _collectives() -> int:
     return 0
 
 
-def _key(rank: int) -> str:
-    return f"attendance/{rank}"
+def _is_of_a_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)

@@ -33,7 +33,7 @@ from unigrad_fast.runtime.rendezvous import meet, told
 Result = TypeVar("Result")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may have to wait for one that lists millions of files
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for which a process waits for the others
 UNLIMITED = timedelta(days=30)  # where `attendance` judges instead, which leaves out time in which nothing ran
 LIBRARIES = ("GLOO_", "NCCL_", "TORCH_GLOO_", "TORCH_NCCL_")  # begin the names of variables that these read
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
@@ -220,16 +220,11 @@ def _port(environ: Mapping[str, str]) -> int:
 _changed: dict[str, str | None] = {}  # environment variables that `start` has set, with their previous values
 
 
-def start(
-    device: str = "auto",
-    rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
-    timeout: timedelta = COLLECTIVE_TIMEOUT,
-) -> World:
+def start(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:
     """Join the run's processes: initialise torch.distributed and choose this process's device.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA if there is a GPU.
-        rendezvous_timeout: how long to wait for the other processes.
         timeout: how long a collective may take.
 
     Raises:
@@ -256,12 +251,13 @@ def start(
             _set("NCCL_SOCKET_IFNAME", "lo")
     _take_fair_share(launch.local_size)
     try:
+        place = launch.rank, launch.size, launch.address, launch.port
         try:
-            store = _meet(launch, rendezvous_timeout)
+            store = dist.HashStore() if launch.size == 1 else meet(*place, RENDEZVOUS_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:"
-                f"{launch.port} within {rendezvous_timeout.total_seconds():g} s: {_first_line(error)}\n"
+                f"{launch.port} within {RENDEZVOUS_TIMEOUT.total_seconds():g} s: {_first_line(error)}\n"
                 f"Check that all {launch.size} processes were started, and that MASTER_ADDR and MASTER_PORT name a "
                 f"free port of rank 0's machine that the others can reach; {WAYS}"
             ) from error
@@ -279,13 +275,10 @@ def start(
                 timeout=timeout,
                 device_id=chosen if chosen.type == "cuda" else None,
             )
-    except UserError:
-        _restore()
-        raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, UserError, ValueError) as error:
         _restore()
         theirs = sorted(name for name in os.environ if name.startswith(LIBRARIES))
-        if launch.size == 1 and not theirs:
+        if isinstance(error, UserError) or (launch.size == 1 and not theirs):
             raise
         remedy = f"change or unset {', '.join(theirs)}" if theirs else WAYS
         raise UserError(
@@ -344,7 +337,7 @@ def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> It
     After an error on GPUs the process group is not stopped: the other ranks may be waiting in a collective that this
     one will never start, and an orderly stop would wait for them.
     """
-    world = start(device, timeout=timeout)
+    world = start(device, timeout)
     try:
         yield world
     except BaseException:
@@ -377,11 +370,9 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 def on_first(work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0 only; all ranks wait for it and return its picklable value or raise its error."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    made = on_all_ranks(lambda: work() if is_first else None)
     if not dist.is_initialized():
-        return made
-    values = [made]
+        return work()
+    values = [on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -393,13 +384,6 @@ def gather(value: Result) -> list[Result]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.size == 1:
-        return dist.HashStore()
-    assert launch.address is not None and launch.port is not None
-    return meet(launch.rank, launch.size, launch.address, launch.port, timeout)
 
 
 def _set(name: str, value: str) -> None:
