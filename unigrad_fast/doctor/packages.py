@@ -10,6 +10,7 @@ import sys
 
 from unigrad_fast.doctor import Finding, first_line
 from unigrad_fast.runtime.nvidia import driver_version
+from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 # Name, module, and the requirement for pip, as in setup.py.
@@ -96,6 +97,9 @@ def _import_error(module: str) -> Exception | None:
     try:
         if module == "deepspeed":
             quiet_deepspeed()
+        elif module == "matplotlib":
+            with plotting():  # as everything that draws
+                pass
         else:
             importlib.import_module(module)
     except Exception as error:

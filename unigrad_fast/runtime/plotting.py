@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from unittest import mock
 
 from unigrad_fast.runtime.quiet import without_warnings
 
@@ -17,13 +16,15 @@ def plotting() -> Iterator[None]:
 
     The caller chooses the canvas, so no backend is ever used.
     """
-    backend = os.environ.get("MPLBACKEND") if "matplotlib" not in sys.modules else None
-    with mock.patch.dict(os.environ), without_warnings():
-        os.environ.pop("MPLBACKEND", None)  # a notebook's, say, that is not installed here
-        import matplotlib
-    if backend:
-        with suppress(ValueError):
-            matplotlib.rcParams["backend"] = backend  # which the caller's own figures use
+    if "matplotlib" not in sys.modules and (backend := os.environ.pop("MPLBACKEND", None)):
+        try:
+            import matplotlib
+        finally:
+            os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):  # a notebook's, say, that is not installed here
+            matplotlib.rcParams["backend"] = backend
+    import matplotlib
+
     own = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
     with without_warnings(), matplotlib.rc_context(own):
         yield

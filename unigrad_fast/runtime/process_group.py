@@ -299,7 +299,7 @@ def start(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:
 def _no_interface(names: str) -> str:
     """What is wrong with the network devices that gloo is to use; empty if nothing."""
     there = [name for _, name in socket.if_nameindex()]
-    if all(name.strip() in there for name in names.split(",") if name.strip()):
+    if {name.strip().partition(":")[0] for name in names.split(",")} <= {*there, ""}:
         return ""
     return (
         f"GLOO_SOCKET_IFNAME = {names}: no such network device, available: {', '.join(there)}; unset it, or name the "
