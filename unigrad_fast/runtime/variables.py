@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 from unigrad_fast.runtime.errors import UserError
 
-_SETTING = r"\s*(?:expandable_segments:\s*(?:True|False)|(?!expandable_segments)\w+:[^,\[]+(?:\[[^\]]*\])?)\s*"
+_SETTING = r"\s*(?:expandable_segments:\s*(?:True|False)|(?!expandable_segments)\w+:(?:[^,\[]+|\[[^\]]*\]))\s*"
 _ALLOCATOR = f"{_SETTING}(?:,{_SETTING})*,?", "settings like expandable_segments:True,max_split_size_mb:512"
 _THREADS = r"\s*[1-9]\d*\s*(?:,\s*[1-9]\d*\s*)*", "an integer of at least 1"
 EXPECTED = {
