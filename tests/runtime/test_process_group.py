@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -185,7 +186,9 @@ def test_single_process_has_a_group_and_leaves_nothing(monkeypatch):
 def test_a_variable_that_torch_does_not_understand_is_named(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "nonsense")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "nonsense")  # torch reads it for its first group only
+    refuse = mock.Mock(side_effect=RuntimeError("makeDeviceForHostname(): unsupported gloo device"))
+    monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(UserError, match=r"unsupported gloo device; change or unset GLOO_DEVICE_TRANSPORT$"):
         process_group.start("cpu")
 

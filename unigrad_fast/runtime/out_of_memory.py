@@ -44,7 +44,7 @@ def memory_for(
     expected: float | Callable[[], float] | None,
     remedy: str,
     kind: type[Exception] = UserError,
-    state: Callable[[], str] = str,
+    state: str | Callable[[], str] = "",
 ) -> Iterator[None]:
     """Turns an out-of-memory error into one message.
 
@@ -53,7 +53,7 @@ def memory_for(
         expected: its size in bytes, or a function that computes it; None if unknown.
         remedy: what would need less memory.
         kind: type of the error to raise: UserError before the first step, RunStopped later.
-        state: returns the state of the run, for the message; called only where memory ran out.
+        state: state of the run, for the message, or a function that returns it.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def memory_for(
             raise
         expected = expected() if callable(expected) else expected
         needs = "" if expected is None else f", which takes about {byte_size(expected)}"
-        said = "; ".join(filter(None, [remedy, state()]))
+        said = "; ".join(filter(None, [remedy, state() if callable(state) else state]))
         explained = kind(f"out of memory while making {what}{needs}{asked_for(error)}; {said}")
         explained.__notes__ = [RAN_OUT]
         raise explained from None
