@@ -57,7 +57,8 @@ def as_if_on_gpus(world: World, how: str) -> World:
 def rank_of_three(values: dict[str, str], who: int, how: str, group: bool, said: str) -> None:
     """Works through stages with a collective each, in a group that a library has made or in that of all."""
     os.environ.update(values)
-    attendance.STUCK, attendance.LEAST_STUCK = 1, 0.0
+    if how in (STUCK, ALONE):
+        attendance.STUCK, attendance.LEAST_STUCK = 1, 0.0
     sys.stderr = open(said, "w")  # noqa: SIM115
     try:
         with process_group.session("cpu") as world, attended(as_if_on_gpus(world, how), TIMEOUT) as at:
