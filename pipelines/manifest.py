@@ -87,8 +87,8 @@ class Manifest:
     def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads an ImageFolder tree (`CLASS/**/*.jpg`), or a flat folder of images, which has no labels.
 
-        Images are sorted by class and name. Hidden files and folders, and class folders without an image, are ignored;
-        other files are counted in a warning.
+        Images are sorted by class and name. Classes are as in `listing.classes`. Hidden files and folders, and class
+        folders without an image, are ignored; other files are counted in a warning.
 
         Args:
             path: the folder.
@@ -130,9 +130,9 @@ class Manifest:
         """Reads a tar file in the layout of WebDataset, or a folder of them, sorted by name.
 
         Images keep their order within the shards. Labels come from .cls or .json files with the same key, otherwise
-        from the images' folders if there are several; `classes.txt` next to the shards may name the classes, a line
-        each. The headers are scanned once: afterwards the index is in the cache, or next to shards that `unigrad-fast
-        data shard` wrote.
+        from the images' folders, as in a tree; `classes.txt` next to the shards may name the classes, a line each. The
+        headers are scanned once: afterwards the index is in the cache, or next to shards that `unigrad-fast data shard`
+        wrote.
 
         Args:
             path: the .tar file, or the folder.

@@ -11,6 +11,8 @@ import numpy as np
 from ..errors import DataError
 from ..files.headers import reason, require_regular
 from ..files.open_files import opened, read_at
+from ..files.tar_format import text_of
+from ..listing.classes import composed
 
 ENDING = ".tar"
 CLASSES = "classes.txt"  # next to the shards: a class name per line, in the order of the integer labels
@@ -75,8 +77,8 @@ class Shards:
             return None
         path = os.path.join(self.root, CLASSES)
         try:
-            with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-                return file.read().removesuffix("\n").split("\n")
+            with open(path, "rb") as file:
+                return [text_of(composed(name)) for name in file.read().removesuffix(b"\n").split(b"\n")]
         except OSError as error:
             raise DataError(f"{path} cannot be read: {reason(error)}; check its permissions") from error
 
