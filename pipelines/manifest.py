@@ -39,7 +39,7 @@ class Manifest:
             start tries again; -1, -1 for images that were found unusable.
         labels: int64 [n] positions in `classes`, or None without labels.
         classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
-        fingerprint: hex digest of all names, file sizes and modification times.
+        fingerprint: hex digest of all names, file sizes and modification times, and of the ends of shards.
         total_bytes: size of all encoded images.
         index: positions of the images in shards; None for files.
     """
@@ -63,7 +63,7 @@ class Manifest:
         """Lists the images at a path: a folder, a text file with a list, or tar shards.
 
         A folder with .tar files and no images holds shards. Image sizes, and for shards the index, are read from the
-        headers and cached until a name, size or modification time changes.
+        headers and cached until a name, size or modification time, or an end of a shard, changes.
 
         Args:
             path: as in `from_folder`, `from_list` or `from_shards`.
@@ -143,7 +143,8 @@ class Manifest:
         """
         source = os.path.abspath(os.fspath(path))
         shards = Shards.find(source)
-        fingerprint = digest("\0".join(shards.files).encode("utf-8", "surrogateescape"), shards.states)
+        names = "\0".join(shards.files).encode("utf-8", "surrogateescape")
+        fingerprint = digest(names, shards.states, shards.ends)
         store = cache_file(source, cache)
         index, content, known = list_shards(source, shards, recall(store, fingerprint))
         manifest = cls(

@@ -31,7 +31,7 @@ from ..files.tar_format import BLOCK
 from ..manifest import Manifest
 from ..order import epoch_order
 from ..reading.timed import TimedReader
-from .archives import CLASSES, UNFINISHED
+from .archives import CLASSES, UNFINISHED, digests_of_ends
 from .index import INDEX
 from .packed_images import ahead, prepare
 from .writing import ROW, read_part, shard_name, write_shard, write_then_rename
@@ -236,6 +236,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         files=np.array(files, np.str_),
         bytes=np.array(sizes, np.int64),
         file_digests=np.stack(digests),
+        ends=digests_of_ends(os.fspath(folder), files),
         names=np.frombuffer(b"".join(names), np.uint8),
         offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))]),
         shard=np.repeat(np.arange(len(used), dtype=np.int32), [len(parts[number]["rows"]) for number in used]),

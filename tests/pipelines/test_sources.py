@@ -145,6 +145,42 @@ def test_change_of_a_shard_or_the_class_names_walks_again(packed, tar_walks, cha
     assert (after.classes[0] == "a") == (change == "classes")
 
 
+@pytest.mark.parametrize("index", ["cached", "beside the shards"])
+def test_another_shard_of_the_same_size_and_time_is_indexed_anew(tmp_path, index):
+    def members(labels):
+        return [*((f"{key}.jpg", encoded()) for key in "ab"), ("a.cls", labels[0]), ("b.cls", labels[1])]
+
+    path = pack(tmp_path / "given/0.tar", members([b"0", b"1"]))
+    if index == "beside the shards":
+        options = packing.Packing(shuffle_seed=None)
+        packing.pack(Manifest.open(path), "given", tmp_path / "shards", options, 1, lambda images: None)
+        path = tmp_path / "shards/shard-000000.tar"
+    source = path.parent
+    assert Manifest.open(source).labels.tolist() == [0, 1]
+    state = path.stat()
+    other = pack(tmp_path / "other.tar", members([b"1", b"0"])).read_bytes()
+    path.write_bytes(other[: state.st_size])  # zeros behind the end may be fewer
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Manifest.open(source).labels.tolist() == [1, 0]
+    assert len(told) == (index != "cached") and all("belongs to other shards" in str(line.message) for line in told)
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**10, 2**33])
+def test_a_time_of_change_that_64_bits_cannot_hold_is_a_time_like_any_other(tmp_path, seconds):
+    save(tmp_path / "tree/a.jpg")
+    pack(tmp_path / "x.tar", [("a.jpg", encoded())])
+    for path, source in ((tmp_path / "tree/a.jpg", tmp_path / "tree"), (tmp_path / "x.tar", tmp_path / "x.tar")):
+        os.utime(path, (seconds, seconds))
+        if path.stat().st_mtime != seconds:
+            pytest.skip("this file system keeps no such time")
+        manifest = Manifest.open(source)
+        assert manifest.read(0) == encoded() and manifest.fingerprint == Manifest.open(source).fingerprint
+        os.utime(path, (seconds + 1, seconds + 1))
+        assert manifest.fingerprint != Manifest.open(source).fingerprint
+
+
 def test_shard_that_changes_during_a_run_is_not_read(packed):
     manifest = Manifest.open(packed)
     open_files.opened.cache_clear()
