@@ -20,11 +20,10 @@ from .listing.folders import holds_images, list_folder
 from .listing.labels import number_labels
 from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
-from .shards.archives import Shards, tar_files
+from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
 from .shards.index import Index
 
 _HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
-_TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,8 @@ class Manifest:
             raise DataError(f"{source} does not exist; give a folder of images, a list of them, or .tar shards")
         if source.lower().endswith(EXTENSIONS):
             raise DataError(f"{source} is an image; give the folder that holds the images, or a list of them")
-        return cls.from_shards(source, cache) if source.endswith(_TARS) else cls.from_list(source, cache)
+        is_tar = source.lower().endswith((ENDING, *COMPRESSED))
+        return cls.from_shards(source, cache) if is_tar else cls.from_list(source, cache)
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":

@@ -5,6 +5,7 @@ Images can be read in any order at the same cost, without unpacking.
 
 import hashlib
 import os
+import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..files.tar_format import text_of
 from ..listing.classes import composed
 
 ENDING = ".tar"
+COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 CLASSES = "classes.txt"  # next to the shards: a class name per line, in the order of the integer labels
 _END = 1 << 17  # bytes at either end of a shard that tell it from others: the first and last images and their labels
 UNFINISHED = ".unfinished"  # folder next to shards that are still being written
@@ -42,7 +44,13 @@ class Shards:
     def find(cls, path: str) -> "Shards":
         """The shards of a folder, or the single shard at a path. Raises DataError if there are none."""
         if os.path.isdir(path):
-            root, files = path, tar_files(path)
+            root, files, packed = path, tar_files(path), tar_files(path, COMPRESSED)
+            if packed:
+                warnings.warn(
+                    f"{root}: ignored {len(packed)} compressed archives ({packed[0]} for one); unpack them to .tar "
+                    "(gunzip, bunzip2, unxz, unzstd)",
+                    stacklevel=3,
+                )
             if os.path.exists(os.path.join(root, UNFINISHED)):
                 raise DataError(f"{root}: its shards are unfinished; repeat the `data shard` command that began them")
         else:
@@ -118,11 +126,11 @@ def digests_of_ends(root: str, files: list[str]) -> np.ndarray:
     return np.frombuffer(b"".join(spread(look, files)), np.uint8).reshape(-1, 16)
 
 
-def tar_files(folder: str) -> list[str]:
+def tar_files(folder: str, endings: str | tuple[str, ...] = ENDING) -> list[str]:
     """Names of the tar files directly in a folder, sorted. Raises DataError if it cannot be listed."""
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.name.endswith(ENDING) and entry.is_file()]
+            names = [entry.name for entry in entries if entry.name.lower().endswith(endings) and entry.is_file()]
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {reason(error)}; check its permissions") from error
     return sorted((name for name in names if not name.startswith(".")), key=os.fsencode)

@@ -473,6 +473,17 @@ def test_label_without_a_class_name(packed):
     refused(packed, r"label 4, but classes\.txt next to the shards names 2 classes")
 
 
+def test_shards_may_end_in_capitals_and_compressed_ones_beside_them_are_announced(tmp_path):
+    for name in ("A.TAR", "b.tar"):
+        pack(tmp_path / name, [(f"{name[0]}.jpg", encoded())])
+    assert len(Manifest.open(tmp_path)) == 2 and len(Manifest.open(tmp_path / "A.TAR")) == 1
+    for name in ("c.tar.GZ", "d.tgz"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b" * 512)
+    with pytest.warns(UserWarning, match=r"ignored 2 compressed archives \(c\.tar\.GZ for one\); unpack them to \.tar"):
+        assert len(Manifest.open(tmp_path)) == 2
+    refused(tmp_path / "c.tar.GZ", r"c\.tar\.GZ: compressed, but images are read by offset; unpack it")
+
+
 def test_tar_files_beside_a_tree_do_not_hide_it(tmp_path):
     save(tmp_path / "cat/a.jpg")
     pack(tmp_path / "cat.tar", [("b.jpg", encoded())])
