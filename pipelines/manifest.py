@@ -214,6 +214,11 @@ class Manifest:
     def has_labels(self) -> bool:
         return self.labels is not None
 
+    @property
+    def used_classes(self) -> int:
+        """Number of classes that have images: integer labels may be far apart."""
+        return 0 if self.labels is None else int(np.count_nonzero(np.bincount(self.labels)))
+
     def path_bytes(self, index: int) -> bytes:
         """Path of one image, in the bytes of the file system; for an image in a shard `SHARD/MEMBER`, for display."""
         index = range(len(self))[index]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import unigrad_fast
 from unigrad_fast.checkpoints.configuration import configuration
-from unigrad_fast.checkpoints.probes import describe_probe, find_probe
+from unigrad_fast.checkpoints.probes import describe_probe, find_probe, numbered
 from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
@@ -82,14 +82,15 @@ def export(
     folder = _writable_folder(run, output)
     for path in () if output is None else (output, _description(output)):
         outputs.require_file(path, run=run)
-    linear, file = {}, None
+    linear, file, of_probe = {}, None, {}
     if with_linear:
         file, linear = find_probe(run, reader, branch, probe)
+        of_probe = {"linear": describe_probe(file)}
+        linear = numbered(linear, of_probe["linear"])
     state = load_branch(reader, f"{branch}.backbone") | {f"fc.{name}": tensor for name, tensor in linear.items()}
     head = tuple(linear["weight"].shape) if file else None
     _require_fit(run, state, config, head)
-    about = describe(config, reader.about, branch) | ({"linear": describe_probe(file)} if file else {})
-
+    about = describe(config, reader.about, branch) | of_probe
     ending = next(ending for ending, of in ENDINGS.items() if of == format)
     name = f"{config.model.backbone}-{branch}-epoch{about['epoch']:g}" + ("-linear" if with_linear else "")
     path = output or folder / f"{name}{ending}"
@@ -98,6 +99,8 @@ def export(
     described = json.dumps(about | digest, indent=2).encode() + b"\n"
     outputs.write_files({path: content, _description(path): described}, overwrite)
     added = f", linear probe of {head[0]} classes from {file}" if head else ""
+    if "numbers" in of_probe.get("linear", {}):
+        added += f" ({len(of_probe['linear']['numbers'])} of them had training images; the others are never chosen)"
     print(
         f"{config.model.backbone}, {branch} branch, epoch {about['epoch']:g}, step {about['step']}{added}: "
         f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"

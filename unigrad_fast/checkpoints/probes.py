@@ -16,6 +16,8 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.utf8_path import utf8_path
 
+NEVER = -1e4  # a bias below every value of a trained output; half precision can hold it
+
 
 def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:
     """File and tensors of a checkpoint's probe: prefers the paper's protocol to the quick one, then the newest.
@@ -59,6 +61,17 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     path = max(fitting)[-1]
     with utf8_path(path) as name, safe_open(name, framework="pt") as content:
         return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
+
+
+def numbered(linear: dict[str, Tensor], about: dict[str, Any]) -> dict[str, Tensor]:
+    """A probe with an output for each class number: those without training images never have the largest value."""
+    if "numbers" not in about:
+        return linear
+    outputs = int(about["outputs"])
+    weight = linear["weight"].new_zeros(outputs, linear["weight"].shape[1])
+    bias = linear["bias"].new_full((outputs,), NEVER)
+    weight[about["numbers"]], bias[about["numbers"]] = linear["weight"], linear["bias"]
+    return {"weight": weight, "bias": bias}
 
 
 def describe_probe(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from unigrad_fast.checkpoints.weights import fingerprint, load_encoder, open_che
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
-from unigrad_fast.evaluation.classes import match
+from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.evaluation.linear import LinearProbe
@@ -153,7 +153,15 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
     """
     folder = folder_of(run)
     with opened(run, asked, "a linear classifier") as this:
-        probe = LinearProbe(this.config, this.world, this.train, this.val, this.backbone, this.dtype, this.say)
+        train, val, numbers = without_unused(this.train, this.val)
+        of_classifier: dict[str, Any] = {"classes": train.classes}
+        if numbers is not None:
+            outputs = len(this.train.classes)
+            of_classifier |= {"numbers": numbers.tolist(), "outputs": outputs}
+            this.say(
+                f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
+            )
+        probe = LinearProbe(this.config, this.world, train, val, this.backbone, this.dtype, this.say)
         stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
         about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
         if protocol == "quick":
@@ -181,7 +189,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
             {**about, "images": result.images},
             {**this.paths, "accuracy": result.accuracy, "top5": result.top5},
             {"weight": classifier.weight, "bias": classifier.bias},
-            {"classes": this.train.classes},
+            of_classifier,
         )
         if unfinished is not None:
             unfinished.delete()
