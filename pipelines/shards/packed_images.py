@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image
 
-from ..files.headers import FORMATS, reason, stored_size
+from ..files.headers import FORMATS, declared, reason, size_in, stored_size
 from ..reading.timed import TimedReader
 
 _ENDINGS = {
@@ -47,11 +48,28 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
             if again:
                 size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
                 content, ending = _smaller(decoded, size, quality), b".jpg"
-    except OSError as error:
-        return Prepared(image, defect=reason(error))
-    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        return Prepared(image, defect=str(error) or type(error).__name__)
+    except Image.DecompressionBombError as error:
+        return Prepared(image, defect=str(error))
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        if (kind := _decoded_in_training(content)) is not None:
+            return Prepared(image, content, _ENDINGS[kind[0]], kind[1], len(content))
+        return Prepared(
+            image, defect=reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+        )
     return Prepared(image, content, ending, size, before, again)
+
+
+def _decoded_in_training(content: bytes) -> tuple[str, tuple[int, int]] | None:
+    """Format and size of an image that Pillow refuses, if the decoder of training reads it; else None."""
+    try:
+        from ..reading.damage import defects
+
+        file = io.BytesIO(content)
+        size = size_in(file)
+        (defect,) = defects([np.frombuffer(content, np.uint8)], sizes=np.array([size]))
+        return None if defect else (declared(file)[0], size)
+    except (ImportError, OSError, struct.error, LookupError, ValueError):  # without DALI Pillow decides
+        return None
 
 
 def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:

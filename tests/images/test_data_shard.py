@@ -10,6 +10,7 @@ import tarfile
 from collections import namedtuple
 from pathlib import Path
 
+import bad_files
 import numpy as np
 import pytest
 from PIL import Image
@@ -334,6 +335,17 @@ def test_images_that_cannot_be_decoded_are_left_out_by_name(damaged, tmp_path, c
     assert "truncated" in lines[0] and "its header is not one of" in lines[1] and "no such file" in lines[2]
     assert all(f"{damaged / name}: " in out for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg"))
     assert len(Manifest.open(tmp_path / "out")) == 11
+
+
+def test_images_that_training_decodes_are_packed_as_they_are_though_pillow_refuses_them(tree, tmp_path):
+    for kind in ("long text", "TIFF of floats"):
+        bad_files.GOOD[kind](tree / f"a/{kind}.jpg")
+    assert shard(tree, tmp_path / "out") == 0 and not (tmp_path / "out/left-out.txt").exists()
+    packed = Manifest.open(tmp_path / "out")
+    places = {Path(packed.path(i)).name: i for i in range(len(packed))}
+    for name, ending in (("long text", "png"), ("TIFF of floats", "tif")):
+        place = places[f"{name}.{ending}"]
+        assert packed.read(place) == (tree / f"a/{name}.jpg").read_bytes() and packed.sizes[place].tolist() == [48, 36]
 
 
 def test_image_with_line_breaks_in_its_name_is_left_out_once(tree, tmp_path, capsys):
