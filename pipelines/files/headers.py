@@ -37,7 +37,7 @@ def size_in(file: io.BufferedIOBase) -> tuple[int, int]:
         # Training decodes kinds that Pillow does not know, and files whose metadata it refuses.
         with suppress(struct.error, LookupError, ValueError, OverflowError):
             _, size = declared(file)
-            if min(size) > 0:
+            if min(size) > 0 and size[0] * size[1] <= 2 * Image.MAX_IMAGE_PIXELS:  # as Pillow requires
                 return size
         if isinstance(error, OSError):
             raise
@@ -56,9 +56,7 @@ def declared(file: io.BufferedIOBase) -> tuple[str, tuple[int, int]]:
     if head[:2] in (b"II", b"MM"):
         return "TIFF", _size_in_tiff(file, head)
     if head.startswith(b"BM"):
-        width, height = struct.unpack(
-            "<ii" if head[14] >= 40 else "<hh", head[18:26] if head[14] >= 40 else head[18:22]
-        )
+        width, height = struct.unpack_from("<ii" if head[14] >= 40 else "<hh", head, 18)
         return "BMP", (width, abs(height))
     if head.startswith(b"\xff\xd8"):
         return "JPEG", _size_in_jpeg(file)
@@ -83,14 +81,17 @@ def _size_in_tiff(file: io.BufferedIOBase, head: bytes) -> tuple[int, int]:
 
 def _size_in_jpeg(file: io.BufferedIOBase) -> tuple[int, int]:
     file.seek(2)
-    while True:
-        mark = file.read(1)
+    while file.read(1) == b"\xff":
+        mark = b"\xff"
         while mark == b"\xff":
             mark = file.read(1)
-        length, _, height, width = struct.unpack(">HBHH", (file.read(7)))
+        length, _, height, width = struct.unpack(">HBHH", file.read(7))
         if mark[0] in range(0xC0, 0xD0) and mark[0] not in (0xC4, 0xC8, 0xCC):  # the start of a frame
             return width, height
+        if length < 2:
+            break
         file.seek(length - 7, os.SEEK_CUR)
+    raise ValueError
 
 
 def stored_size(image: Image.Image) -> tuple[int, int]:
