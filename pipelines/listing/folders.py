@@ -68,10 +68,11 @@ def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes]
         with os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
-                if is_left_alone(name):
+                if name.startswith(b"."):
                     continue
                 if _is_folder(entry):
-                    folders.append(name)
+                    if not is_left_alone(name):
+                        folders.append(name)
                 elif name.lower().endswith(ENDINGS):
                     images.append(prefix + name)
                 else:

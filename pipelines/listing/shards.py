@@ -26,7 +26,7 @@ from ..shards.archives import CLASSES, Shards
 from ..shards.index import INDEX, Index, load, missing
 from . import marks
 from .cache import fits
-from .classes import classes_of, is_left_alone, lies_in_one_left_alone
+from .classes import classes_of, lies_in_one_left_alone
 from .labels import name_labels, number_labels
 from .left_out import ending as ending_of
 from .left_out import from_array, ignored, runs_ignored, tell, to_array
@@ -169,7 +169,7 @@ def _walk_shard(path: str) -> _Found:
     for name, at, length, link, content in members(path):
         folder, slash, base = name.rpartition(b"/")
         stem, dot, ending = base.rpartition(b".")
-        if is_left_alone(base) or lies_in_one_left_alone(folder):
+        if base.startswith(b".") or lies_in_one_left_alone(folder):
             continue
         key, ending = folder + slash + stem, ending.lower()
         is_image = bool(dot) and b"." + ending in ENDINGS
