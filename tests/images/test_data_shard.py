@@ -290,6 +290,21 @@ def test_folder_with_something_else_is_refused(tree, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_another_command_is_writing_is_left_to_it(tree, tmp_path, capsys, monkeypatch):
+    original, told = packing._finish, []
+
+    def finish(*arguments):
+        told.append(refused(capsys, tree, tmp_path / "out"))  # flock is per opened file, so within a process too
+        return original(*arguments)
+
+    monkeypatch.setattr(packing, "_finish", finish)
+    assert shard(tree, tmp_path / "out") == 0
+    assert told == [
+        f"error: folder = {tmp_path}/out: another `data shard` is writing there; wait for it, or give another folder\n"
+    ]
+    assert len(Manifest.open(tmp_path / "out")) == 11
+
+
 def test_shards_among_the_images_are_refused(tree, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tree / "a")
     for folder in (tree, tree / "shards", tmp_path / "link/shards"):
