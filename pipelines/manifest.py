@@ -26,6 +26,10 @@ from .shards.index import Index
 _HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
 
 
+def _absolute(path: str | os.PathLike) -> str:
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
     """The images of a folder, a list or tar shards, in a fixed order.
@@ -72,7 +76,7 @@ class Manifest:
         Raises:
             DataError: the path does not exist, has a mistake, or holds no image that can be read.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         if os.path.isdir(source):
             is_shards = tar_files(source) and not holds_images(source)
             return cls.from_shards(source, cache) if is_shards else cls.from_folder(source, cache)
@@ -97,7 +101,7 @@ class Manifest:
         Raises:
             DataError: the folder is missing, unreadable or holds no image that can be read.
         """
-        root = os.path.abspath(os.fspath(path))
+        root = _absolute(path)
         classes, counts, names = list_folder(root)
         labels = np.repeat(np.arange(len(classes)), counts) if classes else None
         return cls._of_files(root, root, names, file_states(root, names), labels, classes, cache)
@@ -106,8 +110,8 @@ class Manifest:
     def from_list(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads a text file with the path of an image per line, and keeps its order.
 
-        Paths are relative to the file's folder. A label, an integer or a name, may follow a TAB; if every line ends
-        with one blank and an integer, these are the labels. Blank lines and lines that start with # are skipped.
+        Paths are relative to the file's folder, or to ~. A label, an integer or a name, may follow a TAB; if every line
+        ends with one blank and an integer, these are the labels. Blank lines and lines that start with # are skipped.
 
         Args:
             path: the text file.
@@ -116,7 +120,7 @@ class Manifest:
         Raises:
             DataError: a file is missing, only some lines have labels, or no image can be read.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         root = os.path.dirname(source)
         numbers, names, texts = list_text(source)
         states = file_states(root, names)
@@ -141,7 +145,7 @@ class Manifest:
         Raises:
             DataError: a shard is missing, compressed, damaged or without images, or labels are missing or wrong.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         shards = Shards.find(source)
         names = "\0".join(shards.files).encode("utf-8", "surrogateescape")
         fingerprint = digest(names, shards.states, shards.ends)

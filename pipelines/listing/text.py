@@ -17,6 +17,7 @@ def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
     """
     lines = _lines(source)
     names, texts = _split_lines(source, lines)
+    names = [os.path.expanduser(name) if name.startswith(b"~/") else name for name in names]
     return [number for number, _ in lines], names, texts
 
 

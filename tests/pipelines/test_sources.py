@@ -509,6 +509,18 @@ def test_forms_of_a_list(tmp_path, text, labels, classes):
     assert (None if manifest.labels is None else manifest.labels.tolist()) == labels
 
 
+def test_a_tilde_is_the_home_folder_in_paths_lists_and_the_place_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("UNIGRAD_CACHE", "~/kept")
+    save(tmp_path / "tree/a.jpg")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/x.txt").write_text("~/tree/a.jpg\n../tree/a.jpg\n")
+    for source in ("~/tree", "~/lists/x.txt"):
+        manifest = Manifest.open(source)
+        assert manifest.read(0) == manifest.read(-1) == encoded() and manifest.path(0) == str(tmp_path / "tree/a.jpg")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
 def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
     for name in ("b 2", "a.jpg", "sub/c 1"):
         save(tmp_path / name)

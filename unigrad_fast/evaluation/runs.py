@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
@@ -231,7 +232,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
-            train, val, said = read_manifests(config.data, world)
+            train, val, said = _manifests(config, world)
             queries = match(train, val)
             if val is None or queries.val is None:
                 raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle}")
@@ -251,6 +252,18 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         for line in [*said, *queries.told]:
             this.say(f"warning: {line}")
         yield this
+
+
+def _manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
+    """As `read_manifests`; where a path is gone, the error names the option with which to give another."""
+    try:
+        return read_manifests(config.data, world)
+    except DataError as error:  # on all ranks
+        paths = {key: getattr(config.data, key) for key in ("train", "val")}
+        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not os.path.exists(path)]
+        if not gone:
+            raise
+        raise DataError(f"{error}; if this run's images were moved, add {' and '.join(gone)}") from None
 
 
 def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], accuracies: int) -> None:
