@@ -232,7 +232,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
-            train, val, said = _manifests(config, world)
+            train, val, said = _manifests(config, asked, world)
             queries = match(train, val)
             if val is None or queries.val is None:
                 raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle}")
@@ -254,12 +254,12 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         yield this
 
 
-def _manifests(config: Config, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
-    """As `read_manifests`; where a path is gone, the error names the option with which to give another."""
+def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
+    """As `read_manifests`; where a path of the run is gone, the error names the option that gives another."""
     try:
         return read_manifests(config.data, world)
     except DataError as error:  # on all ranks
-        paths = {key: getattr(config.data, key) for key in ("train", "val")}
+        paths = {key: getattr(config.data, key) for key in ("train", "val") if getattr(asked, key) is None}
         gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not os.path.exists(path)]
         if not gone:
             raise
