@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Mapping
 from functools import lru_cache
 
+from ..files.tar_format import text_of
+
 _NOT_FOR_IMAGES = {  # folders in which file systems and storage boxes keep what is damaged, deleted or derived
     *(b"lost+found", b"$recycle.bin", b"system volume information"),
     *(b"@eadir", b"#recycle", b"#snapshot", b"@recycle", b"@recently-snapshot", b"~snapshot"),
@@ -33,7 +35,7 @@ def composed(name: bytes) -> bytes:
     """A name in Unicode's form NFC; bytes that are not UTF-8 stay as they are."""
     if name.isascii():
         return name
-    text = unicodedata.normalize("NFC", name.decode("utf-8", "surrogateescape"))
+    text = unicodedata.normalize("NFC", text_of(name))
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -56,7 +58,7 @@ def classes_of(source: str, images: Mapping[bytes, int]) -> tuple[dict[bytes, by
         skipped = []
     depth = len(skipped)
     found = {folder: path[depth] if len(path) > depth else None for folder, path in parts.items()}
-    told, where = [], "/".join([source, *(part.decode("utf-8", "surrogateescape") for part in skipped)])
+    told, where = [], "/".join([source, *map(text_of, skipped)])
     beside = sum(count for folder, count in images.items() if found[folder] is None)
     classes = sorted({name for name in found.values() if name is not None})
     if classes and beside:
@@ -64,11 +66,11 @@ def classes_of(source: str, images: Mapping[bytes, int]) -> tuple[dict[bytes, by
         told.append(f"{beside:,} images lie directly in {where}{above}, next to its class folders; they are ignored")
     deeper = [folder for folder, path in parts.items() if len(path) > depth + 1]
     if deeper:
-        shown = ", ".join(name.decode("utf-8", "surrogateescape") for name in classes[:_SHOWN])
+        shown = ", ".join(map(text_of, classes[:_SHOWN]))
         told.append(
             f"{source}: the classes are the folders in {where} ({shown}{', ...' if len(classes) > _SHOWN else ''}); "
             f"{sum(images[folder] for folder in deeper):,} images lie deeper, in folders such as "
-            f"{min(deeper).decode('utf-8', 'surrogateescape')}"
+            f"{text_of(min(deeper))}"
         )
     return found, told
 

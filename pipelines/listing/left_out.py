@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from ..files.headers import EXTENSIONS
+from ..files.tar_format import text_of
 
 _SHOWN = 5  # endings in a message
 
@@ -22,9 +23,10 @@ def ignored(source: str, counts: Counter[bytes]) -> list[str]:
     """A line about ignored files; none if there are none."""
     if not counts:
         return []
-    kinds = [f"{number:,} {_name(kind)}" for kind, number in counts.most_common(_SHOWN)]
+    shown = counts.most_common(_SHOWN)
+    kinds = [f"{number:,} {text_of(kind) or 'without an extension'}" for kind, number in shown]
     if len(counts) > _SHOWN:
-        kinds.append(f"{sum(counts.values()) - sum(number for _, number in counts.most_common(_SHOWN)):,} others")
+        kinds.append(f"{counts.total() - sum(number for _, number in shown):,} others")
     return [f"{source}: ignored {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}"]
 
 
@@ -32,7 +34,7 @@ def runs_ignored(source: str, runs: list[bytes]) -> list[str]:
     """A line about folders of runs among the images; none if there are none."""
     if not runs:
         return []
-    example = min(runs).decode("utf-8", "surrogateescape")
+    example = text_of(min(runs))
     return [f"{source} contains {len(runs)} folders of runs among the images ({example} for one); they are ignored"]
 
 
@@ -40,10 +42,6 @@ def tell(lines: list[str]) -> None:
     """Warns of each line."""
     for line in lines:
         warnings.warn(line, stacklevel=4)
-
-
-def _name(kind: bytes) -> str:
-    return kind.decode("utf-8", "surrogateescape") or "without an extension"
 
 
 def to_array(lines: list[str]) -> np.ndarray:
