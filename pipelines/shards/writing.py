@@ -47,7 +47,15 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
     except OSError as error:
         return Prepared(image, defect=reason(error))
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        return Prepared(image, defect=str(error))
+    except (OSError, SyntaxError, ValueError) as error:
+        if (kind := _decoded_in_training(content)) is not None:
+            return Prepared(image, content, _ENDINGS[kind[0]], kind[1], len(content))
+        return Prepared(image, defect=reason(error) if isinstance(error, OSError) else str(error))
+    try:
+        with opened as decoded:
             size = stored_size(decoded)
             decoded.load()  # finds damaged images now, not in a training run
             ending, before = _ENDINGS[decoded.format], len(content)
@@ -55,18 +63,15 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
             if again:
                 size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
                 content, ending = _smaller(decoded, size, quality), b".jpg"
-    except Image.DecompressionBombError as error:
-        return Prepared(image, defect=str(error))
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        if (kind := _decoded_in_training(content)) is not None:
-            return Prepared(image, content, _ENDINGS[kind[0]], kind[1], len(content))
-        why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-        return Prepared(image, defect=why)
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    except (SyntaxError, ValueError, EOFError, struct.error) as error:
+        return Prepared(image, defect=str(error) or type(error).__name__)
     return Prepared(image, content, ending, size, before, again)
 
 
 def _decoded_in_training(content: bytes) -> tuple[str, tuple[int, int]] | None:
-    """Format and size of an image that Pillow refuses, if the decoder of training reads it; else None."""
+    """Format and size of an image whose header Pillow refuses, if the decoder of training reads it; else None."""
     try:
         from ..reading.damage import defects
 
