@@ -92,7 +92,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
     """
     folder = folder_of(run)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
-        probe = KNNProbe(this.config, this.world, this.train, this.val)
+        probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
             for name, (features, size) in BASELINES.items():
