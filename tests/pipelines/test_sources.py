@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -614,6 +614,7 @@ PARTS = st.sampled_from(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(PARTS, max_size=3), min_size=1, max_size=8), st.booleans())
 def test_a_tar_of_a_tree_has_the_trees_images_and_classes(tmp_path_factory, folders, wrapped):
     root = tmp_path_factory.mktemp("packed") / "tree"
