@@ -294,7 +294,9 @@ def test_a_port_of_another_program_ends_all_ranks_with_the_remedy(tmp_path):
 
 def test_a_network_device_that_is_not_there_is_named_by_all_ranks(tmp_path):
     for said in what_ranks_say(tmp_path, [0, 1], 2, GLOO_SOCKET_IFNAME="nosuchdevice0"):
-        assert said[-1].startswith(f"{socket.gethostname()}: GLOO_SOCKET_IFNAME = nosuchdevice0: no such network device")
+        assert said[-1].startswith(
+            f"{socket.gethostname()}: GLOO_SOCKET_IFNAME = nosuchdevice0: no such network device"
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
