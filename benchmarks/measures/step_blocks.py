@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unigrad_fast.benchmarks.peers.step import VARIANTS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
+from unigrad_fast.runtime.processors import compute_threads
 
 
 class Subject(NamedTuple):
@@ -56,10 +56,10 @@ class StepWorker:
     """A variant in its own process."""
 
     def __init__(self, who: str, config: Config):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
         with ExitStack() as session:  # closed here if the variant cannot be made, because others may wait for this one
             world = session.enter_context(process_group.session(config.engine.device))
             self.device = world.device
+            session.enter_context(compute_threads(world.device, config.engine.threads))
             session.enter_context(tensor_float32(config.engine.tf32))
             session.enter_context(fastest_convolutions(world.device))
             self.variant = VARIANTS[who](config, world)
@@ -103,7 +103,7 @@ def configure(case: Case, images: Path, precision: str, least_steps: int) -> Con
             "data": {"train": images, "batch_size": case.batch_size, "image_size": case.image_size},
             "model": {"backbone": case.backbone},
             "schedule": {"epochs": max(100, -(-least_steps // per_epoch))},
-            "engine": {"precision": precision},
+            "engine": {"precision": precision, "threads": torch.get_num_threads()},
             "telemetry": {"every": 1},
         },
     )

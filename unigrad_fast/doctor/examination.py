@@ -35,6 +35,7 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
             refuse(found)
 
         from unigrad_fast.runtime import process_group
+        from unigrad_fast.runtime.processors import compute_threads
 
         with contextlib.ExitStack() as stack:
             unusable_gpu = any(each.name == "GPU" and each.is_problem for each in found)  # a run would refuse it
@@ -49,6 +50,7 @@ def examine(smoke: bool = True, verbose: bool = False) -> None:
                     traceback.print_exc()
                 found.append(Finding("process group", first_line(error), "failed", parts.NETWORK))
                 refuse(found)
+            stack.enter_context(compute_threads(world.device))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unigrad-doctor-")))
             scene = prepare(world, folder)
             used = choices.findings(scene, launch.launcher, unusable)

@@ -24,7 +24,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime import devices, torch_private
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.limits import require_limits
@@ -246,7 +245,6 @@ def start(
     if launch.local_size == launch.size and any(name == "lo" for _, name in socket.if_nameindex()):
         # On one machine the loopback device suffices, while the host's name may not resolve, for example offline.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    _take_fair_share(launch.local_size)
     try:
         store = _meet(launch, rendezvous_timeout)
         hosts = tuple(each.host for each in devices.agree(store, launch.rank, launch.size, mine))
@@ -286,13 +284,6 @@ def start(
         hosts=hosts,
         store=store,
     )
-
-
-def _take_fair_share(ranks: int) -> None:
-    """Limit torch's threads to this rank's share of the cores, unless the user chose a number."""
-    chosen = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-    if not chosen and torch.get_num_threads() > usable_cores(ranks):
-        torch.set_num_threads(usable_cores(ranks))
 
 
 def stop() -> None:
