@@ -37,6 +37,8 @@ class BenchStep(Node):
     """Measured steps per turn."""
     warmup: int = Field(default=1, ge=1)
     """Warm-up steps before them."""
+    neighbour: bool = False
+    """Also measure ours on the CPU beside a program that keeps one core busy."""
     dry_run: bool = False
     """Count the work of a step on GPUs you need not have, and measure nothing."""
     ranks: int = Field(default=8, ge=1, le=4096)
@@ -68,7 +70,7 @@ def bench_step(options: BenchStep) -> None:
 
     images = options.photographs, options.batch_size, options.image_size
     with fitting_threads():
-        step.main(options.case, *images, _turns(options), options.output)
+        step.main(options.case, *images, _turns(options), options.output, options.neighbour)
 
 
 class BenchLoader(Node):
