@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOLERATED = 0.5  # cores that other programs may use
 LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0  # of watching before a number is chosen
-LATER_SECONDS = 20.0  # between two looks at the cores during a run
+LATER_SECONDS = 10.0  # between two looks at the cores during a run
 VARIABLE = "OMP_NUM_THREADS"
 CHOSEN_BY = (  # with one of these variables a user or a launcher decides the number of threads, or their cores
     *(VARIABLE, "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY"),
@@ -157,15 +157,21 @@ class Threads:
     def __init__(self, said: str | None = None, warning: str | None = None, ranks: int = 0) -> None:
         self.said, self.warning = said, warning
         self._ranks = 0 if warning else ranks  # that share this machine's cores; 0 when there is nothing more to watch
+        self._was_crowded = False  # when last looked at
         self._watch = Watch()
 
     def newly_crowded(self, remedy: Callable[[int], str]) -> str | None:
-        """A warning, once, if other programs came to need the cores; may be called often, on any rank."""
+        """A warning, once, if other programs came to need the cores; may be called often, on any rank.
+
+        They have to be there at two looks, because a process that was suspended finds the cores used meanwhile.
+        """
         if not self._ranks or self._watch.seconds() < LATER_SECONDS:
             return None
-        found = crowded([self._watch.use()] * self._ranks, remedy)
-        self._watch = Watch()
-        self._ranks = 0 if found else self._ranks
+        found, before = crowded([self._watch.use()] * self._ranks, remedy), self._was_crowded
+        self._watch, self._was_crowded = Watch(), bool(found)
+        if not (found and before):
+            return None
+        self._ranks = 0
         return found
 
 
