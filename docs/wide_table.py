@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Card, Walk, walk
-from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
+from unigrad_fast.objectives.placement import choose, seconds
 from unigrad_fast.planning import WIDTHS
 from unigrad_fast.runtime.quiet import without_warnings
 
@@ -86,8 +88,8 @@ def size_row(width: int, ranks: int) -> str:
 def objective_cells(width: int, ranks: int) -> tuple[str, str, str]:
     """Expected milliseconds in both placements, and what `auto` is."""
     arguments = (width, IMAGES, 2, ranks)
-    sharded = f"{1e3 * sharded_seconds(*arguments):.2f}" if ranks > 1 else "–"
-    return f"{1e3 * replicated_seconds(*arguments):.2f}", sharded, choose(*arguments)
+    sharded = f"{1e3 * seconds('sharded', *arguments):.2f}" if ranks > 1 else "–"
+    return f"{1e3 * seconds('replicated', *arguments):.2f}", sharded, choose(*arguments)
 
 
 def kept(width: int, views: int, again: bool) -> int:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_reference import WORD, empty_mask, is_dense
+from .batch_norm_reference import WORD, empty_mask
 
 MOST_CHUNKS = 256  # per group, so that the last program merges them quickly
 PARTS = 16  # chunks that it merges at a time
@@ -458,7 +458,7 @@ def normalise(
     """See `batch_norm_reference.normalise`."""
     x_RC, mask = rows_of(x), empty_mask(x, keep_mask)
     y_RC = torch.empty_like(x_RC)
-    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, _kept(mask), eps, relu)
+    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask if keep_mask else None, eps, relu)
     return shaped(y_RC, x), mask
 
 
@@ -472,13 +472,10 @@ def normalise_(
     eps: float,
     relu: bool,
 ) -> None:
-    """See `batch_norm_reference.normalise_`."""
+    """See `batch_norm_reference.normalise_`; x must be dense."""
     x_RC = rows_of(x)
     _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, x_RC, None, eps, relu)
-    if is_dense(x):
-        torch.autograd.graph.increment_version([x])
-    else:
-        x.copy_(shaped(x_RC, x))
+    torch.autograd.graph.increment_version([x])
 
 
 def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask, eps: float, relu: bool) -> None:
@@ -504,11 +501,6 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
             COLUMNS=cuts.columns,
             WORD=WORD,
         )
-
-
-def _kept(mask: Tensor | None) -> Tensor | None:
-    """A mask with elements, which is what the kernels take; else None."""
-    return mask if mask is not None and mask.numel() else None
 
 
 def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
@@ -548,7 +540,7 @@ def sums(
         variance_GC,
         weight,
         bias,
-        _kept(mask),
+        mask,
         parts,
         sums_G2C,
         dparameters_2C,
@@ -595,7 +587,7 @@ def gradient(
             variance_GC,
             weight,
             bias,
-            _kept(mask),
+            mask,
             sums_G2C,
             count_G,
             dx_RC,

@@ -210,7 +210,7 @@ def _unpacked(mask: Tensor, like: Tensor) -> Tensor:
 def _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, *, eps: float, relu: bool) -> Tensor:
     if not relu:
         return dy
-    if mask is None or not mask.numel():
+    if mask is None:
         y, _ = normalise(
             x.to(mean_GC.dtype), mean_GC, variance_GC, weight, bias, None, eps=eps, relu=False, keep_mask=False
         )
@@ -234,8 +234,7 @@ def sums(
     Args:
         dy: shaped and laid out like x.
         x, mean_GC, variance_GC, weight, bias, eps, relu: as in `normalise`.
-        mask: the mask that `normalise` returned; None or without elements if it can be recomputed from x, or without
-            ReLU.
+        mask: the mask that `normalise` returned; None if it can be recomputed from x, or without ReLU.
 
     Returns:
         [G, 2, C] float64, and dγ and dβ [2, C].

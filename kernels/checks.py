@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .dispatch import exact_dtype
 from .heuristics import HALF
-from .structures import tail_rows
+from .reference import tail_rows
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDEX = (torch.int64, torch.int32)
@@ -62,17 +62,13 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} cannot have dtype {dtype}; use float32, bfloat16, float16 or float64")
 
 
-def require_row_flags(nonfinite: Tensor, rows: int, device: torch.device) -> None:
-    """Require one writable int32 flag per row on the device."""
-    require("nonfinite", nonfinite, (rows,), (torch.int32,), device)
+def require_sent(
+    rows: int, view: Tensor, *, nonfinite: Tensor, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
+) -> None:
+    """Require one writable flag per row, and arguments that fit unit embeddings to be sent to other ranks."""
+    require("nonfinite", nonfinite, (rows,), (torch.int32,), view.device)
     if not nonfinite.is_contiguous():
         raise ValueError(f"nonfinite with strides {nonfinite.stride()} is not contiguous; give a contiguous tensor")
-
-
-def require_sent(
-    rows: int, view: Tensor, *, raised: Tensor | None, ticket: Tensor | None, since: int, spare: int
-) -> None:
-    """Require arguments that fit unit embeddings to be sent to other ranks."""
     require("raised", raised, (2,), (torch.int32,), view.device)
     require("ticket", ticket, (), (torch.int32,), view.device)
     if not 0 <= since <= rows:
@@ -106,18 +102,16 @@ def require_batch(unit_MC: Tensor, correlation_RC: Tensor, *, decay: Tensor | fl
             raise ValueError(f"{name} {value} is too small; use {least:g} or more")
 
 
-def require_units(unit_MC: Tensor) -> None:
-    require("unit_MC", unit_MC, (None, None), FLOATING, unit_MC.device)
-
-
 def require_factor(correlation: Tensor, unit_MC: Tensor, *, rows: int | None) -> None:
-    """Require F or its working copy in a form that these unit embeddings can multiply; `rows` None is any number."""
+    """Require unit embeddings, and F or its working copy in a form they can multiply; `rows` None is any number."""
+    require("unit_MC", unit_MC, (None, None), FLOATING, unit_MC.device)
     dtypes = (*HALF, exact_dtype(unit_MC))
     require("the correlation", correlation, (rows, unit_MC.shape[1]), dtypes, unit_MC.device)
 
 
 def require_product(product_MC: Tensor, unit_MC: Tensor) -> None:
-    """Require the shape and dtype of a product of these unit embeddings with F."""
+    """Require unit embeddings, and the shape and dtype of their product with F."""
+    require("unit_MC", unit_MC, (None, None), FLOATING, unit_MC.device)
     require("product_MC", product_MC, tuple(unit_MC.shape), (exact_dtype(unit_MC),), unit_MC.device)
 
 

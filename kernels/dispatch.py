@@ -88,12 +88,9 @@ def exact_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def precision_of(unit: Tensor) -> str:
-    """How operands of unit's dtype are multiplied: "tf32" for fp32 if torch allows it, else "ieee"."""
-    return float32_precision() if unit.dtype == torch.float32 else "ieee"
-
-
-def float32_precision() -> str:
-    """How fp32 operands are multiplied: "tf32" if torch allows it for matrix products, else "ieee"."""
+    """How operands of unit's dtype are multiplied: "tf32" for fp32 if torch allows that for products, else "ieee"."""
+    if unit.dtype != torch.float32:
+        return "ieee"
     try:
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     except RuntimeError:  # set through the other of torch's two interfaces

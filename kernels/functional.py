@@ -51,8 +51,7 @@ def unit_embeddings(
     rows = len(views) * views[0].shape[0]
     if nonfinite is None:
         nonfinite = views[0].new_empty(rows, dtype=torch.int32)
-    checks.require_row_flags(nonfinite, rows, views[0].device)
-    checks.require_sent(rows, views[0], raised=raised, ticket=ticket, since=since, spare=spare)
+    checks.require_sent(rows, views[0], nonfinite=nonfinite, raised=raised, ticket=ticket, since=since, spare=spare)
     return OPERATORS.unit_embeddings([view.detach() for view in views], dtype, nonfinite, raised, ticket, since, spare)
 
 
@@ -132,7 +131,6 @@ def correlation_product(unit_MC: Tensor, correlation: Tensor, input_precision: s
     Raises:
         ValueError: shapes or dtypes that do not fit, with their values.
     """
-    checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=None)
     checks.require_precision(input_precision)
     return OPERATORS.correlation_product(unit_MC, correlation, input_precision or "")
@@ -184,7 +182,6 @@ def embedding_gradient(
     dtype = dtype or exact_dtype(unit_MC)
     rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
-    checks.require_units(unit_MC)
     checks.require_product(product_MC, unit_MC)
     checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)
@@ -217,7 +214,6 @@ def unigrad_gradient(
     dtype = dtype or exact_dtype(unit_MC)
     rows, positives = (unit_MC, inverse_norm_M, target_KC), (first, second, ratio)
     state = (nonfinite, skip, updates, ticket)
-    checks.require_units(unit_MC)
     checks.require_factor(correlation, unit_MC, rows=unit_MC.shape[1])
     checks.require_rows(*rows, *positives, dtype=dtype)
     checks.require_state(unit_MC.device, *state)

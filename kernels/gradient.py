@@ -259,7 +259,7 @@ def embedding_gradient(
     cosine_M, negative_M = (torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     terms = torch.empty(5, dtype=torch.float32, device=device)
     ticket = torch.zeros((), dtype=torch.int32, device=device) if ticket is None else ticket
-    tile = row_tile(C, arrays=3)
+    block, warps = row_tile(C, arrays=3)
     embedding_gradient_kernel[(M,)](
         product_MC,
         unit_MC,
@@ -282,9 +282,9 @@ def embedding_gradient(
         0 if skip is None else skip.numel(),
         balance,
         scale,
-        WHOLE_ROW=tile.block >= C,
-        BLOCK=tile.block,
-        num_warps=tile.warps,
+        WHOLE_ROW=block >= C,
+        BLOCK=block,
+        num_warps=warps,
     )
     if updates is not None:
         torch.autograd.graph.increment_version([updates])

@@ -33,26 +33,18 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True)
-class RowTile:
-    """Number of channels that a program holds at once, and its number of warps."""
-
-    block: int
-    warps: int
-
-
 def blocks(size: int, block: int) -> int:
     """Number of blocks that cover `size` elements; `triton.cdiv` would take the host 4 µs."""
     return -(-size // block)
 
 
 @cache
-def row_tile(width: int, arrays: int = 1) -> RowTile:
-    """The tile of a kernel with one program per row that holds `arrays` arrays of the row's length."""
+def row_tile(width: int, arrays: int = 1) -> tuple[int, int]:
+    """For a kernel with one program per row that holds `arrays` arrays of it: channels held at once, and warps."""
     block = max(16, 1 << (width - 1).bit_length())
     if arrays > 1 and block > WHOLE_ROW:
         block = 4096
-    return RowTile(block, warps=min(16, max(1, block // 1024) if arrays == 1 else max(1, block // 512)))
+    return block, min(16, max(1, block // 1024) if arrays == 1 else max(1, block // 512))
 
 
 def arithmetic(dtype: torch.dtype, input_precision: str) -> str:

@@ -83,12 +83,7 @@ def lerp_kernel(p_chunks, p_addresses, p_copies, p_skip, p_momentum, copies, DTY
 
 
 def lerp_(
-    targets: Sequence[Tensor],
-    onlines: Sequence[Tensor],
-    copies: Sequence[Tensor] = (),
-    *,
-    momentum: Tensor,
-    skip: Tensor,
+    targets: Sequence[Tensor], onlines: Sequence[Tensor], copies: Sequence[Tensor], momentum: Tensor, skip: Tensor
 ) -> None:
     """target ← momentum · target + (1 − momentum) · online, in place, in one launch.
 
@@ -199,7 +194,6 @@ def lars_(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
     velocities: Sequence[Tensor],
-    *,
     lr: Tensor,
     momentum: float,
     weight_decay: float,
@@ -259,14 +253,11 @@ def _fits(row: tuple[Tensor, ...], device: torch.device) -> bool:
     for tensor in row:
         if tensor.dtype != torch.float32 or tensor.device != device or tensor.shape != shape:
             return False
-        if not is_aligned(tensor) or not tensor.is_contiguous(memory_format=layout):
+        # A fake tensor has no address; its storage counts as aligned.
+        address = tensor.storage_offset() * 4 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+        if address % 16 or not tensor.is_contiguous(memory_format=layout):
             return False
     return shape.numel() > 0
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor is aligned to 16 bytes; a fake tensor's storage counts as aligned."""
-    return (tensor.storage_offset() * 4 if isinstance(tensor, FakeTensor) else tensor.data_ptr()) % 16 == 0
 
 
 def chunk_table(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .heuristics import MAX_WIDTH, row_tile
-from .reference import SMALLEST_NORM
-from .structures import DIGIT, tail_rows
+from .reference import DIGIT, SMALLEST_NORM, tail_rows
 from .tails import tail_of
 
 
@@ -115,7 +114,7 @@ def unit_embeddings(
         ticket = torch.zeros((), dtype=torch.int32, device=views[0].device)
     programs = rows + padding if raised is None else max(1, rows + padding)
     if programs and width:
-        tile = row_tile(width)
+        block, warps = row_tile(width)
         unit_embeddings_kernel[(programs,)](
             tuple(views),
             tuple(view.stride(0) for view in views),
@@ -133,8 +132,8 @@ def unit_embeddings(
             0 if tail_TC is None else tail_TC.numel(),
             SMALLEST_NORM=SMALLEST_NORM,
             DIGIT=DIGIT,
-            BLOCK=tile.block,
-            num_warps=tile.warps,
+            BLOCK=block,
+            num_warps=warps,
         )
         torch.autograd.graph.increment_version([nonfinite] if raised is None else [nonfinite, raised])
     return unit_MC, inverse_norm_M

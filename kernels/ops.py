@@ -156,7 +156,7 @@ def _lerp_(
 ) -> None:
     from . import multi_tensor
 
-    multi_tensor.lerp_(targets, onlines, copies, momentum=momentum, skip=skip)
+    multi_tensor.lerp_(targets, onlines, copies, momentum, skip)
 
 
 def _lars_(
@@ -173,8 +173,9 @@ def _lars_(
 ) -> None:
     from . import multi_tensor
 
-    settings = {"momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
-    multi_tensor.lars_(weights, gradients, velocities, lr=lr, **settings, adapt=adapt, skip=skip, scale=scale)
+    multi_tensor.lars_(
+        weights, gradients, velocities, lr, momentum, weight_decay, trust_coefficient, adapt, skip, scale
+    )
 
 
 lerp_ = Operator("lerp_", _lerp_, writes=("targets", "copies"))

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from .dispatch import exact_dtype
-from .heuristics import working_scale
-from .structures import DIGIT, TAIL, tail_rows
+from .heuristics import blocks, working_scale
 
 SMALLEST_NORM = 1e-12  # u = z / max(‖z‖, 1e-12), as in torch.nn.functional.normalize
 PANEL_ROWS = 256  # rows of F per panel: fewer waste less work on the diagonal, more make the products faster
 CACHED_ELEMENTS = 2**17  # 512 KiB of fp32
+TAIL = 5  # numbers in a tail (see `tails`): three digits of the number of rows, and two flags
+DIGIT = 256  # base of the digits: bf16 represents every integer up to it exactly
 
 
 def unit_embeddings(
@@ -91,6 +92,11 @@ def sum_tails_(gathered_MC: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     raised = sums[TAIL - 2 :] != 0
     flags = torch.cat([raised, raised | (count == 0)]).to(torch.int32)
     return count.to(torch.promote_types(gathered_MC.dtype, torch.float32)), flags
+
+
+def tail_rows(width: int) -> int:
+    """Number of rows of this width that a tail takes; the rest of these rows is 0."""
+    return blocks(TAIL, width)
 
 
 def refusal(like: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .structures import DIGIT, tail_rows
+from .reference import DIGIT, tail_rows
 
 
 @triton.jit

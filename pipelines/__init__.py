@@ -1,6 +1,6 @@
 """JPEG files on disk to augmented views on the device.
 
-    listing images           manifest, with the modules of listing, which cache results; part selects some images
+    listing images           manifest, with the modules of listing, which cache results
     images of a step         order, and parameters for their augmentation, both from the random bits of philox
     reading                  reading; damage finds unusable images, replacement chooses others
     decoding, augmenting     stream runs a DALI graph, on a CPU followed by cpu_views; cutmix mixes; presets
@@ -16,14 +16,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch import Batch
-    from .cutmix import CutMix, Mix
-    from .errors import DataError
-    from .evaluation_loader import EvaluationLoader
-    from .loader import Loader
-    from .manifest import Manifest
-    from .presets import PRESETS, Growth, Preset, View, preset_views
-    from .reading.supply import Failure
+    from .batch import Batch as Batch
+    from .cutmix import CutMix as CutMix
+    from .cutmix import Mix as Mix
+    from .errors import DataError as DataError
+    from .evaluation_loader import EvaluationLoader as EvaluationLoader
+    from .loader import Loader as Loader
+    from .manifest import Manifest as Manifest
+    from .presets import PRESETS as PRESETS
+    from .presets import Growth as Growth
+    from .presets import Preset as Preset
+    from .presets import View as View
+    from .presets import preset_views as preset_views
+    from .reading.supply import Failure as Failure
 
 _HOME = {
     "Batch": "batch",
@@ -40,21 +45,7 @@ _HOME = {
     "View": "presets",
     "preset_views": "presets",
 }
-__all__ = [
-    "PRESETS",
-    "Batch",
-    "CutMix",
-    "DataError",
-    "EvaluationLoader",
-    "Failure",
-    "Growth",
-    "Loader",
-    "Manifest",
-    "Mix",
-    "Preset",
-    "View",
-    "preset_views",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

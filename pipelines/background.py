@@ -22,8 +22,10 @@ def in_background(work: Work, ahead: int) -> Generator[Item, None, None]:
     """
     worker = _Worker(work, ahead)
     try:
-        while (item := worker.next()) is not _END:
+        while (item := worker.items.get()) is not _END:
             yield item
+        if worker.failure is not None:
+            raise worker.failure
     finally:
         worker.stop()
 
@@ -33,29 +35,23 @@ _END = object()
 
 class _Worker:
     def __init__(self, work: Work, ahead: int) -> None:
-        self._items: queue.Queue = queue.Queue(ahead)
+        self.items: queue.Queue = queue.Queue(ahead)
+        self.failure: BaseException | None = None
         self._stopped = threading.Event()
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="views", daemon=True)
         _stop_all_at_exit()
         _running.add(self)
         self._thread.start()
 
-    def next(self) -> object:
-        item = self._items.get()
-        if item is _END and self._failure is not None:
-            raise self._failure
-        return item
-
     def stop(self) -> None:
         self._stopped.set()
         if threading.current_thread() is self._thread:  # garbage was collected there; nobody else empties the queue
-            while not self._items.empty():
-                self._items.get()
+            while not self.items.empty():
+                self.items.get()
             return
         while self._thread.is_alive():
             try:  # the thread may be waiting to put an item
-                self._items.get(timeout=0.01)
+                self.items.get(timeout=0.01)
             except queue.Empty:
                 self._thread.join(0.01)
 
@@ -64,13 +60,13 @@ class _Worker:
             with closing(work(self._stopped.is_set)) as items:
                 for item in items:
                     if not self._stopped.is_set():
-                        self._items.put(item)
+                        self.items.put(item)
                     if self._stopped.is_set():
                         return
         except BaseException as error:
-            self._failure = error
+            self.failure = error
         finally:
-            self._items.put(_END)
+            self.items.put(_END)
 
 
 @cache

@@ -1,6 +1,9 @@
 """Turns decoded images into views on the CPU, a few images at a time in each of several threads."""
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +14,7 @@ from .parameters import Parameters
 from .presets import View
 
 CHUNK = 8  # images that a thread crops and recolours at once
+_setting = threading.Lock()
 
 
 def augment(
@@ -48,3 +52,21 @@ def augment(
 
     list(pool.map(some, range(0, len(images), CHUNK)))
     return [output.permute(0, 3, 1, 2) for output in outputs]
+
+
+@contextmanager
+def one_thread_each(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads in each of which torch uses one core; other threads keep their setting."""
+    ready = threading.Barrier(count)
+
+    def begin() -> None:
+        torch.get_num_threads()  # the first call in a thread applies the global setting
+        torch.set_num_threads(1)
+        ready.wait()
+
+    with ThreadPoolExecutor(count, "augmentation") as pool:
+        with _setting:
+            before = torch.get_num_threads()
+            list(pool.map(lambda _: begin(), range(count)))
+            torch.set_num_threads(before)  # threads that start later take the value of the last call
+        yield pool

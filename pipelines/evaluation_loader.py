@@ -1,8 +1,8 @@
 """Loads every image once, resized and centrally cropped, to evaluate an encoder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,10 +14,7 @@ from .presets import short_side
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import Failure, Supply
-from .stream import Stream
-
-if TYPE_CHECKING:
-    from nvidia.dali.pipeline import Pipeline
+from .stream import run_pipeline
 
 LONG = 4  # times the short side: longer images are not resized as a whole
 
@@ -64,10 +61,9 @@ class EvaluationLoader:
         return -(-len(self.index) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        def build(source: Callable[[Any], list]) -> "Pipeline":
-            return graph.build_evaluation(
-                self.image_size, self.batch_size, source, threads=self.threads, device_id=self.device_id
-            )
+        build = partial(
+            graph.build_evaluation, self.image_size, self.batch_size, threads=self.threads, device_id=self.device_id
+        )
 
         def feed(supply: Supply) -> list:
             return [supply.data, *self._geometry(np.maximum(1, self.manifest.sizes[supply.index]))]
@@ -75,30 +71,23 @@ class EvaluationLoader:
         self.failures = []
         source = Source(
             self.manifest,
-            lambda number: (0, self._part(number)),
+            lambda number: (0, self.index[number * self.batch_size : (number + 1) * self.batch_size]),
             last=len(self),
             ahead=2,
             timeout=self.timeout,
-            seed=None,
-            known={},
             damaged=self.damaged,
             threads=self.read_threads,
         )
         with closing(source):
-            for supply, (images,) in Stream(source, build, feed, self.device_id).steps(0):
+            for supply, (images,) in run_pipeline(source, build, feed, self.device_id):
                 self.failures += supply.failures
-                images, index = (
-                    torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2),
-                    torch.from_numpy(supply.index),
-                )
+                images = torch.from_dlpack(images.as_tensor()).permute(0, 3, 1, 2)
+                index = torch.from_numpy(supply.index)
                 if supply.failures:
                     found = index >= 0
                     images, index = images[found.to(images.device)], index[found]
                 if len(index):
                     yield images, index
-
-    def _part(self, number: int) -> np.ndarray:
-        return self.index[number * self.batch_size : (number + 1) * self.batch_size]
 
     def _geometry(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The arrays that `graph.build_evaluation` reads, with torchvision's roundings.

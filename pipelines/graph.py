@@ -78,15 +78,14 @@ def build(
         (uint8 without colours), and the shapes that the image headers give, int64 [N, 3].
     """
 
-    def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        data = arrays.pop(0)
+    def graph(fn: Any, types: Any, data: Any, arrays: list) -> tuple:
         image = _decode(fn, types, data, device_id, hw_decoder_load, exact=not colours)
         outputs = []
         for view in views:
             parameters = {name: arrays.pop(0) for name in inputs(view, colours)}
             crop = _crop(fn, types, image, view, parameters)
             outputs.append(_recolour(fn, types, crop, parameters) if colours else crop)
-        return (*outputs, _shape(fn, data))
+        return tuple(outputs)
 
     count = 1 + sum(len(inputs(view, colours)) for view in views)
     return _pipeline(graph, count, batch_size, source, threads, device_id, prefetch, conditionals=colours)
@@ -99,7 +98,6 @@ def build_evaluation(
     *,
     threads: int,
     device_id: int | None = None,
-    prefetch: int = 2,
 ) -> "Pipeline":
     """Builds a pipeline from encoded images to resized central crops; outputs as in `build`.
 
@@ -108,16 +106,16 @@ def build_evaluation(
     result (int32 y, x).
     """
 
-    def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        data, begin, end, size, start = arrays
+    def graph(fn: Any, types: Any, data: Any, arrays: list) -> tuple:
+        begin, end, size, start = arrays
         image = _decode(fn, types, data, device_id)
         # The filter reads pixels around the region, as if the whole image were resized.
         region = dict(roi_start=begin, roi_end=end, roi_relative=True)
         image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True, **region)
         image = fn.slice(image, start=start, shape=[image_size, image_size], axes=[0, 1])
-        return _normalize(fn, types, image, 0), _shape(fn, data)
+        return (_normalize(fn, types, image, 0),)
 
-    return _pipeline(graph, 5, batch_size, source, threads, device_id, prefetch)
+    return _pipeline(graph, 5, batch_size, source, threads, device_id)
 
 
 def build_decoder(
@@ -130,9 +128,8 @@ def build_decoder(
 ) -> "Pipeline":
     """Builds a pipeline from encoded images to images, uint8 [height, width, 3] each, and their shapes."""
 
-    def graph(fn: Any, types: Any, arrays: list) -> tuple:
-        image = _decode(fn, types, arrays[0], device_id)
-        return image, _shape(fn, arrays[0])
+    def graph(fn: Any, types: Any, data: Any, _: list) -> tuple:
+        return (_decode(fn, types, data, device_id),)
 
     return _pipeline(graph, 1, batch_size, source, threads, device_id, prefetch)
 
@@ -144,10 +141,13 @@ def _pipeline(
     source: Callable,
     threads: int,
     device_id: int | None,
-    prefetch: int,
+    prefetch: int = 2,
     conditionals: bool = False,
 ) -> "Pipeline":
-    """A pipeline from a graph with `count` inputs; for conditionals DALI rewrites its source in a temporary file."""
+    """A pipeline from a graph with `count` inputs, the first of them the encoded images, whose shapes it adds.
+
+    For conditionals DALI rewrites the source of the graph in a temporary file.
+    """
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(
@@ -159,8 +159,8 @@ def _pipeline(
         enable_conditionals=conditionals,
     )
     def define():
-        arrays = fn.external_source(source=source, num_outputs=count, batch=True, batch_info=True)
-        return graph(fn, types, list(arrays))
+        data, *arrays = fn.external_source(source=source, num_outputs=count, batch=True, batch_info=True)
+        return (*graph(fn, types, data, arrays), _shape(fn, data))
 
     return define()
 
@@ -169,16 +169,11 @@ def _decode(
     fn: Any, types: Any, data: Any, device_id: int | None, load: float = HW_DECODER_LOAD, exact: bool = False
 ) -> Any:
     # Orientation tags are ignored, as torchvision does; the manifest's sizes are of the stored image, too.
+    settings = {"output_type": types.RGB, "adjust_orientation": False}
     if device_id is None:
-        return fn.decoders.image(data, device="cpu", output_type=types.RGB, adjust_orientation=False)
-    return fn.decoders.image(
-        data,
-        device="mixed",
-        output_type=types.RGB,
-        adjust_orientation=False,
-        hw_decoder_load=load,
-        jpeg_fancy_upsampling=exact,  # of the chroma, as the CPU and torchvision do it; slower
-    )
+        return fn.decoders.image(data, device="cpu", **settings)
+    # Fancy upsampling of the chroma is what the CPU and torchvision do; slower.
+    return fn.decoders.image(data, device="mixed", hw_decoder_load=load, jpeg_fancy_upsampling=exact, **settings)
 
 
 def _shape(fn: Any, data: Any) -> Any:

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,8 +19,7 @@ import torch
 from . import graph, photometric
 from .background import in_background
 from .batch import Batch
-from .compute_threads import one_thread_each
-from .cpu_views import augment
+from .cpu_views import augment, one_thread_each
 from .cutmix import CutMix, Mix, draw_mix
 from .errors import DataError
 from .loader_settings import (
@@ -39,11 +39,7 @@ from .presets import Growth, View, preset_views
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import SILENT, Supply
-from .stream import Stream
-
-if TYPE_CHECKING:
-    from nvidia.dali.pipeline import Pipeline
-
+from .stream import run_pipeline
 
 MOST_AHEAD = 64  # largest number of batches to read ahead, however small the images are
 INPUTS_AHEAD = 2  # batches whose parameters a thread prepares for a GPU's pipeline
@@ -226,18 +222,16 @@ class Loader:
     def _on_gpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
         """Supplies and their views, from a pipeline that prefetches by itself."""
         colours = self.photometric == "dali"
-
-        def build(source: Callable[[Any], list]) -> "Pipeline":
-            return graph.build(
-                self.views,
-                self.share,
-                source,
-                threads=self.threads,
-                device_id=self.device_id,
-                prefetch=self.prefetch,
-                hw_decoder_load=self.hw_decoder_load,
-                colours=colours,
-            )
+        build = partial(
+            graph.build,
+            self.views,
+            self.share,
+            threads=self.threads,
+            device_id=self.device_id,
+            prefetch=self.prefetch,
+            hw_decoder_load=self.hw_decoder_load,
+            colours=colours,
+        )
 
         def feed(supply: Supply) -> list:
             drawn = supply.drawn = self._draw(supply)
@@ -245,7 +239,7 @@ class Loader:
             return [supply.data, *(array for part in arrays for array in part)]
 
         with closing(self._source(stop)) as source:
-            for supply, outputs in Stream(source, build, feed, self.device_id, INPUTS_AHEAD).steps(start):
+            for supply, outputs in run_pipeline(source, build, feed, self.device_id, start, INPUTS_AHEAD):
                 made = [torch.from_dlpack(output.as_tensor()) for output in outputs]
                 if colours:
                     yield supply, [output.permute(0, 3, 1, 2) for output in made]
@@ -255,15 +249,13 @@ class Loader:
 
     def _on_cpu(self, start: int, stop: int | None) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
         """Supplies and their views, from a decoding pipeline and threads that crop and recolour, in the background."""
-
-        def build(source: Callable[[Any], list]) -> "Pipeline":
-            return graph.build_decoder(
-                source, batch_size=self.share, threads=self.threads, prefetch=min(2, self.prefetch)
-            )
+        build = partial(
+            graph.build_decoder, batch_size=self.share, threads=self.threads, prefetch=min(2, self.prefetch)
+        )
 
         def work(stopped: Callable[[], bool]) -> Generator[tuple[Supply, list[torch.Tensor]], None, None]:
             with closing(self._source(stop, stopped)) as source, one_thread_each(self.threads) as pool:
-                for supply, (images,) in Stream(source, build, lambda supply: [supply.data], None).steps(start):
+                for supply, (images,) in run_pipeline(source, build, lambda supply: [supply.data], None, start):
                     decoded = [torch.from_dlpack(image) for image in images]
                     drawn = supply.drawn = self._draw(supply)
                     exact = self.photometric == "torch"

@@ -7,7 +7,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -312,3 +312,35 @@ class Manifest:
             **self._kept,
             **arrays,
         )
+
+
+def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes: list[str]) -> Manifest:
+    """A manifest of the images at some positions, under other labels; it caches nothing on the disk.
+
+    Args:
+        manifest: the whole manifest.
+        positions: int64 [n], ascending.
+        labels: int64 [n], positions in `classes`.
+        classes: names of the classes.
+    """
+    lengths = np.diff(manifest.offsets)[positions]
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    names = manifest.names[np.repeat(manifest.offsets[positions] - offsets[:-1], lengths) + np.arange(offsets[-1])]
+    index = manifest.index
+    if index is not None:
+        at = {key: getattr(index, key)[positions] for key in ("shard", "at", "length")}
+        index = replace(
+            index, names=names, offsets=offsets, labels=labels, classes=np.array(classes, dtype=np.str_), **at
+        )
+    place = {position: number for number, position in enumerate(positions.tolist())}
+    return replace(
+        manifest,
+        names=names,
+        offsets=offsets,
+        sizes=manifest.sizes[positions],
+        labels=labels,
+        classes=classes,
+        index=index,
+        _store=None,
+        _marked={place[position]: size for position, size in manifest._marked.items() if position in place},
+    )

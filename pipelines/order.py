@@ -25,8 +25,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 def begin_order(seed: int, epoch: int, count: int) -> None:
     """Computes the order of an epoch in a thread, in advance; for a million images it takes half a second."""
-    arguments = seed, epoch, count
-    threading.Thread(target=epoch_order, args=arguments, name="order of the next epoch", daemon=True).start()
+    threading.Thread(target=epoch_order, args=(seed, epoch, count), name="order of the next epoch", daemon=True).start()
 
 
 def batch_indices(

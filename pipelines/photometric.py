@@ -66,18 +66,12 @@ def _apply(view: View, crops: Tensor, parameters: Parameters, images: Tensor) ->
     change(parameters.blur, lambda some: _blur(some, sigma, view.blur_sigma[1]))
     change(parameters.solarize, lambda some: torch.minimum(some, 255 - some))  # the inverse from 128 on
     change(parameters.flip, lambda some: some.flip(-1))
-    shift, scale = (
-        _to(255 * torch.tensor(values, dtype=torch.float32)[:, None, None], device) for values in (MEAN, DEVIATION)
-    )
+    shift, scale = (_send(255 * np.float32(values)[:, None, None], device) for values in (MEAN, DEVIATION))
     images.copy_(levels.sub_(shift).div_(scale)[_send(np.argsort(arranged), device)])
 
 
 def _send(array: np.ndarray, device: torch.device) -> Tensor:
-    return _to(torch.from_numpy(np.ascontiguousarray(array)), device)
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def _jitter(levels: Tensor, parameters: Parameters, chosen: np.ndarray) -> None:

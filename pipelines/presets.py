@@ -96,10 +96,6 @@ class Preset:
     views: tuple[View, ...]
     source: str
 
-    @property
-    def local_crops(self) -> int:
-        return max(0, len(self.views) - GLOBALS)
-
 
 _SIMSIAM = View()
 _BYOL = View(

@@ -6,6 +6,6 @@ import nvidia.dali.pipeline  # noqa: F401
 import unigrad_fast.checkpoints.export
 import unigrad_fast.evaluation.runs
 import unigrad_fast.training.loop  # noqa: F401
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 quiet_deepspeed()

@@ -8,13 +8,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unigrad_fast.config import Config, load_recipe, resolve, to_yaml
+from unigrad_fast.config import Config, Scope, load_recipe, resolve, scope_of, to_yaml
 from unigrad_fast.pipelines import preset_views
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import note
-from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.trees import merge, parse_arguments
 from unigrad_fast.runtime.validation import Node, keys, validate
 from unigrad_fast.training.same_run import contradictions
@@ -583,9 +582,9 @@ OF_ANOTHER_MACHINE = {
     ],
 )
 def test_these_keys_have_a_scope_and_all_others_decide_the_result(scope, expected):
-    assert {key for key in keys(Config) if scope in scope_of(Config, key)} == expected
+    assert {key for key in keys(Config) if scope in scope_of(key)} == expected
 
 
 def test_a_key_that_no_field_declares_decides_the_result():
-    assert scope_of(Config, "objective.of_another_version") == scope_of(Config, "nothing.like.it") == Scope.RESULT
-    assert Scope.MACHINE in scope_of(Config, "telemetry.of_another_version")
+    assert scope_of("objective.of_another_version") == scope_of("nothing.like.it") == Scope.RESULT
+    assert Scope.MACHINE in scope_of("telemetry.of_another_version")

@@ -16,8 +16,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Card, Walk, walk
-from unigrad_fast.dry_run.without_data import prepared
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import prepared, walk
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime import precision

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from unigrad_fast import planning
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import collective_seconds, inside_and_between, latency, sent, without_data
-from unigrad_fast.dry_run.allocations import stored
+from unigrad_fast.dry_run import walking
+from unigrad_fast.dry_run.cards import collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.counting import stored
 from unigrad_fast.planning import BUCKET, Counted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
@@ -151,8 +152,8 @@ def measured(config: Config) -> tuple[int, int, float, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     before = alive()
     with thin():
-        trainer = without_data.build_trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
-        batches = [without_data.batch(config, size) for _ in range(config.engine.accumulation_steps)]
+        trainer = walking.build_trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
+        batches = [walking.batch(config, size) for _ in range(config.engine.accumulation_steps)]
         trainer.step(0, iter(batches))
         views = sum(view.nbytes for batch in batches for view in batch.views)
         lasting = alive() - before - views

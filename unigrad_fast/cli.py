@@ -11,14 +11,14 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import unigrad_fast
 from unigrad_fast.commands import COMMANDS, RENAMED
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits, processors
+from unigrad_fast.runtime.command_help import positionals
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.older_names import note
@@ -26,7 +26,7 @@ from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
-from unigrad_fast.runtime.validation import Node, validate
+from unigrad_fast.runtime.validation import validate
 
 
 def overview() -> str:
@@ -40,11 +40,6 @@ commands:
 {rows}
 
 `unigrad-fast COMMAND --help` lists the keys of a command. Recipes: {", ".join(recipe_names())}."""
-
-
-def positionals(options: type[Node]) -> list[str]:
-    """Arguments that may be written without their key: the required ones."""
-    return [name for name, field in options.model_fields.items() if field.is_required()]
 
 
 def usage(name: str) -> str:
@@ -69,14 +64,6 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     raise UserError(f"{given}: unknown command; {hint}")
 
 
-def show_help(name: str, tree: Mapping[str, Any]) -> None:
-    """Prints a command's keys and their defaults; for pretrain, those of the recipe given along with --help."""
-    options, _ = COMMANDS[name]
-    defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
-    print(command_help.text(f"unigrad-fast {name}", options, positionals(options), defaults))
-    raise SystemExit(0)
-
-
 def run(words: Sequence[str]) -> None:
     """Finds the command, checks its arguments and calls it."""
     if words[0] == "--version":
@@ -92,8 +79,10 @@ def run(words: Sequence[str]) -> None:
     options, command = COMMANDS[name]
     tree = parse_arguments(arguments, positionals(options))
     if wants_help:
-        show_help(name, tree)
-    elif issubclass(options, Config):
+        defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
+        print(command_help.text(f"unigrad-fast {usage(name)}", options, defaults))
+        raise SystemExit(0)
+    if issubclass(options, Config):
         command(resolve(overrides=tree, model=options))
     else:
         given = validate(options, tree)
@@ -143,12 +132,8 @@ def explained(error: BaseException) -> tuple[int, str] | None:
         return 2, f"{prefix}: {said}"
     if is_out_of_memory(error):
         return 3, f"stopped: out of memory{asked_for(error)}; end other programs, or use smaller parts"
-    if isinstance(error, OSError):
-        return _explained_file(error, prefix)
-    return None
-
-
-def _explained_file(error: OSError, prefix: str) -> tuple[int, str] | None:
+    if not isinstance(error, OSError):
+        return None
     wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
     if error.filename and error.errno in wrong_paths:
         return 2, f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path"

@@ -2,15 +2,16 @@
 
 The defaults are the paper's 100-epoch ImageNet run (its appendix on pretraining). A recipe is a YAML file that lists
 the differences; the command line overrides both. Whatever its source, a value is checked once, by `validation`.
-"Authors' code" is the code published with the paper. A field's type includes its scope (`runtime/scopes.py`); a field
-without a scope decides the result.
+"Authors' code" is the code published with the paper. A field's type includes its scope; that of a group holds for all
+keys below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Flag, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SerializeAsAny, model_validator
@@ -21,15 +22,24 @@ from unigrad_fast.recipes import DEFAULT_RECIPE, current_names, exchanged, load_
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import renamed
-from unigrad_fast.runtime.scopes import Scope
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
-from unigrad_fast.runtime.validation import AbsolutePath, Node, shown, validate
+from unigrad_fast.runtime.validation import AbsolutePath, Node, group, shown, validate
 from unigrad_fast.runtime.wording import count
 
-if TYPE_CHECKING:
-    Backbone = str
-else:
-    Backbone = Literal[BACKBONES]
+
+class Scope(Flag):
+    """What a key affects. A key without a scope decides the result and is the same on all ranks."""
+
+    RESULT = 0
+    MACHINE = auto()
+    """Decides where and how fast a run computes, or what it reports: it may change when a run is resumed."""
+    RANK = auto()
+    """Each rank may have its own value."""
+    JUDGMENT = auto()
+    """Decides the outcome of an evaluation: the network, the images, the accuracy."""
+    LOCAL = auto()
+    """Evaluating or exporting a run on another machine may need another value: it may be changed in RUN/config.yaml."""
+
 
 MOST_THREADS = 1024
 Pair = tuple[float, float]
@@ -159,7 +169,7 @@ class Projector(Node):
 
 
 class Model(Node):
-    backbone: Backbone = "resnet50"
+    backbone: Literal[BACKBONES] = "resnet50"  # type: ignore[valid-type]
     """torchvision network without its classifier (paper: resnet50)."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """First layers: imagenet is a 7x7 convolution and pooling; small is one 3x3 convolution, for tiny images."""
@@ -437,17 +447,23 @@ class Config(Node):
             raise UserError("\n".join(problems))
 
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+def scope_of(key: str) -> Scope:
+    """The scopes of a dotted key, including those of the groups around it.
 
-
-@overload
-def resolve(recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ...) -> Config: ...
-
-
-@overload
-def resolve(
-    recipe: str | Path | None = ..., overrides: Mapping[str, Any] | Sequence[str] = ..., *, model: type[AnyConfig]
-) -> AnyConfig: ...
+    A group may also map keys in it to scopes, for fields that are declared elsewhere.
+    """
+    scope, declared = Scope.RESULT, dict[str, Scope]()
+    owner: type[Node] | None = Config
+    for part in key.split("."):
+        scope |= declared.get(part, Scope.RESULT)
+        if owner is None or part not in owner.model_fields:
+            break
+        said = owner.model_fields[part].metadata
+        for each in said:
+            scope |= each if isinstance(each, Scope) else Scope.RESULT
+        declared = next((each for each in said if isinstance(each, dict)), {})
+        owner = group(owner, part)
+    return scope
 
 
 def resolve(

@@ -15,23 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import (
-    Card,
-    Collective,
-    Walk,
-    collective_seconds,
-    inside_and_between,
-    latency,
-    sent,
-    walk,
-)
+from unigrad_fast.dry_run.cards import Card, collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.walked import Collective, Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.objectives.placement import choose, compute_seconds, exchanged
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import byte_size
 from unigrad_fast.training import engine
 
 WIDTHS, CARDS = (2048, 4096, 8192, 16384, 32768, 65536), (8, 16, 32, 64, 128, 256, 512)
-IMAGENET, IMAGE_BYTES = 1_281_167, 110_000  # images of its training set, and mean bytes per image
 BUCKET = 4 * engine.BUCKET  # bytes
 PROCESS = 5 << 30  # host bytes of a rank: torch, CUDA context, DALI's queues, files read ahead; assumed, not measured
 # Share of the step; chosen so that ResNet-50 on 8 H100 is latency-bound below 96 images (0.114; 0.123 at 88), the limit
@@ -101,9 +93,9 @@ class Plan:
     def bound_by_latency(self) -> bool:
         return self.waiting > LATENCY_BOUND * self.step
 
-    def hours(self, images: int, epochs: int = 100) -> float:
-        """Expected hours for so many epochs over so many images, without evaluations."""
-        return epochs * (images // self.setting.batch) * self.step / 3600
+    def hours(self, images: int) -> float:
+        """Expected hours for 100 epochs over so many images, without evaluations."""
+        return 100 * (images // self.setting.batch) * self.step / 3600
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -218,12 +210,11 @@ class Counted:
         bank = 2 * math.ceil(images / ranks) * self.found.features if self.config.evaluation.every else 0
         keep, every = self.config.checkpoint.keep, self.config.checkpoint.keep_every
         kept_for_good = self.config.schedule.epochs // every if every else 0
-        reads = plan.images_per_second
+        reads, checkpoint = plan.images_per_second, self.found.checkpoint
         return {
-            "checkpoint": self.found.checkpoint,
-            "disk": self.found.checkpoint
-            * (keep + 1 + kept_for_good),  # a new one is written before the oldest is deleted
-            "host_per_node": ranks // nodes * (PROCESS + self.found.checkpoint / ranks),
+            "checkpoint": checkpoint,
+            "disk": checkpoint * (keep + 1 + kept_for_good),  # a new one is written before the oldest is deleted
+            "host_per_node": ranks // nodes * (PROCESS + checkpoint / ranks),
             "bank": bank,  # a rank's share, in half precision
             "reads": reads,
             "reads_per_node": reads / nodes,
@@ -323,14 +314,11 @@ class Counted:
                 seconds[name] = times * max(images * part.seconds, part.launches * self.card.launch)
             elif name == "casts":
                 seconds[name] *= times
-        had, has = (
-            each.accumulation * compute_seconds(each.placement, self.width, each.images, self.views, each.ranks)
-            for each in (base, new)
-        )
         # Gathered tensors cross memory about three times: fitted to walks of width 16384 on 64 and 512 cards.
         had, has = (
-            seconds + 3 * each.accumulation * sum(self._gathered("objective", each)) / self.card.memory
-            for seconds, each in ((had, base), (has, new))
+            each.accumulation * compute_seconds(each.placement, self.width, each.images, self.views, each.ranks)
+            + 3 * each.accumulation * sum(self._gathered("objective", each)) / self.card.memory
+            for each in (base, new)
         )
         seconds["objective"] = max(seconds["objective"] + has - had, has)
         if new.stage:

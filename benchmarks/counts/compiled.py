@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -93,15 +94,14 @@ class Row:
 def dot_cases(architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Case]:
     """Both matrix products at every tile of the table."""
     variants = {
-        "update": {"half": ("working copy", "no copy", "rows, working copy", "rows"), "fp32": ("no copy", "rows")},
-        "product": {"half": ("working copy", "rows, working copy", "no copy"), "fp32": ("no copy",)},
+        "update": (("working copy", "no copy", "rows, working copy", "rows"), ("no copy", "rows")),
+        "product": (("working copy", "rows, working copy", "no copy"), ("no copy",)),
     }
-    for kernel, of_kind in variants.items():
+    for kernel, (of_half, of_fp32) in variants.items():
         for architecture in architectures:
             for arithmetic in (*HALF, "tf32", "tf32x3", "ieee"):
-                kind = "half" if arithmetic in HALF else arithmetic
+                kind, chosen = ("half", of_half) if arithmetic in HALF else (arithmetic, of_fp32)
                 for rows, width in problems(kernel, str(architecture), kind):
-                    chosen = of_kind["half" if arithmetic in HALF else "fp32"]
                     for variant in chosen:
                         yield Case(kernel, variant, architecture, arithmetic, rows, width)
                     yield Case(kernel, chosen[0], architecture, arithmetic, rows, width + 1)
@@ -207,25 +207,19 @@ def compiling_for(architecture: int) -> Iterator[list]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Driver:
-        """The part of a driver that Triton uses before it loads a kernel."""
-
-        def get_current_target(self):
-            return GPUTarget("cuda", architecture, 32)
-
-        def get_current_device(self):
-            return architecture  # Triton caches compiled kernels by device
-
-        def get_current_stream(self, device):
-            return 0
-
+    # The part of a driver that Triton uses before it loads a kernel. It caches compiled kernels by device.
+    part = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
+        get_current_device=lambda: architecture,
+        get_current_stream=lambda device: 0,
+    )
     compiled = []
     run = JITFunction.run
 
     def compile_only(self, *arguments, grid, warmup, **keywords):
         compiled.append(run(self, *arguments, grid=grid, warmup=True, **keywords))
 
-    driver.set_active(Driver())  # never reset, because the process does nothing but compile
+    driver.set_active(part)  # never reset, because the process does nothing but compile
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(heuristics, "architecture_of", lambda _: str(architecture)),
@@ -289,7 +283,8 @@ def access_widths(ptx: str) -> dict[str, dict[int, int]]:
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(.+)"$', ptx, re.MULTILINE))
     counts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     # Within inline assembly LLVM increments the line number for each instruction, whatever the source.
-    text = re.sub(r"// begin inline asm.*?// end inline asm", _without_places, ptx, flags=re.DOTALL)
+    inline = r"// begin inline asm.*?// end inline asm"
+    text = re.sub(inline, lambda match: re.sub(r"(?m)^\s*\.loc.*$", "", match[0]), ptx, flags=re.DOTALL)
     place = r"\.loc\s+(?P<file>\d+) (?P<line>\d+)"
     plain = r"\b(?P<operation>ld|st)\.global(?:\.\w+)*?(?:\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)\s"
     asynchronous = r"\bcp\.async\.c[ag]\.shared\S*\.global[^;]*?, (?P<bytes>0x\w+)"
@@ -302,10 +297,6 @@ def access_widths(ptx: str) -> dict[str, dict[int, int]]:
                 int(match["bytes"], 16) * 8 if match["bytes"] else int(match["count"] or 1) * int(match["bits"])
             ] += 1
     return {pointer: dict(accesses) for pointer, accesses in counts.items()}
-
-
-def _without_places(match: re.Match) -> str:
-    return re.sub(r"^\s*\.loc.*$", "", match[0], flags=re.MULTILINE)
 
 
 @cache

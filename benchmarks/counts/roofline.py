@@ -48,13 +48,8 @@ class Design:
 
     def flops(self, kernel: str, M: int, C: int) -> int:
         """FLOPs of a kernel of `launches`."""
-        return {
-            "unit_embeddings": 0,
-            "update_correlation": M * C * (C + self.block),
-            "correlation_product": 2 * M * C * C,
-            "embedding_gradient": 0,
-            "backward": 0,
-        }[kernel]
+        products = {"update_correlation": M * C * (C + self.block), "correlation_product": 2 * M * C * C}
+        return products.get(kernel, 0)
 
     def bytes(self, kernel: str, M: int, C: int) -> int:
         """Bytes that a kernel of `launches` reads and writes."""
@@ -69,10 +64,6 @@ class Design:
             "embedding_gradient": (4 + unit + unit + 4) * M * C,
             "backward": (4 + embedding) * M * C,
         }[kernel]
-
-    def precision(self, kernel: str) -> str:
-        """The precision of a kernel's matrix product."""
-        return self.product if kernel == "correlation_product" else self.unit
 
 
 def launches(N: int) -> dict[str, int]:
@@ -93,15 +84,14 @@ class Peaks:
     flops: dict[str, float]
     copy: float
 
+    def kernel_seconds(self, design: Design, kernel: str, M: int, C: int) -> float:
+        """The roofline of a kernel in seconds: the longer of the times for its FLOPs and for its bytes."""
+        flops = self.flops[design.product if kernel == "correlation_product" else design.unit]
+        return max(design.flops(kernel, M, C) / flops, design.bytes(kernel, M, C) / self.copy)
+
     def least_seconds(self, design: Design, N: int, C: int) -> float:
-        """The roofline in seconds: for each kernel the longer of the times for its FLOPs and for its bytes, summed."""
-        return sum(
-            max(
-                design.flops(kernel, M, C) / self.flops[design.precision(kernel)],
-                design.bytes(kernel, M, C) / self.copy,
-            )
-            for kernel, M in launches(N).items()
-        )
+        """The roofline of a step in seconds, the sum over its kernels."""
+        return sum(self.kernel_seconds(design, kernel, M, C) for kernel, M in launches(N).items())
 
 
 @contextlib.contextmanager

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.config import resolve
-from unigrad_fast.dry_run import Card, Walk, walk
-from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
+from unigrad_fast.runtime.console import new_console, table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
-from unigrad_fast.runtime.tables import table_of_figures
 
 
 def show(console: Console, found: Walk, card: Card, title: str, images: int) -> None:

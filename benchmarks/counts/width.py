@@ -14,12 +14,13 @@ from pathlib import Path
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.benchmarks.harness.run_config import at_width, changed
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import Card, Walk, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.planning import WIDTHS
-from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.console import new_console, table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
-from unigrad_fast.runtime.tables import table_of_figures
 
 
 def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, card: str, output: Path) -> None:

@@ -57,7 +57,7 @@ def main() -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported
     elif not torch.cuda.is_available():
         parser.error("no GPU; use --cpu to run the checks that the interpreter supports")
-    scene = kernels.Scene(torch.device("cpu" if options.cpu else "cuda"))
+    device = torch.device("cpu" if options.cpu else "cuda")
 
     from unigrad_fast.benchmarks.device_check import data, graph, step
     from unigrad_fast.benchmarks.measures import objective
@@ -71,11 +71,11 @@ def main() -> int:
         parser.error(str(error))
     findings, rows = [], []
     if options.only in (None, "kernels"):
-        findings += shown(kernels.check(scene))
+        findings += shown(kernels.check(device))
         if options.cpu:
             os.environ["UNIGRAD_KERNELS"] = "torch"  # times of the interpreter are meaningless
         rows = objective.bench(
-            scene.device,
+            device,
             ((40, 4),) if options.cpu else kernels.SHAPES,
             repetitions=2 if options.cpu else 11,
             block_seconds=0.0 if options.cpu else 0.1,
@@ -87,18 +87,18 @@ def main() -> int:
     if options.only in (None, "step"):
         if options.cpu:
             os.environ["UNIGRAD_KERNELS"] = "torch"
-        findings += shown(step.check(scene.device, output))
-        findings += shown(graph.check(scene.device, output))
+        findings += shown(step.check(device, output))
+        findings += shown(graph.check(device, output))
     if options.only in (None, "data"):
         try:
-            findings += shown(data.check(scene.device, options.images, output))
+            findings += shown(data.check(device, options.images, output))
         except DataError as error:
             parser.error(str(error))
-    print(f"\n{torch.cuda.get_device_name() if scene.on_gpu else 'interpreter'}, torch {torch.__version__}")
+    print(f"\n{'interpreter' if options.cpu else torch.cuda.get_device_name()}, torch {torch.__version__}")
     for finding in findings:
         print(finding)
     for row in rows:
-        if row["unit"] == "ratio" and scene.on_gpu:
+        if row["unit"] == "ratio" and not options.cpu:
             print(f"      C {row['width']:5}, N {row['images']:3}  {row['median']:5.2f}  {row['what']}")
     return 0 if all(finding.good for finding in findings) else 1
 

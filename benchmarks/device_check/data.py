@@ -189,17 +189,17 @@ def operations(ground: Ground) -> Iterator[Finding]:
     for interpolation in ("bilinear", "bicubic"):
         view = replace(PLAIN, size=side, interpolation=interpolation)
         drawn = draw_all(ground, (view,))
-        yield RESIZE.judge(f"crop, {interpolation}", *compared(ground, data, view, drawn))
+        yield RESIZE.judge(f"crop, {interpolation}", *compared(ground, data, (view,), drawn))
     bounds = {"jitter": ROUNDED, "gray": ROUNDED, "blur": ROUNDED, "solarize": EXACT, "flip": EXACT}
     for operation, bound in bounds.items():
         view = replace(PLAIN, size=side, **{f"{operation}_probability": 1.0})
         start, whole = np.zeros(len(data), np.int32), np.full(len(data), side, np.int32)
         drawn = [replace(p, x=start, y=start, width=whole, height=whole) for p in draw_all(ground, (view,))]
-        yield bound.judge(operation, *compared(ground, data, view, drawn))
+        yield bound.judge(operation, *compared(ground, data, (view,), drawn))
 
 
-def compared(ground: Ground, data: list[np.ndarray], view: View, drawn: list[Parameters]) -> tuple:
-    return of_graph(ground, data, (view,), drawn), of_crops(data, (view,), drawn)
+def compared(ground: Ground, data: list[np.ndarray], views: tuple[View, ...], drawn: list[Parameters]) -> tuple:
+    return of_graph(ground, data, views, drawn), of_crops(data, views, drawn)
 
 
 def recipes(ground: Ground) -> Iterator[Finding]:
@@ -207,12 +207,12 @@ def recipes(ground: Ground) -> Iterator[Finding]:
     for kind, data, bound in (("", ground.lossless(), VIEW), (", own decoder", ground.data(), DECODED_VIEW)):
         for name in PRESETS:
             views = ground.views(name)
-            drawn = draw_all(ground, views)
-            ours, theirs = of_graph(ground, data, views, drawn), of_crops(data, views, drawn)
-            yield bound.judge(f"views of {name}{kind}", ours, theirs)
+            yield bound.judge(f"views of {name}{kind}", *compared(ground, data, views, draw_all(ground, views)))
 
 
 def decoding(ground: Ground) -> Iterator[Finding]:
+    from unigrad_fast.pipelines import graph
+
     data, png = ground.data(), ground.lossless()
     exact = decode(data)
     yield EXACT.judge("decoding of PNG", decode(png, ground), exact)
@@ -222,8 +222,15 @@ def decoding(ground: Ground) -> Iterator[Finding]:
     alone = [decode([one], ground)[0] for one in data]
     same = sum(map(torch.equal, alone, together))
     yield Finding("decoded alone as in a batch", f"{same} of {len(data)} bitwise equal", same == len(data))
-    repeats = REPEATS if ground.on_gpu else 3
-    equal = sum(decodings(data, ground, repeats))
+    pipeline = graph.build_decoder(
+        lambda info: [data], batch_size=len(data), threads=ground.threads, device_id=ground.device_id, prefetch=2
+    )
+    repeats, equal, first = REPEATS if ground.on_gpu else 3, 0, None
+    for _ in range(repeats):
+        images, _ = ground.run(pipeline)
+        pixels = torch.cat([torch.from_dlpack(image).flatten() for image in images])
+        first = pixels if first is None else first
+        equal += torch.equal(pixels, first)
     yield Finding("repeated decodings", f"{equal} of {repeats} bitwise equal", equal == repeats)
 
 
@@ -246,21 +253,6 @@ def decode(data: list[np.ndarray], ground: Ground | None = None, fancy: bool = F
     pipeline = define()
     (images,) = ground.run(pipeline) if ground else pipeline.run()
     return [torch.from_dlpack(image).clone() for image in images]
-
-
-def decodings(data: list[np.ndarray], ground: Ground, repeats: int) -> Iterator[bool]:
-    """Whether each repeated decoding of one batch equals the first."""
-    from unigrad_fast.pipelines import graph
-
-    pipeline = graph.build_decoder(
-        lambda info: [data], batch_size=len(data), threads=ground.threads, device_id=ground.device_id, prefetch=2
-    )
-    first = None
-    for _ in range(repeats):
-        images, _ = ground.run(pipeline)
-        pixels = torch.cat([torch.from_dlpack(image).flatten() for image in images])
-        first = pixels if first is None else first
-        yield torch.equal(pixels, first)
 
 
 def bad_files(ground: Ground) -> Iterator[Finding]:
@@ -413,20 +405,13 @@ def timed(ground: Ground, what: str, name: str, load: float = LOADS[2], epoch: i
                 count += 1
             synchronize(ground.device)
             speeds.append(count * ground.batch_size / (time.perf_counter() - begin))
-        memory = used_memory()
+        free, total = torch.cuda.mem_get_info()  # of all programs; DALI never frees memory
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = {"gpu_mib": (total - free) / 2**20, "host_mib": host_peak / 1024}
     common = {"recipe": name, "hw_decoder_load": load, "side": shape[-1], "threads": loader.threads}
     ground.rows.append({"what": what, "unit": "images/s", **spread(speeds), **memory, **common})
     used = ", ".join(f"{name.removesuffix('_mib')} {mib:,.0f} MiB" for name, mib in memory.items())
     return Finding(what, f"{ground.rows[-1]['median']:,.0f} images/s, {used}", True)
-
-
-def used_memory() -> dict[str, float]:
-    """MiB used on the GPU by all programs (DALI never frees memory), and peak MiB of this process on the host."""
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "gpu_mib": (total - free) / 2**20,
-        "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
 
 
 def draw(number: int, size: tuple[int, int]) -> bytes:

@@ -8,51 +8,41 @@ branch on its own stream, the time of each kernel compared with its roofline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from unigrad_fast.benchmarks.device_check import norm, overlap
-from unigrad_fast.benchmarks.device_check.capture import captured
+from unigrad_fast.benchmarks.counts.roofline import Design, Peaks, float32_products, measure_peaks
+from unigrad_fast.benchmarks.counts.roofline import launches as counted
 from unigrad_fast.benchmarks.device_check.finding import Finding, findings
+from unigrad_fast.benchmarks.device_check.norm import batch_norm
+from unigrad_fast.benchmarks.device_check.step import captured, target_stream
 from unigrad_fast.benchmarks.harness.turns import distance
+from unigrad_fast.kernels import (
+    correlation_product,
+    embedding_gradient,
+    mirror_,
+    unigrad_gradient,
+    unit_embeddings,
+    update_correlation_,
+)
+from unigrad_fast.objectives import UniGrad
 
 BALANCE = 100.0
 GATES = {"ieee": 1e-6, "tf32x3": 1e-5, "tf32": 2e-3, "fp16": 1e-3, "bf16": 5e-3}  # relative norm of dz's error
+DTYPES = dict.fromkeys(GATES, torch.float32) | {"fp16": torch.float16, "bf16": torch.bfloat16}
 SLACK = 1.5  # also at most so many times plain torch's error in the same arithmetic, if the bound is above 1e-6
 REPEATS = 100
 MOST_LAUNCHES = 6
 SHAPES = ((16384, 512), (2048, 512), (8192, 512), (4096, 512), (2048, 128), (16384, 128), (1024, 512), (8192, 128))
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The device of the checks, and their sizes."""
-
-    device: torch.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def arithmetics(self) -> tuple[str, ...]:
-        """The interpreter computes fp32 exactly whatever the setting, and cannot compute bf16."""
-        return tuple(GATES) if self.on_gpu else ("ieee", "fp16")
-
-    def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Views, images, width; the last ones are not multiples of any tile."""
-        if self.on_gpu:
-            return (2, 512, 2048), (2, 128, 16384), (8, 64, 4096), (3, 37, 1000)
-        return (2, 9, 136), (3, 5, 40)
-
-
-def embeddings(scene: Scene, views: int, images: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+def embeddings(device: torch.device, views: int, images: int, width: int, dtype: torch.dtype) -> list[Tensor]:
     """Online embeddings of all views, then two of the target; correlated, [N, C] each."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(images, width, generator=generator)
     noise = (torch.randn(images, width, generator=generator) for _ in range(views + 2))
-    return [(image + each).to(scene.device, dtype) for each in noise]
+    return [(image + each).to(device, dtype) for each in noise]
 
 
 def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor:
@@ -69,25 +59,12 @@ def formula(z: list[Tensor], dtype: torch.dtype, product: torch.dtype) -> Tensor
     return torch.cat(rows)
 
 
-def fresh_objective(scene: Scene, width: int, arithmetic: str = "ieee"):
-    from unigrad_fast.objectives import UniGrad
-
-    return UniGrad(width, BALANCE, compute_dtype=DTYPES[arithmetic]).to(scene.device)
-
-
-DTYPES = {
-    "ieee": torch.float32,
-    "tf32x3": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+def fresh_objective(device: torch.device, width: int, arithmetic: str = "ieee"):
+    return UniGrad(width, BALANCE, compute_dtype=DTYPES[arithmetic]).to(device)
 
 
 def kernels_once(z: list[Tensor], arithmetic: str) -> tuple[Tensor, Tensor, Tensor]:
     """dz, the terms and F of one step, computed by calling the kernels directly."""
-    from unigrad_fast.kernels import mirror_, unigrad_gradient, unit_embeddings, update_correlation_
-
     images, width, views = *z[0].shape, len(z) - 2
     dtype, rows = DTYPES[arithmetic], views * images
     precision = arithmetic if dtype == torch.float32 else None
@@ -116,16 +93,19 @@ def kernels_once(z: list[Tensor], arithmetic: str) -> tuple[Tensor, Tensor, Tens
     return gradient, terms, mirror_(correlation)
 
 
-def correctness(scene: Scene) -> Iterator[Finding]:
-    for arithmetic in scene.arithmetics():
+def correctness(device: torch.device) -> Iterator[Finding]:
+    if device.type == "cuda":  # of each size: views, images, width; the last is no multiple of any tile
+        arithmetics, sizes = tuple(GATES), ((2, 512, 2048), (2, 128, 16384), (8, 64, 4096), (3, 37, 1000))
+    else:  # the interpreter computes fp32 exactly whatever the setting, and cannot compute bf16
+        arithmetics, sizes = ("ieee", "fp16"), ((2, 9, 136), (3, 5, 40))
+    for arithmetic in arithmetics:
         worst, worst_torch, symmetric = 0.0, 0.0, True
-        for views, images, width in scene.sizes():
-            z = embeddings(scene, views, images, width, torch.float32)
+        for views, images, width in sizes:
+            z = embeddings(device, views, images, width, torch.float32)
             gradient, _, correlation = kernels_once(z, arithmetic)
             exact = formula(z, torch.float64, torch.float64)
-            torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
-            plain = distance(formula(z, torch.float32, DTYPES[arithmetic]), exact)
-            torch.set_float32_matmul_precision("highest")
+            with float32_products(arithmetic):
+                plain = distance(formula(z, torch.float32, DTYPES[arithmetic]), exact)
             worst, worst_torch = max(worst, distance(gradient, exact)), max(worst_torch, plain)
             symmetric &= torch.equal(correlation, correlation.T)
         bound = min(GATES[arithmetic], max(SLACK * worst_torch, 1e-6))
@@ -144,20 +124,20 @@ def steps(objective, z: list[Tensor], count: int) -> list[Tensor]:
     return [*out, objective.correlation.clone()]
 
 
-def determinism(scene: Scene) -> Iterator[Finding]:
-    arithmetic, images, width = ("bf16", 256, 2048) if scene.on_gpu else ("fp16", 5, 40)
-    repeats = REPEATS if scene.on_gpu else 3
-    z = embeddings(scene, 2, images, width, torch.float32)
+def determinism(device: torch.device) -> Iterator[Finding]:
+    arithmetic, images, width = ("bf16", 256, 2048) if device.type == "cuda" else ("fp16", 5, 40)
+    repeats = REPEATS if device.type == "cuda" else 3
+    z = embeddings(device, 2, images, width, torch.float32)
     first = kernels_once(z, arithmetic)
     equal = sum(all(map(torch.equal, first, kernels_once(z, arithmetic))) for _ in range(repeats))
     yield Finding("repeats that are bitwise equal", f"{equal} of {repeats}", equal == repeats)
 
 
-def second_stream(scene: Scene) -> Iterator[Finding]:
+def second_stream(device: torch.device) -> Iterator[Finding]:
     """Two objectives running concurrently on two streams give the same results as each alone."""
-    z = embeddings(scene, 2, 256, 2048, torch.float32)
-    expected = steps(fresh_objective(scene, 2048, "bf16"), z, 20)
-    one, two = fresh_objective(scene, 2048, "bf16"), fresh_objective(scene, 2048, "bf16")
+    z = embeddings(device, 2, 256, 2048, torch.float32)
+    expected = steps(fresh_objective(device, 2048, "bf16"), z, 20)
+    one, two = fresh_objective(device, 2048, "bf16"), fresh_objective(device, 2048, "bf16")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -169,11 +149,11 @@ def second_stream(scene: Scene) -> Iterator[Finding]:
     yield Finding("a second stream", "bitwise equal" if good else "differs", good)
 
 
-def cuda_graph(scene: Scene) -> Iterator[Finding]:
+def cuda_graph(device: torch.device) -> Iterator[Finding]:
     """A replayed CUDA graph of a step updates F and gives gradients like a launched step."""
     width, images = 2048, 256
-    launched, replayed = (fresh_objective(scene, width, "bf16") for _ in range(2))
-    z = embeddings(scene, 2, images, width, torch.bfloat16)
+    launched, replayed = (fresh_objective(device, width, "bf16") for _ in range(2))
+    z = embeddings(device, 2, images, width, torch.bfloat16)
     online = [each.requires_grad_() for each in z[:2]]
 
     def step(objective) -> Tensor:
@@ -191,14 +171,14 @@ def cuda_graph(scene: Scene) -> Iterator[Finding]:
     yield Finding("a CUDA graph of a step", "as launched" if good else "differs", good)
 
 
-def launches(scene: Scene) -> Iterator[Finding]:
+def launches(device: torch.device) -> Iterator[Finding]:
     from torch.profiler import ProfilerActivity, profile
 
     width, images = 2048, 512
-    objective = fresh_objective(scene, width, "bf16")
-    z = embeddings(scene, 2, images, width, torch.bfloat16)
+    objective = fresh_objective(device, width, "bf16")
+    z = embeddings(device, 2, images, width, torch.bfloat16)
     online = [each.requires_grad_() for each in z[:2]]
-    ones = torch.ones((), device=scene.device)
+    ones = torch.ones((), device=device)
     torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones)
@@ -208,12 +188,10 @@ def launches(scene: Scene) -> Iterator[Finding]:
     yield Finding("launches of a step", found, 0 < len(names) <= MOST_LAUNCHES)
 
 
-def recompilation(scene: Scene) -> Iterator[Finding]:
+def recompilation(device: torch.device) -> Iterator[Finding]:
     """A change of ρ, λ or the number of images (with the same divisibility) compiles nothing."""
     from unigrad_fast.kernels import correlation, gradient, normalize
 
-    if not scene.on_gpu:  # the interpreter compiles nothing
-        return
     functions = (
         normalize.unit_embeddings_kernel,
         correlation.update_correlation_kernel,
@@ -224,23 +202,24 @@ def recompilation(scene: Scene) -> Iterator[Finding]:
     def compiled() -> int:
         return sum(len(caches[0]) for function in functions for caches in function.device_caches.values())
 
-    steps(fresh_objective(scene, 1024, "bf16"), embeddings(scene, 2, 64, 1024, torch.float32), 2)
+    steps(fresh_objective(device, 1024, "bf16"), embeddings(device, 2, 64, 1024, torch.float32), 2)
     before = compiled()
-    other = fresh_objective(scene, 1024, "bf16")
+    other = fresh_objective(device, 1024, "bf16")
     other.decay, other.balance = 0.5, 3.0
-    steps(other, embeddings(scene, 2, 96, 1024, torch.float32), 2)
+    steps(other, embeddings(device, 2, 96, 1024, torch.float32), 2)
     yield Finding("compilations for other scalars", str(compiled() - before), compiled() == before)
 
 
-def multi_tensor(scene: Scene) -> Iterator[Finding]:
+def multi_tensor(device: torch.device) -> Iterator[Finding]:
     """LARS and the target update against plain torch."""
     from unigrad_fast.kernels import multi_tensor as kernels
 
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2048, 2048), (512, 256, 3, 3), (1000,), (1,), (17, 3)] if scene.on_gpu else [(40, 33), (17,), (1,)]
+    on_gpu = device.type == "cuda"
+    shapes = [(2048, 2048), (512, 256, 3, 3), (1000,), (1,), (17, 3)] if on_gpu else [(40, 33), (17,), (1,)]
 
     def draw() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator).to(scene.device) for shape in shapes]
+        return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
     weights, gradients, velocities = draw(), draw(), draw()
     exact = []
@@ -248,11 +227,11 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
         update = g + 1e-4 * w
         v = 0.9 * v + 0.001 * w.norm() / update.norm() * update
         exact.append(w - 0.3 * v)
-    lr = torch.tensor(0.3, dtype=torch.float64, device=scene.device)
+    lr = torch.tensor(0.3, dtype=torch.float64, device=device)
     settings = {"lr": lr, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 0.001, "adapt": True}
     kernels.lars_(weights, gradients, velocities, **settings)
     error = max(map(distance, weights, exact))
-    skip = torch.zeros((), device=scene.device)
+    skip = torch.zeros((), device=device)
     before = [each.clone() for each in (*weights, *velocities)]
     kernels.lars_(weights, [g * torch.nan for g in gradients], velocities, **settings, skip=skip + 1, scale=skip + 0.5)
     kept = all(map(torch.equal, (*weights, *velocities), before))
@@ -260,48 +239,36 @@ def multi_tensor(scene: Scene) -> Iterator[Finding]:
 
     targets, onlines = draw(), draw()
     exact = [t.double().lerp(o.double(), 0.004) for t, o in zip(targets, onlines, strict=True)]
-    dtype = torch.bfloat16 if scene.on_gpu else torch.float16  # the interpreter truncates to bf16
+    dtype = torch.bfloat16 if on_gpu else torch.float16  # the interpreter truncates to bf16
     low = [t.to(dtype) for t in targets]
-    momentum = torch.tensor(0.996, dtype=torch.float64, device=scene.device)
+    momentum = torch.tensor(0.996, dtype=torch.float64, device=device)
     kernels.lerp_(targets, onlines, low, momentum=momentum, skip=skip)
     error = max(map(distance, targets, exact))
     copied = all(torch.equal(each, t.to(each.dtype)) for each, t in zip(low, targets, strict=True))
     yield Finding("the target's copies are its weights, rounded", str(copied), copied)
     before = [each.clone() for each in targets]
-    kernels.lerp_(targets, onlines, momentum=momentum, skip=skip + 1)
+    kernels.lerp_(targets, onlines, (), momentum=momentum, skip=skip + 1)
     yield Finding("error of the target update", f"{error:.1e}", error < 1e-6 and all(map(torch.equal, targets, before)))
 
 
-def batch_norm(scene: Scene) -> Iterator[Finding]:
-    """Norms of two groups with addition and ReLU."""
-    yield from norm.check(scene.device)
-
-
-def times(scene: Scene) -> Iterator[Finding]:
+def times(device: torch.device) -> Iterator[Finding]:
     """Microseconds of each launch and of a step, replayed from CUDA graphs, compared with the roofline."""
-    from unigrad_fast.benchmarks.counts.roofline import measure_peaks
-
-    peaks = measure_peaks({"bf16"}, scene.device, 8192, 2**28)
+    peaks = measure_peaks({"bf16"}, device, 8192, 2**28)
     for width, images in SHAPES[:2]:
-        yield from times_of(scene, peaks, width, images)
+        yield from times_of(device, peaks, width, images)
 
 
-def times_of(scene: Scene, peaks, width: int, images: int) -> Iterator[Finding]:
-    from unigrad_fast.benchmarks.counts.roofline import Design
-    from unigrad_fast.benchmarks.counts.roofline import launches as counted
-    from unigrad_fast.kernels import correlation_product, embedding_gradient, unit_embeddings, update_correlation_
-
-    design, z = Design.of("bf16", scene.device), embeddings(scene, 2, images, width, torch.bfloat16)
-    rows, count = 2 * images, torch.full((), 2.0 * images, device=scene.device)
-    decay, ticket = torch.full_like(count, 0.99), torch.zeros((), dtype=torch.int32, device=scene.device)
-    flags = torch.empty(2 * rows, dtype=torch.int32, device=scene.device)
+def times_of(device: torch.device, peaks: Peaks, width: int, images: int) -> Iterator[Finding]:
+    design, z = Design.of("bf16", device), embeddings(device, 2, images, width, torch.bfloat16)
+    rows, count = 2 * images, torch.full((), 2.0 * images, device=device)
+    decay, ticket = torch.full_like(count, 0.99), torch.zeros((), dtype=torch.int32, device=device)
+    flags = torch.empty(2 * rows, dtype=torch.int32, device=device)
     unit, inverse_norm = unit_embeddings(z, torch.bfloat16, flags)
-    correlation = torch.zeros(width, width, device=scene.device)
+    correlation = torch.zeros(width, width, device=device)
     working = torch.zeros_like(correlation, dtype=torch.bfloat16)
     product = correlation_product(unit[:rows], working)
-    objective, online = fresh_objective(scene, width, "bf16"), [each.detach().requires_grad_() for each in z[:2]]
-    ones = torch.ones((), device=scene.device)
-    fixed = {"balance": BALANCE, "scale": 1 / rows, "ticket": ticket}
+    objective, online = fresh_objective(device, width, "bf16"), [each.detach().requires_grad_() for each in z[:2]]
+    ones = torch.ones((), device=device)
     runs: dict[str, Callable[[], object]] = {
         "unit_embeddings": lambda: unit_embeddings(z, torch.bfloat16, flags),
         "update_correlation": lambda: update_correlation_(
@@ -309,14 +276,11 @@ def times_of(scene: Scene, peaks, width: int, images: int) -> Iterator[Finding]:
         ),
         "correlation_product": lambda: correlation_product(unit[:rows], working),
         "embedding_gradient": lambda: embedding_gradient(
-            product, unit[:rows], inverse_norm[:rows], unit[rows:], **fixed
+            product, unit[:rows], inverse_norm[:rows], unit[rows:], balance=BALANCE, scale=1 / rows, ticket=ticket
         ),
         "step": lambda: torch.autograd.grad(objective(online=online, target=z[2:]).loss, online, ones),
     }
-    least = {
-        kernel: max(design.flops(kernel, M, width) / peaks.flops["bf16"], design.bytes(kernel, M, width) / peaks.copy)
-        for kernel, M in counted(images).items()
-    }
+    least = {kernel: peaks.kernel_seconds(design, kernel, M, width) for kernel, M in counted(images).items()}
     # Called on its own, this operator copies its argument, the product, which a step does not do.
     least["embedding_gradient"] += 2 * product.nbytes / peaks.copy
     least["step"] = peaks.least_seconds(design, images, width)
@@ -339,26 +303,11 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / (5 * times)
 
 
-def target_stream(scene: Scene) -> Iterator[Finding]:
-    """The target branch on its own stream."""
-    yield overlap.target_stream(scene.device)
+Check = Callable[[torch.device], Iterator[Finding]]
+CHECKS: tuple[Check, ...] = (correctness, determinism, multi_tensor, batch_norm)
+# The interpreter compiles nothing, and has neither streams nor graphs.
+GPU_CHECKS: tuple[Check, ...] = (recompilation, second_stream, cuda_graph, launches, target_stream, times)
 
 
-CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
-    correctness,
-    determinism,
-    multi_tensor,
-    batch_norm,
-    recompilation,
-)
-GPU_CHECKS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
-    second_stream,
-    cuda_graph,
-    launches,
-    target_stream,
-    times,
-)
-
-
-def check(scene: Scene) -> Iterator[Finding]:
-    yield from findings((*CHECKS, *(GPU_CHECKS if scene.on_gpu else ())), scene)
+def check(device: torch.device) -> Iterator[Finding]:
+    yield from findings((*CHECKS, *(GPU_CHECKS if device.type == "cuda" else ())), device)

@@ -17,7 +17,8 @@ LAYERS = ((64, 64, 112), (64, 256, 56), (64, 512, 28), (64, 1024, 14), (64, 2048
 ROUNDS = 20
 
 
-def check(device: torch.device) -> Iterator[Finding]:
+def batch_norm(device: torch.device) -> Iterator[Finding]:
+    """Norms of two groups with addition and ReLU."""
     on_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16) if on_gpu else (torch.float32, torch.float16)
     for dtype in dtypes:

@@ -14,15 +14,16 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unigrad_fast.benchmarks.device_check.capture import captured
 from unigrad_fast.benchmarks.device_check.finding import Finding
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.benchmarks.harness.turns import seconds, spread, synchronize, take_turns
@@ -31,6 +32,9 @@ PARTS = ("target", "online", "objective", "backward", "optimizer", "target updat
 VARIANTS = ("ours", "a pass for each view", "torch's norms", "networks alone")
 ROUNDS, STEPS, WARMUP = 5, 10, 5
 RANKS = 2
+REPEATS = 20  # steps of both branches
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,8 @@ ON_THE_CPU = (Size("resnet18", 32, 4, 32),)
 
 def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]:
     """All findings; times are appended to device_step.jsonl in the folder `output`, if there is one."""
-    try:
-        import pydantic  # noqa: F401
-        import torchvision  # noqa: F401
-    except ModuleNotFoundError as error:
-        yield Finding("the step", f"not checked: {error.name} is not installed", True)
+    if absent := unchecked("the step"):
+        yield absent
         return
     sizes = ON_A_GPU if device.type == "cuda" else ON_THE_CPU
     small = Size("resnet50", 224, 16, 2048) if device.type == "cuda" else ON_THE_CPU[0]
@@ -65,6 +66,16 @@ def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]
         yield from times(device, size, rows)
     if output is not None:
         append(output, "device_step", rows)
+
+
+def unchecked(what: str) -> Finding | None:
+    """The finding that something was not checked; None if what the networks need is installed."""
+    try:
+        import pydantic  # noqa: F401
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        return Finding(what, f"not checked: {error.name} is not installed", True)
+    return None
 
 
 class Step:
@@ -85,7 +96,7 @@ class Step:
         self.device, self.alone = device, variant == "networks alone"
         config = resolve("imagenet_100ep", {"model": settings})
         if variant == "torch's norms":
-            online = torchs_encoder(config, synchronised=device.type == "cuda")
+            online = TorchsEncoder(config, synchronised=device.type == "cuda")
         else:
             online = build_encoder(config.model, config.seed, device)
         if variant == "a pass for each view":
@@ -166,42 +177,38 @@ class Step:
 
 
 class TorchsEncoder(nn.Module):
-    """The same networks with torchvision's modules and torch's norms, and one pass per view."""
+    """The same networks with torchvision's modules and torch's norms, and one pass per view.
 
-    def __init__(self, backbone: nn.Module, projector: nn.Module):
+    Args:
+        synchronised: whether the norms are torch's synchronised ones, which the CPU does not support.
+    """
+
+    def __init__(self, config, synchronised: bool):
+        from unigrad_fast.networks.backbones import build_backbone
+        from unigrad_fast.networks.encoder import build_projector
+
         super().__init__()
-        self.layers = nn.Sequential(backbone, projector)
+        torch.manual_seed(config.seed)
+        backbone = build_backbone(config.model.backbone, config.model.stem)
+        layers = nn.Sequential(backbone, build_projector(backbone.feature_dim, config.model.projector))
+        self.layers = nn.SyncBatchNorm.convert_sync_batchnorm(layers) if synchronised else layers
 
     def forward(self, views: list[Tensor]) -> list[Tensor]:
         return [self.layers(view) for view in views]
 
 
-def torchs_encoder(config, synchronised: bool) -> nn.Module:
-    """An encoder with torch's norms, or with its synchronised norms, which the CPU does not support."""
-    from unigrad_fast.networks.backbones import build_backbone
-    from unigrad_fast.networks.encoder import build_projector
-
-    torch.manual_seed(config.seed)
-    backbone = build_backbone(config.model.backbone, config.model.stem)
-    encoder = TorchsEncoder(backbone, build_projector(backbone.feature_dim, config.model.projector))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(encoder) if synchronised else encoder
-
-
 def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Iterator[Finding]:
     """Milliseconds of all variants in turns, on one rank; rows are added to `rows`."""
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.backends.cudnn.benchmark = True
         torch.cuda.empty_cache()
+    warmup, count, rounds = (WARMUP, STEPS, ROUNDS) if on_gpu else (1, 1, 1)
     steps = {variant: Step(variant, size, device) for variant in VARIANTS}
-    on_gpu = device.type == "cuda"
     for step in steps.values():
-        for _ in range(WARMUP if on_gpu else 1):
+        for _ in range(warmup):
             step()
-
-    def block(step: Step) -> Callable[[], dict[str, float]]:
-        return lambda: step.milliseconds(STEPS if on_gpu else 1)
-
-    blocks = take_turns({name: block(step) for name, step in steps.items()}, ROUNDS if on_gpu else 1)
+    blocks = take_turns({name: partial(step.milliseconds, count) for name, step in steps.items()}, rounds)
     where = f"{size.backbone}, {size.side} px, {size.images} images"
     for name, measured in blocks.items():
         if not on_gpu:
@@ -210,11 +217,32 @@ def times(device: torch.device, size: Size, rows: list[dict[str, Any]]) -> Itera
         for part in measured[0]:
             row = spread([each[part] for each in measured])
             rows.append({"what": f"{name}: {part}", "unit": "ms", "case": where, **row})
-        whole = spread([each["step"] for each in measured])["median"]
-        ceiling = spread([each["step"] for each in blocks["networks alone"]])["median"]
-        parts = ", ".join(f"{part} {spread([e[part] for e in measured])['median']:.1f}" for part in measured[0])
+        whole, ceiling = (median(each["step"] for each in some) for some in (measured, blocks["networks alone"]))
+        parts = ", ".join(f"{part} {median(each[part] for each in measured):.1f}" for part in measured[0])
         found = f"{size.images / whole * 1e3:,.0f} images/s, {ceiling / whole:.0%} of the networks alone; ms: {parts}"
         yield Finding(f"{name}, {where}", found, True)
+
+
+def captured(
+    run: Callable[[], Result], times: int = 1, error_mode: str = "global"
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A CUDA graph of a function, and the result that each replay overwrites; the function first runs once uncaptured.
+
+    Args:
+        run: the function; its first run may compile, and allocate persistent memory.
+        times: number of runs in the graph.
+        error_mode: `capture_error_mode` of `torch.cuda.graph`.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=error_mode):
+        for _ in range(times):
+            result = run()
+    return graph, result
 
 
 def graph(device: torch.device, size: Size) -> Finding:
@@ -289,3 +317,51 @@ def count_waits(rank: int, rendezvous: str, variant: str, size: Size, device: st
         dist.destroy_process_group()
     except Exception as error:
         found[rank] = f"{type(error).__name__}: {error}"[:200]
+
+
+def target_stream(
+    device: torch.device, backbone: str = "resnet50", images: int = 32, side: int = 224
+) -> Iterator[Finding]:
+    """Check that embeddings and running buffers are bitwise equal with and without `engine.target_stream`."""
+    what = "the target branch on its own stream"
+    if absent := unchecked(what):
+        yield absent
+        return
+    from unigrad_fast.config import resolve
+    from unigrad_fast.networks.encoder import build_encoder
+    from unigrad_fast.runtime.process_group import World
+    from unigrad_fast.training.target import embed, make_copies, make_target
+    from unigrad_fast.training.target_stream import TargetStream
+
+    settings = {"model": {"backbone": backbone, "projector": {"width": 512}}, "engine": {"target_stream": True}}
+    config = resolve("imagenet_100ep", settings)
+    world = World(0, 1, 0, 1, device, "nccl")
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randn(images, 3, side, side, generator=generator).to(device) for _ in range(2)]
+    views = [view.contiguous(memory_format=torch.channels_last) for view in views]
+
+    def run(engine) -> list[Tensor]:
+        stream = TargetStream(engine, config.model, world)
+        online = build_encoder(config.model, 0, device).to(memory_format=torch.channels_last)
+        target = make_target(online)
+        copies, results = make_copies(target, torch.bfloat16), []
+        for _ in range(REPEATS):
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+                inputs = [view + 0 for view in views]  # freed while the target may still read them
+                with stream.beside(inputs):
+                    ours = embed(target, copies, inputs)
+                inputs = [view.flip(3) for view in inputs]
+                theirs = online(inputs)
+                stream.join()
+            results += [*ours, *theirs]
+        return [*results, *target.buffers(), *online.buffers()]
+
+    deterministic = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        alone = run(config.engine.model_copy(update={"target_stream": False}))
+        pairs = zip(alone, run(config.engine), strict=True)
+        differing = sum(not torch.equal(expected, found) for expected, found in pairs)
+    finally:
+        torch.backends.cudnn.deterministic = deterministic
+    yield Finding(what, f"{differing} tensors differ", differing == 0)

@@ -21,9 +21,12 @@ DRAWN_PER_CLASS, DRAWN_SIZE = 5, 400  # images, and pixels per side, about as in
 ENTRIES = 2048  # files at most that are used of a source
 
 
-def draw(folder: Path) -> tuple[Path, str]:
-    """A folder of drawn images, and a description of them."""
-    return drawing.draw(folder, 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE) / "train", f"drawn images of {DRAWN_SIZE} pixels"
+def source(given: Path | None, folder: Path) -> tuple[Path, str]:
+    """The given images, or a folder in `folder` with drawn ones, and a description."""
+    if given is not None:
+        return given, f"images of {given.name}"
+    drawn = drawing.draw(folder / "drawn", 0, DRAWN_PER_CLASS, 1, DRAWN_SIZE)
+    return drawn / "train", f"drawn images of {DRAWN_SIZE} pixels"
 
 
 def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
@@ -37,14 +40,11 @@ def find_images(given: Path | None, folder: Path) -> tuple[list[Path], str]:
         DataError: no image can be decoded.
     """
     folder.mkdir()
-    if given is None:
-        source, what = draw(folder / "drawn")
-        found = Manifest.open(source, folder)
-        paths = [Path(found.path(i)) for i in range(len(found))]
-    elif given.is_file() and tarfile.is_tarfile(given):
-        paths, what = extract(given, folder), f"images of {given.name}"
+    images, what = source(given, folder)
+    if images.is_file() and tarfile.is_tarfile(images):
+        paths = extract(images, folder)
     else:
-        paths, what = choose(Manifest.open(given, folder), folder), f"images of {given.name}"
+        paths = choose(Manifest.open(images, folder), folder)
     with ThreadPoolExecutor() as pool:
         usable = [path for path, decodes in zip(paths, pool.map(is_decodable, paths), strict=True) if decodes]
     if not usable:

@@ -59,10 +59,10 @@ def results(futures: Sequence[Future]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def require_one_process(command: str) -> None:
+def require_one_process(command: str, why: str = "starts its own processes") -> None:
     """Raises UserError if the environment says that this is one of several processes."""
     if process_group.launch_environment(os.environ).size > 1:
-        raise UserError(f"{command} starts its own processes; run it without torchrun, deepspeed or srun")
+        raise UserError(f"{command} {why}; run it without torchrun, deepspeed or srun")
 
 
 def new_process() -> ProcessPoolExecutor:
@@ -100,12 +100,9 @@ def _end_with_parent() -> None:
 def cpu_seconds() -> float:
     """Processor time of this process and its running children."""
     children = multiprocessing.active_children()
-    return time.process_time() + sum(time.clock_gettime(_cpu_clock(child.pid)) for child in children)
-
-
-def _cpu_clock(pid: int) -> int:
-    """Linux's clock ID for the processor time of a process with all its threads, for `clock_gettime`."""
-    return ~pid << 3 | 2
+    # Linux's ID of the clock for the processor time of a process with all its threads
+    clocks = (~child.pid << 3 | 2 for child in children)
+    return time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
 def rest() -> None:

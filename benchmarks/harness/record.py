@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 
 OUTPUT = Path("bench-results")
 """Default folder of rows; the project's own are in benchmarks/results."""
@@ -20,8 +21,8 @@ def machine() -> dict[str, str | int]:
     """Processor, cores, GPU, versions, commit and time."""
     import torch  # here, because the help of the command line imports OUTPUT and must be fast
 
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    flags = Path("/proc/cpuinfo").read_text()
+    cpu = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name.*?: (.*)", cpu, re.MULTILINE)
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -33,8 +34,8 @@ def machine() -> dict[str, str | int]:
         commit = ""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "processor": names[0].partition(": ")[2] if names else platform.machine(),
-        "matrix_units": "amx_bf16" if "amx_bf16" in flags else "avx512_bf16" if "avx512_bf16" in flags else "none",
+        "processor": name[1] if name else platform.machine(),
+        "matrix_units": next((flag for flag in ("amx_bf16", "avx512_bf16") if flag in cpu), "none"),
         "cores": os.cpu_count() or 1,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),

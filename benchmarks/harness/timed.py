@@ -37,10 +37,9 @@ class Timed:
     def __str__(self) -> str:
         return self.name
 
-    def take_memory(self) -> int:
+    def take_memory(self) -> None:
         with without_warnings():
             self.memory = peak_bytes(self.step, self.release, self.device, WARMUP)
-        return self.memory
 
     def plan_block(self, block_seconds: float) -> None:
         """Choose the number of steps per block."""

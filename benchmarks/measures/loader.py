@@ -44,9 +44,8 @@ from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, s
 from unigrad_fast.benchmarks.measures.loader_blocks import Block, measure, measure_memory
 from unigrad_fast.benchmarks.peers.loader import DALI, OURS, PILLOW, QUEUE, TORCHVISION, Setting
 from unigrad_fast.pipelines import preset_views
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.tables import table_of_figures
 
 PRESETS = ("simsiam", "multicrop")  # measured by default
 SMALL_ENTRIES, SMALL_BATCH = 256, 8  # images per epoch and per batch when memory is measured

@@ -14,7 +14,6 @@ from unigrad_fast.benchmarks.harness.memory import give_back_free_memory, proces
 from unigrad_fast.benchmarks.harness.processes import cpu_seconds, in_processes, rest
 from unigrad_fast.benchmarks.harness.turns import seconds, take_turns
 from unigrad_fast.benchmarks.peers.loader import VARIANTS, Setting
-from unigrad_fast.pipelines import Loader
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ def measure_memory(setting: Setting, epochs: int) -> list[float]:
 
 def resident_after_epochs(setting: Setting, epochs: int) -> list[float]:
     """Memory of this process in MiB after each epoch of our loader, not counting the first epoch."""
-    loader = Loader(
-        setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
-    )
+    loader = setting.loader()
     batches = loader.iterate()
     resident = []
     for _ in range(1 + epochs):

@@ -30,14 +30,13 @@ from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.timed import Timed, time_in_turns
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread
-from unigrad_fast.benchmarks.measures.objective_blocks import draw_embeddings
+from unigrad_fast.benchmarks.measures.objective import draw_embeddings
 from unigrad_fast.benchmarks.peers.methods import PLAIN
 from unigrad_fast.benchmarks.peers.objective import release
 from unigrad_fast.objectives import build
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import require_folder
-from unigrad_fast.runtime.tables import table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.wording import byte_size
 
 WIDTHS, IMAGES = (2048, 8192), (128, 512)
@@ -64,44 +63,33 @@ GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "row j": {"vicreg": {"method": "vicreg"}},
 }
 METHOD_OF = {"row g": "barlow_twins", "row h": "barlow_twins", "row j": "vicreg"}
-METHODS = tuple(group for group in GROUPS if group not in METHOD_OF)
 
 
 def objectives(group: str, width: int, bank: int, device: torch.device) -> dict[str, nn.Module]:
     """The plain version and the objectives compared with it, by name, with state as in the middle of a run."""
-    sizes = {"bank": bank} if group == "moco" else {}
-    made = {f"plain {group}": PLAIN[group](width, **sizes)}
-    for name, arguments in GROUPS[group].items():
-        more = {"bank_size": bank} if group == "moco" else {}
-        made[name] = build(width=width, **arguments, **more)
-    generator = torch.Generator().manual_seed(1)
-    state: list[torch.Tensor] = []
+    plain, ours = ({"bank": bank}, {"bank_size": bank}) if group == "moco" else ({}, {})
+    made = {f"plain {group}": PLAIN[group](width, **plain)}
+    made |= {name: build(width=width, **arguments, **ours) for name, arguments in GROUPS[group].items()}
     for objective in made.values():
-        objective.to(device)
-        fill_(objective, state, generator)
+        fill_(objective.to(device))
     return made
 
 
 @torch.no_grad()
-def fill_(objective: nn.Module, state: list[torch.Tensor], generator: torch.Generator) -> None:
+def fill_(objective: nn.Module) -> None:
     """Fill an objective's bank or set its W_h, to the same values for all."""
-
-    def drawn(like: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if not state:
-            state.append(make().to(like))
-        return state[0]
-
+    generator = torch.Generator().manual_seed(1)
     if (bank := getattr(objective, "bank", None)) is not None:
-        bank.keys.copy_(drawn(bank.keys, lambda: _units(bank.keys.shape, generator)))
+        bank.keys.copy_(_units(bank.keys.shape, generator))
         bank.taken.fill_(len(bank.keys))
     elif hasattr(objective, "queue"):
-        objective.queue.copy_(drawn(objective.queue, lambda: _units(objective.queue.shape, generator)))
+        objective.queue.copy_(_units(objective.queue.shape, generator))
     elif (direct := getattr(objective, "direct", None)) is not None:
-        direct.matrix.copy_(drawn(direct.matrix, lambda: _predictor(len(direct.matrix), generator)))
+        direct.matrix.copy_(_predictor(len(direct.matrix), generator))
         direct.largest.fill_(1.0)
         objective.average.updates.fill_(1)  # otherwise the first batch would decompose it
     elif hasattr(objective, "matrix"):
-        objective.matrix.copy_(drawn(objective.matrix, lambda: _predictor(len(objective.matrix), generator)))
+        objective.matrix.copy_(_predictor(len(objective.matrix), generator))
 
 
 def _units(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:

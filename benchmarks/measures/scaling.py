@@ -14,29 +14,130 @@ the largest is shown. Rows are appended to OUTPUT/scaling.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from unigrad_fast.benchmarks.harness.processes import require_one_process
+from unigrad_fast.benchmarks.harness.memory import process_bytes
+from unigrad_fast.benchmarks.harness.processes import in_processes, new_process, require_one_process, results
 from unigrad_fast.benchmarks.harness.record import append, make_folder
-from unigrad_fast.benchmarks.harness.run_config import with_images
-from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, spread
-from unigrad_fast.benchmarks.measures.scaling_blocks import RankBlock, configure, measure, placements
+from unigrad_fast.benchmarks.harness.run_config import SELDOM, changed, long_enough, with_images
+from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, seconds, spread, take_turns
+from unigrad_fast.benchmarks.measures.step_blocks import StepWorker
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import Card, Walk, walk
-from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walking import walk
+from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
+from unigrad_fast.runtime.console import new_console, table_of_figures
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.quiet import without_warnings
-from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import count
 
 KINDS = ("gather", "exchange", "reduce")
 SHARED = "ranks on one machine share its cores, so this shows how bytes and memory scale, not speed"
+
+
+@dataclass(frozen=True)
+class RankBlock:
+    """A block of steps on a rank: seconds per step, peak bytes so far, collectives of one step."""
+
+    seconds: float
+    peak: int
+    collectives: dict[str, Sum]
+
+
+class RankWorker(StepWorker):
+    """A rank of a run, in its own process.
+
+    Args:
+        launch: environment variables that a launcher would set.
+    """
+
+    def __init__(self, config: Config, launch: Mapping[str, str]):
+        os.environ.update(launch)
+        import unigrad_fast.training.trainer  # noqa: F401  # now, so that `before` includes its libraries
+
+        self.before = process_bytes("VmRSS")
+        super().__init__("ours", config)
+
+    def block(self, warmup: int, steps: int) -> RankBlock:
+        """Measures a block of steps, and counts the collectives of one more; all ranks call it together."""
+        try:
+            for _ in range(warmup):
+                self.variant.step()
+            each = seconds(self.variant.step, self.device, steps)
+            with CollectiveSpy() as spy:
+                self.variant.step()
+        except BaseException:
+            self.session.close()  # otherwise the others would wait for this rank
+            raise
+        held = 0 if self.device.type == "cuda" else self.before
+        block = RankBlock(each, self.peak() - held, dict(spy.found))
+        self.come_to_rest()
+        return block
+
+
+def placements(ranks: int) -> tuple[str, ...]:
+    """The placements of F that differ; a single rank always holds all of F."""
+    return ("replicated", "sharded") if ranks > 1 else ("replicated",)
+
+
+def configure(config: Config, ranks: int, images: int, placement: str) -> Config:
+    """The configuration with so many images per rank, and without reports, because only some steps make collectives
+    for them.
+
+    If there are fewer GPUs than ranks, all ranks use the CPU.
+    """
+    engine = {"threads": config.engine.threads or max(1, torch.get_num_threads() // ranks)}
+    changes = {
+        "output": None,
+        "engine": engine | ({"device": "cpu"} if torch.cuda.device_count() < ranks else {}),
+        "data": {"batch_size": ranks * images * config.engine.accumulation_steps},
+        "objective": {"placement": placement},
+        "telemetry": {"every": SELDOM, "tensorboard": False},
+    }
+    return changed(config, changes)
+
+
+def measure(
+    config: Config, ranks: int, images: int, turns: Turns, report: Callable[[str], object]
+) -> dict[str, list[list[RankBlock]]]:
+    """By placement of F, the blocks of each round, one per rank."""
+    workers = {}
+    for placement in placements(ranks):
+        chosen = long_enough(configure(config, ranks, images, placement), turns.all_steps + turns.repetitions)
+        port = _free_port()
+        for rank in range(ranks):
+            workers[placement, rank] = partial(RankWorker, chosen, _launch(rank, ranks, port))
+    with in_processes(workers, new_process) as blocks, ThreadPoolExecutor(ranks) as threads:
+
+        def together(placement: str) -> list[RankBlock]:
+            each = [blocks[placement, rank] for rank in range(ranks)]
+            return results([threads.submit(block, turns.warmup, turns.steps) for block in each])
+
+        each = {placement: partial(together, placement) for placement in placements(ranks)}
+        return take_turns(each, turns.repetitions, report=lambda what: report(f"{ranks} ranks, {what}"))
+
+
+def _launch(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment of a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def row_of(ranks: int, placement: str, blocks: Sequence[Sequence[RankBlock]], walked: Walk) -> dict[str, Any]:

@@ -27,15 +27,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from unigrad_fast.benchmarks.harness.images import draw, link_images, spread_evenly
+from unigrad_fast.benchmarks.harness.images import link_images, source, spread_evenly
 from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, ratio_row, spread
 from unigrad_fast.benchmarks.measures.step_blocks import Block, Case, Subject, fitting_beside, measure
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.precision import autocast_dtype
-from unigrad_fast.runtime.tables import table_of_figures
 
 LEAST_BATCHES = 4  # per epoch
 CASES = {"resnet50": Case("resnet50", 224, 16), "resnet18": Case("resnet18", 96, 64)}
@@ -81,13 +80,6 @@ def show(console: Console, title: str, rows: list[dict]) -> None:
             console.print(f"{row['what']}, ms of a step: {', '.join(parts)}")
 
 
-def open_images(given: Path | None, folder: Path) -> tuple[Manifest, str]:
-    """The images to use, drawn in `folder` if none are given, and a description of them."""
-    source, what = (given, f"images of {given.name}") if given else draw(folder / "drawn")
-    found = Manifest.open(source)
-    return found, f"{len(found):,} {what}"
-
-
 def link_tree(found: Manifest, folder: Path, count: int) -> Path:
     """An ImageFolder tree of `count` links to images: a subset spread evenly, or all of them repeatedly."""
     link_images((Path(found.path(number)) for number in spread_evenly(len(found), count)), folder / "images")
@@ -117,7 +109,9 @@ def main(
     numbers = dict.fromkeys((fitting_beside(), torch.get_num_threads())) if neighbour else ()
     beside = [Subject("ours", shipped, threads) for threads in numbers]
     with tempfile.TemporaryDirectory() as folder:
-        found, what = open_images(photographs, Path(folder))
+        images, what = source(photographs, Path(folder))
+        found = Manifest.open(images)
+        what = f"{len(found):,} {what}"
         for name in CASES if case == "all" else [case]:
             chosen = CASES[name]
             batch = batch_size or chosen.batch_size

@@ -33,11 +33,10 @@ from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, sprea
 from unigrad_fast.benchmarks.measures.step_blocks import Block, StepWorker
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.run_folder import RunFolder
-from unigrad_fast.runtime.tables import table_of_figures
 from unigrad_fast.runtime.wording import byte_size, count
 from unigrad_fast.training.same_run import require_same_run
 

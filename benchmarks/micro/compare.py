@@ -36,20 +36,14 @@ from rich.console import Console
 from unigrad_fast.benchmarks.harness import script
 from unigrad_fast.benchmarks.harness.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread, take_turns
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.errors import RunStopped, UserError
-from unigrad_fast.runtime.tables import table_of_figures
 
 HERE = Path(__file__).resolve().parent
 THIS, BASE = "this checkout", "base"
-OPTIONS = (
-    *("-q", "-p", "no:cacheprovider", "-p", "package_origin", "-p", "pytest_benchmark.plugin"),
-    *("--benchmark-disable-gc", "--benchmark-min-time=0.005"),
-    *(
-        "--benchmark-max-time=0.3",
-        "--benchmark-min-rounds=3",
-    ),  # many short runs say more than few long ones
-)
+PLUGINS = ("-p", "no:cacheprovider", "-p", "pytest_benchmark.plugin")
+# Many short runs say more than few long ones.
+TIMES = ("--benchmark-disable-gc", "--benchmark-min-time=0.005", "--benchmark-max-time=0.3", "--benchmark-min-rounds=3")
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def checked_out(root: Path, commit: str) -> Iterator[Path]:
 def copy_suite(source: Path, folder: Path) -> Path:
     """Copy the benchmarks out of the package, so that they do not import it from this checkout."""
     folder.mkdir()
-    for file in (*source.glob("test_*.py"), source / "conftest.py", HERE / "package_origin.py"):
+    for file in (*source.glob("test_*.py"), source / "conftest.py"):
         shutil.copy(file, folder)
     (folder / "pytest.ini").write_text("[pytest]\n")
     return folder
@@ -117,7 +111,7 @@ def run_suite(checkout: Path, suite: Path, only: str) -> Run:
     """
     with tempfile.TemporaryDirectory() as folder:
         times, report = Path(folder, "times.json"), Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", *OPTIONS, "-k", only]
+        command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *TIMES, "-k", only]
         command += ["--benchmark-json", str(times), "--junit-xml", str(report)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": str(checkout), "UNIGRAD_COMPARED": str(checkout)}
@@ -167,11 +161,7 @@ def show(console: Console, rows: list[dict], runs: Mapping[str, list[Run]]) -> N
     for side, kind in itertools.product(runs, ("skipped", "failed")):
         reasons = {name: why for run in runs[side] for name, why in getattr(run, kind).items()}
         for name, why in reasons.items():
-            say(console, f"{kind} on {side}: {name.removeprefix('test_')}: {why}")
-
-
-def say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{kind} on {side}: {name.removeprefix('test_')}: {why}", soft_wrap=True)
 
 
 def main(
@@ -198,8 +188,8 @@ def main(
     console = new_console()
     here = git(root, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").stdout.strip()
     with console.status("making the base's worktree") as status, checked_out(root, commit) as checkout:
-        say(console, f"{THIS}: {here}, {root}")
-        say(console, f"{BASE}: {commit[:12]} ({base}), {checkout}")
+        console.print(f"{THIS}: {here}, {root}", soft_wrap=True)
+        console.print(f"{BASE}: {commit[:12]} ({base}), {checkout}", soft_wrap=True)
         copied = copy_suite(suite, checkout.parent / "benchmarks")
         sides = {BASE: checkout, THIS: root}  # base first, so that a commit without the package fails immediately
         blocks = {side: partial(run_suite, where, copied, only) for side, where in sides.items()}
@@ -209,9 +199,9 @@ def main(
     if rows:
         common = {"this": here, "base": commit[:12], "rounds": rounds}
         path = append(output, "compare", [{**common, **row} for row in rows])
-        say(console, f"above 1 this checkout is faster; rows appended to {path}")
+        console.print(f"above 1 this checkout is faster; rows appended to {path}", soft_wrap=True)
     else:
-        say(console, "nothing could be compared")
+        console.print("nothing could be compared")
     return 1 if any(run.failed for run in runs[THIS]) else 0
 
 

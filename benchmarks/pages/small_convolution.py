@@ -30,13 +30,6 @@ IMAGES = 128
 CPU = torch.device("cpu")
 
 
-def interleaved(library: Callable[[], None], product: Callable[[], None]) -> dict[str, list[float]]:
-    """Milliseconds of torch's convolutions and of ours, alternating in every repetition."""
-    blocks = {"torch": partial(seconds, library, CPU), "product": partial(seconds, product, CPU)}
-    times = take_turns(blocks, REPEATS, warmup=WARMUP)
-    return {variant: [taken * 1e3 for taken in kept] for variant, kept in times.items()}
-
-
 def convolution(module: nn.Module, channels: int, side: int, dtype: torch.dtype) -> Callable[[], None]:
     images = torch.randn(IMAGES, channels, side, side, dtype=dtype).to(memory_format=torch.channels_last)
     images.requires_grad_()
@@ -62,12 +55,15 @@ def step(encoder: nn.Module, images: int, side: int, dtype: torch.dtype) -> Call
     return run
 
 
-def row(what: str, dtype: torch.dtype, times: dict[str, list[float]]) -> dict:
-    spreads = {variant: spread(kept) for variant, kept in times.items()}
-    library, product = (each["median"] for each in spreads.values())
+def row(what: str, dtype: torch.dtype, run_library: Callable[[], None], run_product: Callable[[], None]) -> dict:
+    """Milliseconds of torch's convolutions and of ours, alternating in every repetition."""
+    blocks = {"torch": partial(seconds, run_library, CPU), "product": partial(seconds, run_product, CPU)}
+    times = take_turns(blocks, REPEATS, warmup=WARMUP)
+    spreads = [spread([taken * 1e3 for taken in kept]) for kept in times.values()]
+    library, product = (each["median"] for each in spreads)
     name = str(dtype).removeprefix("torch.")
     print(f"{what:42} {name:8}  torch {library:7.1f} ms   product {product:7.1f} ms   {library / product:5.2f} x")
-    ranges = [round(each["most"] / each["least"], 2) for each in spreads.values()]
+    ranges = [round(each["most"] / each["least"], 2) for each in spreads]
     return {"what": what, "dtype": name, "torch_ms": library, "product_ms": product, "spread": ranges}
 
 
@@ -85,13 +81,13 @@ def main(output: Path = OUTPUT) -> None:
             plain = nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
             small = SmallConv2d(channels, channels, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
             variants = [convolution(module, channels, side, dtype) for module in (plain, small)]
-            rows.append(row(f"{channels} channels, {side} x {side}, {IMAGES} images", dtype, interleaved(*variants)))
+            rows.append(row(f"{channels} channels, {side} x {side}, {IMAGES} images", dtype, *variants))
         small_convolution.MOST_PIXELS = limit
         for images, side in ((128, 32), (64, 48)):
             settings = resolve("cifar_subset").model
             encoders = [Encoder(settings), use_small_convolutions(Encoder(settings))]
             variants = [step(e.to(memory_format=torch.channels_last), images, side, dtype) for e in encoders]
-            rows.append(row(f"ResNet-18 step, {images} images, {side} px", dtype, interleaved(*variants)))
+            rows.append(row(f"ResNet-18 step, {images} images, {side} px", dtype, *variants))
     print(f"rows appended to {append(output, 'small_convolution', rows)}")
 
 

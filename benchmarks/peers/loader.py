@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ LEAST_WARMUP = 4  # batches; at least as many as DALI prefetches
 ENDLESS = 2**40
 
 Batches = Generator[object, None, None]
+Blur = Callable[[View], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -56,31 +58,25 @@ class Setting:
     def manifest(self) -> Manifest:
         return Manifest.open(self.images, self.cache)
 
+    def loader(self) -> Loader:
+        return Loader(self.manifest(), self.views, self.batch_size, device=self.device, threads=self.threads)
+
 
 def ours(setting: Setting) -> Batches:
-    loader = Loader(
-        setting.manifest(), setting.views, setting.batch_size, device=setting.device, threads=setting.threads
-    )
-    for batch in loader.iterate():
+    for batch in setting.loader().iterate():
         yield batch.views
 
 
-def torchvision_v1(setting: Setting) -> Batches:
-    tail = [transforms.ToTensor()]
-    augment = [augmentation(view, transforms, blur_image(view), tail) for view in setting.views]
-    yield from torch_batches(setting, lambda data: each(augment, read_image(data)))
+def torchvision(
+    kit: ModuleType, read: Callable[[bytes], Any], blur: Blur, tail: Sequence[Callable], setting: Setting
+) -> Batches:
+    augment = [augmentation(view, kit, blur, tail) for view in setting.views]
 
+    def transform(data: bytes) -> list[Tensor]:
+        image = read(data)
+        return [view(image) for view in augment]
 
-def torchvision_v2_pillow(setting: Setting) -> Batches:
-    tail = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    augment = [augmentation(view, v2, blur_image(view), tail) for view in setting.views]
-    yield from torch_batches(setting, lambda data: each(augment, read_image(data)))
-
-
-def torchvision_v2_tensors(setting: Setting) -> Batches:
-    tail = [v2.ToDtype(torch.float32, scale=True)]
-    augment = [augmentation(view, v2, blur_tensor(view), tail) for view in setting.views]
-    yield from torch_batches(setting, lambda data: each(augment, read_tensor(data)))
+    yield from torch_batches(setting, transform)
 
 
 def dali_decoding(setting: Setting) -> Batches:
@@ -113,24 +109,13 @@ def pillow_decoding(setting: Setting) -> Batches:
     yield from torch_batches(setting, lambda data: read_image(data).size)
 
 
-OURS, DALI, PILLOW = "ours", "DALI, decoding alone", "Pillow, decoding alone"
-TORCHVISION: dict[str, Callable[[Setting], Batches]] = {
-    "torchvision v1": torchvision_v1,
-    "torchvision v2, Pillow": torchvision_v2_pillow,
-    "torchvision v2, tensors": torchvision_v2_tensors,
-}
-VARIANTS = {OURS: ours, **TORCHVISION, DALI: dali_decoding, PILLOW: pillow_decoding}
-
-
-def augmentation(
-    view: View, kit: ModuleType, blur: Callable[[Any], Any], tail: list[Callable[[Any], Any]]
-) -> Callable[[Any], Tensor]:
+def augmentation(view: View, kit: ModuleType, blur: Blur, tail: Sequence[Callable]) -> Callable[[Any], Tensor]:
     """A preset's view by torchvision: a decoded image to a normalised tensor [3, size, size].
 
     Args:
         view: the view's parameters.
         kit: `torchvision.transforms` or its `v2`.
-        blur: blurs an image.
+        blur: makes the view's function that blurs an image.
         tail: operations that convert the result to an fp32 tensor in 0..1.
     """
     steps = [
@@ -141,7 +126,7 @@ def augmentation(
     if view.gray_probability:
         steps.append(kit.RandomGrayscale(view.gray_probability))
     if view.blur_probability:
-        steps.append(kit.RandomApply([blur], view.blur_probability))
+        steps.append(kit.RandomApply([blur(view)], view.blur_probability))
     if view.solarize_probability:
         steps.append(kit.RandomSolarize(128, view.solarize_probability))
     return kit.Compose([*steps, kit.RandomHorizontalFlip(view.flip_probability), *tail, kit.Normalize(MEAN, DEVIATION)])
@@ -153,10 +138,6 @@ def blur_image(view: View) -> Callable[[Image.Image], Image.Image]:
 
 def blur_tensor(view: View) -> Callable[[Tensor], Tensor]:
     return v2.GaussianBlur(2 * int(np.ceil(3 * view.blur_sigma[1])) + 1, view.blur_sigma)
-
-
-def each(augment: list[Callable[[Any], Tensor]], image: object) -> list[Tensor]:
-    return [view(image) for view in augment]
 
 
 def read_tensor(data: bytes) -> Tensor:
@@ -192,3 +173,13 @@ def torch_batches(setting: Setting, transform: Callable[[bytes], object]) -> Bat
         prefetch_factor=QUEUE,
         multiprocessing_context="fork",  # because the transforms are closures; also the default in a plain script
     )
+
+
+OURS, DALI, PILLOW = "ours", "DALI, decoding alone", "Pillow, decoding alone"
+TO_FLOAT = v2.ToDtype(torch.float32, scale=True)
+TORCHVISION: dict[str, Callable[[Setting], Batches]] = {
+    "torchvision v1": partial(torchvision, transforms, read_image, blur_image, [transforms.ToTensor()]),
+    "torchvision v2, Pillow": partial(torchvision, v2, read_image, blur_image, [v2.ToImage(), TO_FLOAT]),
+    "torchvision v2, tensors": partial(torchvision, v2, read_tensor, blur_tensor, [TO_FLOAT]),
+}
+VARIANTS = {OURS: ours, **TORCHVISION, DALI: dali_decoding, PILLOW: pillow_decoding}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.benchmarks.peers.authors import authors_loss
 
-DECAY = 0.99
+DECAY, TEMPERATURE = 0.99, 0.2
 
 Views = Sequence[Tensor]
 
@@ -26,6 +26,10 @@ class Plain(nn.Module):
     """The mean over both views of `loss_of`, applied to a view and its positive, both normalised."""
 
     normalise: Callable[[Tensor], Tensor] = staticmethod(partial(F.normalize, dim=-1))
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
 
     def forward(self, online: Views, target: Views) -> Tensor:
         first, second = (self.normalise(z) for z in online)
@@ -44,9 +48,9 @@ class Plain(nn.Module):
 class MoCo(Plain):
     """Like MoCo's code, which clones the bank because it is updated before backward reads it."""
 
-    def __init__(self, width: int, bank: int, temperature: float = 0.2):
-        super().__init__()
-        self.temperature, self.pointer = temperature, 0
+    def __init__(self, width: int, bank: int):
+        super().__init__(width)
+        self.pointer = 0
         self.register_buffer("queue", torch.zeros(bank, width))
 
     def forward(self, online: Views, target: Views) -> Tensor:
@@ -55,7 +59,7 @@ class MoCo(Plain):
 
     def loss_of(self, unit_NC: Tensor, positive_NC: Tensor) -> Tensor:
         positive_N1 = (unit_NC * positive_NC).sum(-1, keepdim=True)
-        logit_NK = torch.cat([positive_N1, unit_NC @ self.keys.T], dim=-1) / self.temperature
+        logit_NK = torch.cat([positive_N1, unit_NC @ self.keys.T], dim=-1) / TEMPERATURE
         return F.cross_entropy(logit_NK, torch.zeros(len(unit_NC), dtype=torch.long, device=unit_NC.device))
 
     @torch.no_grad()
@@ -70,16 +74,12 @@ class MoCo(Plain):
 class SimCLR(Plain):
     """InfoNCE over the targets of both views, excluding the row's own."""
 
-    def __init__(self, width: int, temperature: float = 0.2):
-        super().__init__()
-        self.temperature = temperature
-
     def forward(self, online: Views, target: Views) -> Tensor:
         sample_KC = torch.cat([self.normalise(z.detach()) for z in target])
         image_N = torch.arange(len(online[0]), device=sample_KC.device)
         losses = []
         for view, z in enumerate(online):
-            logit_NK = self.normalise(z) @ sample_KC.T / self.temperature
+            logit_NK = self.normalise(z) @ sample_KC.T / TEMPERATURE
             own_NK = torch.zeros_like(logit_NK, dtype=torch.bool)
             own_NK[image_N, image_N + view * len(image_N)] = True
             logit_NK = logit_NK.masked_fill(own_NK, -torch.inf)
@@ -91,7 +91,7 @@ class BYOL(Plain):
     """BYOL and SimSiam, with their predictor as a sequence of torch's layers."""
 
     def __init__(self, width: int):
-        super().__init__()
+        super().__init__(width)
         hidden = max(1, width // 4)
         self.predictor = nn.Sequential(
             nn.Linear(width, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, width)
@@ -108,7 +108,7 @@ class DirectPred(Plain):
     """DirectPred with a fixed W_h; F is updated nevertheless."""
 
     def __init__(self, width: int):
-        super().__init__()
+        super().__init__(width)
         self.register_buffer("matrix", torch.zeros(width, width))
         self.register_buffer("correlation", torch.zeros(width, width))
 
@@ -125,12 +125,12 @@ class DirectPred(Plain):
 class UniGrad(nn.Module):
     """The authors' code."""
 
-    def __init__(self, width: int, balance: float = 100.0):
+    def __init__(self, width: int):
         super().__init__()
-        self.balance, self.correlation = balance, None
+        self.correlation = None
 
     def forward(self, online: Views, target: Views) -> Tensor:
-        loss, self.correlation = authors_loss([*online], [*target], self.correlation, self.balance, DECAY)
+        loss, self.correlation = authors_loss([*online], [*target], self.correlation, 100.0, DECAY)
         return loss
 
 
@@ -138,10 +138,7 @@ class BarlowTwins(Plain):
     """Σ (W_ii − 1)² + λ·Σ_{j≠i} W_ij²."""
 
     normalise = staticmethod(partial(F.batch_norm, running_mean=None, running_var=None, training=True))
-
-    def __init__(self, width: int, balance: float = 5e-3):
-        super().__init__()
-        self.balance = balance
+    balance = 5e-3
 
     def loss_of(self, unit_NC: Tensor, positive_NC: Tensor) -> Tensor:
         cross_CC = unit_NC.T @ positive_NC / len(unit_NC)
@@ -160,19 +157,14 @@ class CrossBatch(BarlowTwins):
 
 class UnitCrossBatch(CrossBatch):
     normalise = Plain.normalise
-
-    def __init__(self, width: int, balance: float = 50.0):
-        super().__init__(width, balance)
+    balance = 50.0
 
 
 class VICReg(Plain):
     """VICReg with its authors' loss."""
 
     normalise = staticmethod(lambda z_NC: z_NC)
-
-    def __init__(self, width: int, invariance: float = 25.0, variance: float = 25.0, covariance: float = 1.0):
-        super().__init__()
-        self.width, self.invariance, self.variance, self.covariance = width, invariance, variance, covariance
+    invariance, variance, covariance = 25.0, 25.0, 1.0
 
     def loss_of(self, unit_NC: Tensor, positive_NC: Tensor) -> Tensor:
         centred_NC = unit_NC - unit_NC.mean(0)
@@ -189,9 +181,7 @@ class VICReg(Plain):
 class OwnBatch(Plain):
     """Row (j): −2·u·m⁺ + λ/2·‖uᵀu/N‖²."""
 
-    def __init__(self, width: int, balance: float = 25.0):
-        super().__init__()
-        self.balance = balance
+    balance = 25.0
 
     def loss_of(self, unit_NC: Tensor, positive_NC: Tensor) -> Tensor:
         own_CC = unit_NC.T @ unit_NC / len(unit_NC)

@@ -35,6 +35,7 @@ class Variant:
     """
 
     name: str
+    correlation: Tensor  # F, [C, C]
     may_fail = False  # whether torch or the machine may lack support; then the failure is reported, not raised
 
     def __init__(self, precision: str, width: int, device: torch.device):
@@ -52,11 +53,6 @@ class Variant:
     def compute(self, online: Views, target: Views) -> None:
         raise NotImplementedError
 
-    @property
-    def correlation(self) -> Tensor:
-        """F, [C, C]."""
-        raise NotImplementedError
-
     def correlation_bytes(self) -> int:
         """Bytes of F and other state that is kept between steps."""
         return self.correlation.nbytes
@@ -64,21 +60,14 @@ class Variant:
 
 class Authors(Variant):
     name = "authors"
-
-    def __init__(self, precision: str, width: int, device: torch.device):
-        super().__init__(precision, width, device)
-        self.moving: Tensor | None = None
+    correlation = None  # before the first step
 
     def compute(self, online: Views, target: Views) -> None:
         dtype = DTYPES[self.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            loss, moving = authors_loss(online, target, self.moving, BALANCE, DECAY)
-        self.moving = moving.to(dtype)
+            loss, correlation = authors_loss(online, target, self.correlation, BALANCE, DECAY)
+        self.correlation = correlation.to(dtype)
         loss.backward()
-
-    @property
-    def correlation(self) -> Tensor:
-        return self.moving
 
 
 class PlainTorch(Variant):
@@ -86,7 +75,7 @@ class PlainTorch(Variant):
 
     def __init__(self, precision: str, width: int, device: torch.device, compiled: bool):
         super().__init__(precision, width, device)
-        self.moving = torch.zeros(width, width, device=device)
+        self.correlation = torch.zeros(width, width, device=device)
         self.first = True
         self.compiled = compiled
         self.may_fail = self.may_fail or compiled  # a machine without a compiler, or a torch that cannot compile this
@@ -100,7 +89,7 @@ class PlainTorch(Variant):
         gradient, decay = (self._gradient, 0.0) if self.first else (self.gradient, DECAY)
         self.first = False
         with torch.no_grad():
-            _, gradients = gradient([z.detach() for z in online], target, self.moving, decay)
+            _, gradients = gradient([z.detach() for z in online], target, self.correlation, decay)
         torch.autograd.backward(online, gradients)
 
     @classmethod
@@ -120,10 +109,6 @@ class PlainTorch(Variant):
     @staticmethod
     def move(moving: Tensor, unit_MC: Tensor, target_MC: Tensor, decay: float) -> Tensor:
         raise NotImplementedError
-
-    @property
-    def correlation(self) -> Tensor:
-        return self.moving
 
 
 class InPlace(PlainTorch):
@@ -205,9 +190,7 @@ def variants(width: int, device: torch.device, compiled: bool) -> list[Variant]:
     on_gpu = device.type == "cuda"
     single = ("fp32", "tf32") if on_gpu else ("fp32",)
     half = ("bf16",) if has_fast_bf16(device) else ()
-    ways = [False]
-    if compiled and (on_gpu or width <= WIDEST_COMPILED_ON_CPU):
-        ways.append(True)
+    ways = (False, True) if compiled and (on_gpu or width <= WIDEST_COMPILED_ON_CPU) else (False,)
     return [
         *(Authors(precision, width, device) for precision in single),
         *(Authors(precision, width, device) for precision in ("fp16", *half) if on_gpu),

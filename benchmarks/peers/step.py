@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from unigrad_fast.benchmarks.peers.authors import authors_loss
+from unigrad_fast.benchmarks.peers.loader import augmentation, blur_image
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder, build_encoder
-from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.presets import DEVIATION, MEAN
+from unigrad_fast.pipelines import Manifest, preset_views
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training.target import make_target
@@ -97,23 +96,10 @@ class Authors(Variant):
             mine.data = mine.data * momentum + theirs.data * (1 - momentum)
 
 
-def simsiam_augmentation(size: int) -> transforms.Compose:
+def simsiam_augmentation(size: int) -> Callable[[Image.Image], Tensor]:
     """SimSiam's augmentation by torchvision: a Pillow image to a normalised tensor [3, size, size]."""
-
-    def blur(image: Image.Image) -> Image.Image:
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
-
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(size, scale=(0.2, 1.0)),
-            transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
-            transforms.RandomGrayscale(p=0.2),
-            transforms.RandomApply([blur], p=0.5),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(MEAN, DEVIATION),
-        ]
-    )
+    view, _ = preset_views("simsiam", size)
+    return augmentation(view, transforms, blur_image, [transforms.ToTensor()])
 
 
 class Ours(Variant):

@@ -7,8 +7,10 @@ import stat
 
 from PIL import Image, UnidentifiedImageError
 
-# The formats of torchvision's ImageFolder; DALI decodes all of them.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# The formats of torchvision's ImageFolder, by extension; DALI decodes all of them.
+FORMAT_OF = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".ppm": "PPM", ".bmp": "BMP"}
+FORMAT_OF |= {".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF", ".webp": "WEBP"}
+EXTENSIONS = tuple(FORMAT_OF)
 ENDINGS = tuple(extension.encode() for extension in EXTENSIONS)
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 _ORIENTATION, _WIDTH, _HEIGHT = 0x112, 0x100, 0x101  # tags of TIFF files

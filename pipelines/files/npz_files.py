@@ -6,6 +6,7 @@ import tokenize
 import zipfile
 import zlib
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -17,9 +18,9 @@ DAMAGED = (
 )
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(file: Path | IO[bytes]) -> dict[str, np.ndarray]:
     """All arrays of an .npz file. Raises one of `DAMAGED` if it is absent or damaged."""
-    with np.load(path) as content:
+    with np.load(file) as content:
         return {key: np.asarray(content[key]) for key in content.files}  # numpy returns other members as bytes
 
 

@@ -18,9 +18,8 @@ class File:
         self.path, self.number = path, -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(
-        self, close: Callable[[int], None] = os.close
-    ) -> None:  # a default, because `os` is gone when the interpreter ends
+    # The default is needed because `os` is gone when the interpreter ends.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.number >= 0:
             close(self.number)
 

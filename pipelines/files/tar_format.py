@@ -137,7 +137,7 @@ def text_of(name: bytes) -> str:
 
 
 def header_of(name: bytes, size: int) -> bytes:
-    info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
+    info = tarfile.TarInfo(text_of(name))
     info.size, info.mode = size, 0o644
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from ..files.headers import EXTENSIONS
+from ..files.tar_format import text_of
 
 _SHOWN = 5  # endings in a message
 
@@ -22,14 +23,11 @@ def tell(source: str, counts: Counter[bytes]) -> None:
     """Warns of ignored files."""
     if not counts:
         return
-    kinds = [f"{number:,} {_name(kind)}" for kind, number in counts.most_common(_SHOWN)]
+    shown = counts.most_common(_SHOWN)
+    kinds = [f"{number:,} {text_of(kind) or 'without an extension'}" for kind, number in shown]
     if len(counts) > _SHOWN:
-        kinds.append(f"{sum(counts.values()) - sum(number for _, number in counts.most_common(_SHOWN)):,} others")
+        kinds.append(f"{counts.total() - sum(number for _, number in shown):,} others")
     warnings.warn(f"{source}: ignored {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}", stacklevel=4)
-
-
-def _name(kind: bytes) -> str:
-    return kind.decode("utf-8", "surrogateescape") or "without an extension"
 
 
 def to_array(counts: Counter[bytes]) -> np.ndarray:

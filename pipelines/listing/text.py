@@ -15,24 +15,6 @@ def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
     Raises:
         DataError: the list cannot be read, names no image, or only some of its lines have labels.
     """
-    lines = _lines(source)
-    names, texts = _split_lines(source, lines)
-    return [number for number, _ in lines], names, texts
-
-
-def not_there(source: str, numbers: list[int], names: list[bytes], missing: list[int]) -> str:
-    """The message for a list with missing images, given by their positions."""
-    first = missing[0]
-    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    path = os.fsdecode(os.path.join(os.fsencode(os.path.dirname(source)), names[first]))
-    return (
-        f"{source}, line {numbers[first]}: {path} does not exist or is not a file{more}; correct the path, which "
-        "is relative to the list's folder, or remove the line; put a TAB before a label"
-    )
-
-
-def _lines(source: str) -> list[tuple[int, bytes]]:
-    """Lines of a list that name an image, with their numbers from 1."""
     try:
         with open(source, "rb") as file:
             content = file.read().removeprefix(b"\xef\xbb\xbf")
@@ -47,7 +29,19 @@ def _lines(source: str) -> list[tuple[int, bytes]]:
     ]
     if not lines:
         raise DataError(f"{source}: lists no image; write the path of an image per line")
-    return lines
+    names, texts = _split_lines(source, lines)
+    return [number for number, _ in lines], names, texts
+
+
+def not_there(source: str, numbers: list[int], names: list[bytes], missing: list[int]) -> str:
+    """The message for a list with missing images, given by their positions."""
+    first = missing[0]
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    path = os.fsdecode(os.path.join(os.fsencode(os.path.dirname(source)), names[first]))
+    return (
+        f"{source}, line {numbers[first]}: {path} does not exist or is not a file{more}; correct the path, which "
+        "is relative to the list's folder, or remove the line; put a TAB before a label"
+    )
 
 
 def _split_lines(source: str, lines: list[tuple[int, bytes]]) -> tuple[list[bytes], list[bytes]]:

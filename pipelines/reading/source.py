@@ -41,9 +41,9 @@ class Source:
         last: int | None,
         ahead: int,
         timeout: float,
-        seed: int | None,
-        known: dict[tuple[int, int], str],
         damaged: Damaged,
+        seed: int | None = None,
+        known: dict[tuple[int, int], str] | None = None,
         stopped: Callable[[], bool] = lambda: False,
         outlasts: bool = False,
         threads: int = THREADS,
@@ -52,7 +52,7 @@ class Source:
         self._spare: tuple[int, np.ndarray] | None = None  # an image that could be read, and its bytes
         self.manifest, self.indices, self.last, self.ahead = manifest, indices, last, ahead
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
-        self.candidates = Candidates(manifest, seed, known, damaged)
+        self.candidates = Candidates(manifest, seed, {} if known is None else known, damaged)
         self._threads = Threads(threads)
         self._begun: dict[int, Reading] = {}
         self._taken: dict[int, Supply] = {}  # may be requested again

@@ -15,7 +15,7 @@ class Threads:
         self._busy: dict[int, float] = {}  # start of the current call, by thread
         self._count = 0
         for _ in range(count):
-            self._add()
+            self.add()
 
     def call(self, function: Callable[[], None]) -> None:
         self._calls.put(function)
@@ -26,7 +26,7 @@ class Threads:
         for number, since in list(self._busy.items()):
             if since < late:
                 self._busy.pop(number, None)
-                self._add()
+                self.add()
 
     def close(self) -> None:
         with suppress(Empty):
@@ -35,7 +35,7 @@ class Threads:
         for _ in range(self._count):
             self._calls.put(None)
 
-    def _add(self) -> None:
+    def add(self) -> None:
         self._count += 1
         arguments = self._calls, self._busy, self._count
         threading.Thread(target=_work, args=arguments, name="image reader", daemon=True).start()

@@ -9,13 +9,8 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from ..files.headers import FORMATS, stored_size
+from ..files.headers import FORMAT_OF, FORMATS, stored_size
 from .decoder import Decoder
-
-_EXTENSIONS = {
-    **{".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"},
-    **{".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF"},
-}
 
 
 def find_defect(data: bytes, facts: dict[str, Any], decoder: Decoder) -> str | None:
@@ -77,7 +72,7 @@ def _notes(image: Image.Image, data: bytes, path: str, said: list[str]) -> Itera
     """What is unusual about an image that decodes."""
     extension = os.path.splitext(path)[1]
     kind = "JPEG" if image.format == "MPO" else image.format  # JPEG files with several images
-    if _EXTENSIONS.get(extension.lower(), kind) != kind:
+    if FORMAT_OF.get(extension.lower(), kind) != kind:
         yield f"{image.format} named {extension}"
     for line in said:
         if line.startswith("Corrupt JPEG data: "):
@@ -89,10 +84,8 @@ def _notes(image: Image.Image, data: bytes, path: str, said: list[str]) -> Itera
             yield "no end marker"
     if image.mode == "CMYK":
         yield _colour(image)
-    png = image.format == "PNG"
-    if (png and data[24] == 16) or (
-        not png and image.mode.startswith("I")
-    ):  # Pillow does not report it for colour PNGs
+    # Pillow does not report it for colour PNGs.
+    if data[24] == 16 if image.format == "PNG" else image.mode.startswith("I"):
         yield "16 bits per channel"
     if image.mode == "F":
         yield "floating-point values"

@@ -18,10 +18,11 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import DataError
 from ..files.headers import reason
+from ..files.whole_files import write_whole
 from ..manifest import Manifest
 
 COLUMNS = ("path", "label", "width", "height", "format", "colour", "bytes", "digest", "note")
@@ -57,21 +58,6 @@ def open_rows(folder: Path) -> Iterator[io.FileIO]:
         yield file
 
 
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[IO[str]]:
-    """A text file that is replaced as a whole, or not at all."""
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        with open(draft, "w", **TEXT) as file:
-            yield file
-        os.replace(draft, path)
-    except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # a full disk names no file
-        raise
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> None:
     """Drops the results of a scan of other files, and records which files are scanned now."""
     now = {"version": _VERSION, "path": source, "fingerprint": manifest.fingerprint, "images": len(manifest)}
@@ -86,8 +72,7 @@ def begin(manifest: Manifest, source: str, folder: Path, rows: io.FileIO) -> Non
     rows.truncate(0)
     for name in FILES[1:]:
         (folder / name).unlink(missing_ok=True)
-    with whole(folder / _DESCRIPTION) as draft:
-        json.dump(now, draft, indent=2)
+    write_whole(folder / _DESCRIPTION, json.dumps(now, indent=2).encode())
 
 
 def _before(folder: Path) -> dict[str, Any]:
@@ -144,10 +129,10 @@ def append(rows: io.FileIO, content: bytes) -> None:
 
 
 def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
-    return "".join(map(csv_line, rows)).encode(TEXT["encoding"], TEXT["errors"])
+    return "".join(map(_csv_line, rows)).encode(TEXT["encoding"], TEXT["errors"])
 
 
-def csv_line(row: Iterable[Any]) -> str:
+def _csv_line(row: Iterable[Any]) -> str:
     text = io.StringIO(newline="")
     # Before Python 3.13 the writer quotes a carriage return only where it ends the lines.
     csv.writer(text, lineterminator="\r\n").writerow(row)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files.whole_files import whole
 from ..manifest import Manifest
-from .files import BAD, TEXT, csv_line, name_of, whole
+from .files import BAD, TEXT, as_csv, name_of
 
 
 @dataclass
@@ -18,8 +19,8 @@ class Summary:
 
     Attributes:
         images, bytes: number of images, and total size of their files.
-        bad: int64, positions in the manifest of the images that cannot be used.
-        unread: int64, the bad images whose bytes could not be read, perhaps because of the storage.
+        bad: positions in the manifest of the images that cannot be used.
+        unread: the bad images whose bytes could not be read, perhaps because of the storage.
         reasons: number of bad images per kind of reason.
         first: path and reason of the first few bad ones.
         notes: number of usable images per kind of note.
@@ -29,9 +30,9 @@ class Summary:
     """
 
     images: int
-    bad: np.ndarray
-    unread: np.ndarray
     bytes: int = 0
+    bad: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     first: list[tuple[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -44,30 +45,27 @@ class Summary:
 def summarize(manifest: Manifest, folder: str | os.PathLike, first: int = 5) -> Summary:
     """Reads the rows of a finished scan and writes bad.csv and duplicates.csv next to them; `first` as in `Summary`."""
     folder = Path(folder)
-    bad: list[int] = []
-    unread: list[int] = []
-    found = Summary(images=len(manifest), bad=np.zeros(0, np.int64), unread=np.zeros(0, np.int64))
+    found = Summary(images=len(manifest))
     sides = np.zeros((len(manifest), 2), np.int32)
     digests = np.zeros(len(manifest), np.uint64)
     with open(folder / "manifest.csv", **TEXT) as file, whole(folder / "bad.csv") as draft:
-        draft.write(csv_line(("path", "reason")))
+        draft.write(as_csv([("path", "reason")]))
         for index, row in enumerate(csv.DictReader(file)):
             found.bytes += int(row["bytes"] or 0)
             if row["bytes"] and int(row["bytes"]):
                 digests[index] = int(row["digest"], 16)
             if row["note"].startswith(BAD):
                 reason = row["note"].removeprefix(BAD)
-                bad.append(index)
-                unread += [] if row["bytes"] else [index]
+                found.bad.append(index)
+                found.unread += [] if row["bytes"] else [index]
                 found.reasons[_kind(reason)] += 1
-                found.first += [(row["path"], reason)] if len(bad) <= first else []
-                draft.write(csv_line((row["path"], reason)))
+                found.first += [(row["path"], reason)] if len(found.bad) <= first else []
+                draft.write(as_csv([(row["path"], reason)]))
                 continue
             found.formats[row["format"]] += 1
             found.colours[row["colour"]] += 1
             found.notes.update(_kind(note) for note in row["note"].split("; ") if note)
             sides[index] = int(row["width"]), int(row["height"])
-    found.bad, found.unread = np.array(bad, np.int64), np.array(unread, np.int64)
     found.sizes = _spread(sides[sides[:, 0] > 0])
     found.duplicates = _write_duplicates(manifest, digests, folder / "duplicates.csv")
     return found
@@ -90,7 +88,7 @@ def _write_duplicates(manifest: Manifest, digests: np.ndarray, path: Path) -> in
     original = first[inverse.reshape(-1)]
     later = np.flatnonzero((original != np.arange(len(digests))) & (digests != 0))
     with whole(path) as draft:
-        draft.write(csv_line(("path", "same_as")))
+        draft.write(as_csv([("path", "same_as")]))
         for index in later.tolist():
-            draft.write(csv_line((name_of(manifest, index), name_of(manifest, int(original[index])))))
+            draft.write(as_csv([(name_of(manifest, index), name_of(manifest, int(original[index])))]))
     return len(later)

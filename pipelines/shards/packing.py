@@ -28,13 +28,13 @@ import numpy as np
 from ..errors import DataError
 from ..files.npz_files import DAMAGED
 from ..files.tar_format import BLOCK
+from ..files.whole_files import write_whole
 from ..manifest import Manifest
 from ..order import epoch_order
 from ..reading.timed import TimedReader
 from .archives import CLASSES, UNFINISHED
 from .index import INDEX
-from .packed_images import ahead, prepare
-from .writing import ROW, read_part, shard_name, write_shard, write_then_rename
+from .writing import ROW, ahead, prepare, read_part, shard_name, write_shard
 
 DESCRIPTION, LEFT_OUT = "shards.json", "left-out.txt"
 
@@ -117,7 +117,7 @@ def pack(
         _require_space(manifest, folder, sum(len(parts[number]) for number in missing))
     told(len(order) - sum(len(parts[number]) for number in missing))
     keys = _keys(manifest) if missing else []
-    pool, reader = ThreadPoolExecutor(threads), TimedReader(manifest, timeout)
+    pool, reader = ThreadPoolExecutor(threads), TimedReader(manifest, timeout, threads)
     try:
         for number in missing:
             prepared = ahead(
@@ -129,6 +129,7 @@ def pack(
             write_shard(folder, number, manifest, keys, prepared, told)
     finally:
         pool.shutdown(cancel_futures=True)
+        reader.close()
     return _finish(folder, len(parts), manifest, description)
 
 
@@ -165,7 +166,7 @@ def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     if any(not name.startswith(".") for name in os.listdir(folder)):
         raise DataError(f"folder = {folder}: is not empty and holds no shards from `data shard`; give a new folder")
-    write_then_rename(folder / DESCRIPTION, [json.dumps(description, indent=1).encode()])
+    write_whole(folder / DESCRIPTION, json.dumps(description, indent=1).encode())
     return description
 
 
@@ -214,12 +215,12 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     if not used:
         raise DataError(f"none of the {len(manifest)} images can be decoded; {os.fsdecode(left_out[0])}")
     if left_out:
-        write_then_rename(folder / LEFT_OUT, [line + b"\n" for line in left_out])
+        write_whole(folder / LEFT_OUT, b"".join(line + b"\n" for line in left_out))
     files = [shard_name(number) for number in used]
     sizes, digests = [int(parts[number]["bytes"]) for number in used], [parts[number]["digest"] for number in used]
     if manifest.has_labels:
         classes = "".join(f"{name}\n" for name in manifest.classes).encode("utf-8", "surrogateescape")
-        write_then_rename(folder / CLASSES, [classes])
+        write_whole(folder / CLASSES, classes)
         files.append(CLASSES)
         sizes.append(len(classes))
         digests.append(np.frombuffer(hashlib.blake2b(classes, digest_size=16).digest(), np.uint8))
@@ -246,7 +247,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         sizes=np.stack([column["width"], column["height"]], axis=1).astype(np.int32),
         digests=column["digest"],
     )
-    write_then_rename(folder / INDEX, [encoded.getbuffer()])
+    write_whole(folder / INDEX, encoded.getbuffer())
     packed = Packed(
         shards=len(used),
         images=len(rows),
@@ -257,6 +258,6 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
     )
     index = hashlib.blake2b(encoded.getbuffer(), digest_size=16).hexdigest()
     finished = {**description, "packed": asdict(packed), "index": index}
-    write_then_rename(folder / DESCRIPTION, [json.dumps(finished, indent=1).encode()])
+    write_whole(folder / DESCRIPTION, json.dumps(finished, indent=1).encode())
     shutil.rmtree(folder / UNFINISHED)
     return packed

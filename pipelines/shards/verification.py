@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files.headers import reason
-from ..files.npz_files import DAMAGED
+from ..files.npz_files import DAMAGED, read_arrays
 from .archives import CLASSES, tar_files
 from .index import INDEX
 from .packing import read_description
@@ -36,8 +36,7 @@ def verify(folder: Path, threads: int, told: Callable[[int], None]) -> list[str]
         content = (folder / INDEX).read_bytes()
         if hashlib.blake2b(content, digest_size=16).hexdigest() != description["index"]:
             raise ValueError
-        with np.load(io.BytesIO(content)) as arrays:
-            index = {key: arrays[key] for key in arrays.files}
+        index = read_arrays(io.BytesIO(content))
     except DAMAGED as error:
         why = reason(error) if isinstance(error, OSError) else "differs from what was written"
         return [f"{folder / INDEX}: {why}"]

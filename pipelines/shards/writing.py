@@ -1,22 +1,86 @@
-"""Writes one shard, and the part of the index for its images."""
+"""Prepares the images of a shard, as they are or smaller, and writes the shard and its part of the index."""
 
 import hashlib
 import io
 import os
 import re
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from ..files.headers import FORMAT_OF, FORMATS, reason, stored_size
 from ..files.npz_files import read_arrays
 from ..files.tar_format import BLOCK, header_of, padded
+from ..files.whole_files import whole, write_whole
 from ..manifest import Manifest
+from ..reading.timed import TimedReader
 from .archives import UNFINISHED
-from .packed_images import Prepared
 
 ROW = ("at", "length", "label", "width", "height", "digest", "before", "again")  # of an image; before: original bytes
+_ENDINGS = {kind: extension.encode() for extension, kind in reversed(FORMAT_OF.items())} | {"MPO": b".jpg"}
+_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes that fit into 8-bit RGB
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image ready for writing, or the reason why it is left out."""
+
+    image: int
+    content: bytes = b""
+    ending: bytes = b""
+    size: tuple[int, int] = (0, 0)
+    before: int = 0  # bytes
+    again: bool = False  # whether it was encoded again
+    defect: str | None = None
+
+
+def prepare(reader: TimedReader, image: int, short: int | None, quality: int) -> Prepared:
+    """Reads and decodes an image, and shrinks it if its short side has more pixels than `short`."""
+    try:
+        content = reader.read(image)
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+            size = stored_size(decoded)
+            decoded.load()  # finds damaged images now, not in a training run
+            ending, before = _ENDINGS[decoded.format], len(content)
+            again = short is not None and min(size) > short and decoded.mode in _COLOURS
+            if again:
+                size = tuple(max(short, round(side * short / min(decoded.size))) for side in decoded.size)
+                content, ending = _smaller(decoded, size, quality), b".jpg"
+    except OSError as error:
+        return Prepared(image, defect=reason(error))
+    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        return Prepared(image, defect=str(error) or type(error).__name__)
+    return Prepared(image, content, ending, size, before, again)
+
+
+def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
+    # Lanczos keeps the most detail, and Pillow scales its support to the output pixel, so nothing aliases.
+    image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+    encoded = io.BytesIO()
+    image.resize(size, Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
+    return encoded.getvalue()
+
+
+def ahead(
+    pool: ThreadPoolExecutor, function: Callable[[int], Prepared], images: list[int], depth: int
+) -> Iterator[Prepared]:
+    """Results in order, computed in the pool at most `depth` ahead."""
+    waiting: deque = deque()
+    for image in images:
+        waiting.append(pool.submit(function, image))
+        if len(waiting) >= depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def write_shard(
@@ -29,9 +93,13 @@ def write_shard(
 ) -> None:
     """Writes one shard, and the part of the index for it before the shard gets its final name."""
     names, rows, left_out = [], [], []
-    digest, position = hashlib.blake2b(digest_size=16), 0
+    digest = hashlib.blake2b(digest_size=16)
+    with whole(folder / shard_name(number)) as file:
 
-    def pieces() -> Iterator[bytes]:
+        def add(piece: bytes) -> None:
+            digest.update(piece)
+            file.write(piece)
+
         for one in prepared:
             if one.defect:
                 line = f"{_escaped(manifest.path(one.image))}\t{' '.join(one.defect.split())}"
@@ -44,7 +112,7 @@ def write_shard(
                 names.append(name)
                 rows.append(
                     (
-                        position + len(head),
+                        file.tell() + len(head),
                         len(one.content),
                         label,
                         *one.size,
@@ -53,34 +121,24 @@ def write_shard(
                         one.again,
                     )
                 )
-                yield head + padded(one.content)
+                add(head + padded(one.content))
                 if manifest.labels is not None:
                     text = str(label).encode()
-                    yield header_of(keys[one.image] + b".cls", len(text)) + padded(text)
+                    add(header_of(keys[one.image] + b".cls", len(text)) + padded(text))
             told(1)
-        yield bytes(2 * BLOCK)  # the end mark
-
-    def counted() -> Iterator[bytes]:
-        nonlocal position
-        for piece in pieces():
-            digest.update(piece)
-            position += len(piece)
-            yield piece
-
-    def describe() -> None:
-        encoded = io.BytesIO()
+        add(bytes(2 * BLOCK))  # the end mark
+        file.flush()  # before the part, so that a full disk names the shard
+        part = io.BytesIO()
         np.savez(
-            encoded,
+            part,
             rows=np.array(rows, np.int64).reshape(-1, len(ROW)),
             names=np.frombuffer(b"\0".join(names), np.uint8),
             left_out=np.frombuffer(b"\n".join(left_out), np.uint8),
-            bytes=position,
+            bytes=file.tell(),
             digest=np.frombuffer(digest.digest(), np.uint8),
         )
         (folder / UNFINISHED).mkdir(exist_ok=True)
-        write_then_rename(folder / UNFINISHED / f"{number:06}.npz", [encoded.getbuffer()])
-
-    write_then_rename(folder / shard_name(number), counted(), describe)
+        write_whole(folder / UNFINISHED / f"{number:06}.npz", part.getbuffer())
     if not rows:
         os.unlink(folder / shard_name(number))
 
@@ -101,25 +159,3 @@ def _escaped(name: str) -> str:
 
 def short_digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-
-
-def write_then_rename(path: Path, pieces: Any, before_rename: Callable[[], None] = lambda: None) -> None:
-    """Writes a file completely and durably, or not at all. Raises OSError with its name."""
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        with open(draft, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        before_rename()
-        os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # of the new name
-        finally:
-            os.close(folder)
-    except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # a full disk names no file
-        raise
-    finally:
-        draft.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unigrad_fast.dry_run import Card
+from unigrad_fast.dry_run.cards import Card
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
 from unigrad_fast.networks.residual import fuse

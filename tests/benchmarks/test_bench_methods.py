@@ -14,7 +14,7 @@ from unigrad_fast import cli
 from unigrad_fast.benchmarks.harness.timed import Timed
 from unigrad_fast.benchmarks.measures import methods as bench_methods
 from unigrad_fast.benchmarks.measures.methods import GROUPS, objectives
-from unigrad_fast.benchmarks.measures.objective_blocks import draw_embeddings
+from unigrad_fast.benchmarks.measures.objective import draw_embeddings
 from unigrad_fast.benchmarks.peers.objective import release
 
 CPU = torch.device("cpu")

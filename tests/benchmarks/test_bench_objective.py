@@ -11,7 +11,7 @@ import torch
 from unigrad_fast import cli
 from unigrad_fast.benchmarks.counts.roofline import Design, Peaks, launches, measure_peaks
 from unigrad_fast.benchmarks.harness.memory import peak_bytes
-from unigrad_fast.benchmarks.measures import objective_blocks as objective_measure
+from unigrad_fast.benchmarks.measures import objective as objective_measure
 from unigrad_fast.benchmarks.peers.objective import (
     BALANCE,
     DECAY,

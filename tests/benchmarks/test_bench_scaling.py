@@ -16,10 +16,9 @@ from unigrad_fast.benchmarks.harness.processes import results
 from unigrad_fast.benchmarks.harness.run_config import changed
 from unigrad_fast.benchmarks.harness.turns import Turns
 from unigrad_fast.benchmarks.measures import scaling as bench_scaling
-from unigrad_fast.benchmarks.measures import scaling_blocks as scaling_measure
-from unigrad_fast.benchmarks.measures.scaling_blocks import RankBlock
+from unigrad_fast.benchmarks.measures.scaling import RankBlock
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run import Collectives, Walk
+from unigrad_fast.dry_run.walked import Collectives, Walk
 from unigrad_fast.runtime.collectives import Sum
 from unigrad_fast.runtime.errors import UserError
 
@@ -52,7 +51,7 @@ def make_thin() -> None:
 
 def run(config: Config, ranks: tuple[int, ...], output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
     """The recorded rows, by what they are of."""
-    monkeypatch.setattr(scaling_measure, "new_process", thin_process)
+    monkeypatch.setattr(bench_scaling, "new_process", thin_process)
     with thin():
         bench_scaling.main(config, ranks, IMAGES, Turns(repetitions=1, steps=1), output)
     return {row["what"]: row for row in map(json.loads, (output / "scaling.jsonl").read_text().splitlines())}

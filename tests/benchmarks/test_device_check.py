@@ -101,7 +101,7 @@ def test_wrong_views_and_files_that_are_not_refused_fail(change, word):
 
 NOT_TIMED = "from unigrad_fast.benchmarks.measures import objective; objective.bench = lambda *_, **__: []; "
 GATES_OF_ZERO = NOT_TIMED + "kernels.GATES = dict.fromkeys(kernels.GATES, 0.0); kernels.CHECKS = kernels.CHECKS[:1]"
-A_CHECK_THAT_RAISES = NOT_TIMED + "kernels.CHECKS = (lambda scene: 1 / 0,)"
+A_CHECK_THAT_RAISES = NOT_TIMED + "kernels.CHECKS = (lambda device: 1 / 0,)"
 
 
 @pytest.mark.parametrize(("change", "word"), [(GATES_OF_ZERO, "dz"), (A_CHECK_THAT_RAISES, "ZeroDivisionError")])

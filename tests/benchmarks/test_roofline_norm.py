@@ -21,7 +21,8 @@ from roofline_norm import (
 from thin import thin
 
 from unigrad_fast.config import resolve
-from unigrad_fast.dry_run import Card, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walking import walk
 
 ROOFLINE = Path(__file__).resolve().parents[2] / "benchmarks/ROOFLINE.md"
 LAYER = 256 * 256 * 56 * 56

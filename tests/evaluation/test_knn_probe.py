@@ -48,7 +48,7 @@ def judged(data: Path, max_bad_fraction: float = 0.1) -> dict[str, KNNResult]:
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"batch_size": 4})})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     manifests = [Manifest.from_folder(folder) for folder in folders.values()]
-    probe = KNNProbe(config.data, config.evaluation, world, *manifests)
+    probe = KNNProbe(config, world, *manifests)
     results = {"mean": probe(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), None)}
     return results | {name: probe(module, None, size, 1.0) for name, (module, size) in BASELINES.items()}
 

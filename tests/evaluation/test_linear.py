@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import linear, linear_paper, linear_quick
-from unigrad_fast.evaluation.linear import LinearProbe
-from unigrad_fast.evaluation.linear_paper import ProbeSchedule, paper
+from unigrad_fast.evaluation.linear import FrozenEncoder
+from unigrad_fast.evaluation.linear_paper import ProbeSchedule, Unfinished, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World
@@ -56,7 +55,7 @@ def probe(
     images_at_once: int = 256,
     max_bad_fraction: float = 0.03,
     say: Callable[[str], None] = lambda line: None,
-) -> LinearProbe:
+) -> FrozenEncoder:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
     parts = {
@@ -66,7 +65,7 @@ def probe(
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     train, val = (Manifest.from_folder(data / part) for part in ("train", "val"))
-    return LinearProbe(config, world, train, val, backbone or Spectrum(), None, say)
+    return FrozenEncoder(config, world, train, val, backbone or Spectrum(), None, say)
 
 
 def synthetic_features() -> tuple[Tensor, Tensor]:
@@ -106,8 +105,7 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
         classifier = quick(made)
     else:
         classifier = paper(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
-    result = made.judge(classifier)
-    return result.accuracy, result.top5, result.images, lines, classifier.weight.detach()
+    return *made.judge(classifier), lines, classifier.weight.detach()
 
 
 @pytest.mark.parametrize("protocol", ["quick", "paper"])
@@ -262,7 +260,7 @@ class AskedToLeave:
 def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str], Tensor]:
     lines: list[str] = []
     made = probe(data, say=lines.append)
-    unfinished = Unfinished(folder, "probe", {}, made.world, lines.append)
+    unfinished = Unfinished(folder, "probe", {}, lines.append)
     if calls != 2:
         with pytest.raises(Preempted):
             paper(made, ProbeSchedule(3, 48, 10.0), unfinished, AskedToLeave())

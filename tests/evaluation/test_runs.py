@@ -20,10 +20,9 @@ from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import linear_paper
-from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.evaluation.linear_paper import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World
 
 PAPER = ("--protocol", "paper", "--batch_size", "12", "--base_lr", "10")
 
@@ -258,8 +257,7 @@ def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, cap
 
 def test_a_state_is_found_by_the_same_settings_alone_and_a_damaged_one_is_said(tmp_path):
     said: list[str] = []
-    world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
-    one, same, other = (Unfinished(tmp_path, "a", {"epochs": n}, world, said.append) for n in (1, 1, 2))
+    one, same, other = (Unfinished(tmp_path, "a", {"epochs": n}, said.append) for n in (1, 1, 2))
     state = {"weight": torch.randn(3), "failures": [(1, 2, "/images/\udcff.jpg", "cut off")]}
     one.save(state)
     assert torch.equal(same.load()["weight"], state["weight"]) and same.load()["failures"] == state["failures"]

@@ -13,9 +13,19 @@ from PIL import Image
 from unigrad_fast import cli
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.images import preview
-from unigrad_fast.images.preview_layout import BADGE, HEAD, ORIGINAL, Layout, load_font, shortened
 from unigrad_fast.images.preview_rows import Mixed, Row, collect, operations
-from unigrad_fast.images.preview_sheet import GLOBAL_COLOURS, LOCAL_COLOURS, _free_spot, draw
+from unigrad_fast.images.preview_sheet import (
+    BADGE,
+    GLOBAL_COLOURS,
+    HEAD,
+    LOCAL_COLOURS,
+    ORIGINAL,
+    Layout,
+    _free_spot,
+    draw,
+    load_font,
+    shortened,
+)
 from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, preset_views
 from unigrad_fast.pipelines.order import epoch_order
 from unigrad_fast.pipelines.parameters import sample

@@ -232,7 +232,7 @@ def test_a_limit_that_the_last_file_meets_names_it(images, tmp_path, capsys, mon
         raise OSError(errno.EFBIG, "File too large")
 
     assert scan(images, "--output", tmp_path / "found") == 0
-    monkeypatch.setattr(summary, "csv_line", too_large)
+    monkeypatch.setattr(summary, "as_csv", too_large)
     capsys.readouterr()
     assert scan(images, "--output", tmp_path / "found") == 3
     assert capsys.readouterr().err == f"stopped: {tmp_path}/found/bad.csv cannot be written: File too large\n"

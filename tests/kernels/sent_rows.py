@@ -7,7 +7,7 @@ from formulas import random
 
 from unigrad_fast.kernels import unit_embeddings
 from unigrad_fast.kernels.ops import sum_tails_
-from unigrad_fast.kernels.structures import tail_rows
+from unigrad_fast.kernels.reference import tail_rows
 
 SENT = [(3, 8), (2, 1), (0, 3), (129, 5)]  # images and width; of the last a rank sends more than one digit holds
 

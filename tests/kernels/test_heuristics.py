@@ -49,9 +49,9 @@ def test_cards_get_the_tiles_of_their_matrix_units_and_shared_memory(capability,
 
 def test_a_row_is_held_whole_as_far_as_the_registers_reach():
     for width in (1, 8, 1000, 2048, 16384, 65536):
-        assert row_tile(width).block >= width
-        assert row_tile(width).block < 2 * max(width, 8) + 1
-    assert row_tile(16384, arrays=3).block == 16384 and row_tile(16385, arrays=3).block < 16385
+        assert row_tile(width)[0] >= width
+        assert row_tile(width)[0] < 2 * max(width, 8) + 1
+    assert row_tile(16384, arrays=3)[0] == 16384 and row_tile(16385, arrays=3)[0] < 16385
 
 
 def test_the_tuner_tries_only_tiles_that_fit_the_triangle():

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from unigrad_fast.kernels import ops
 from unigrad_fast.objectives import UniGrad, ranks
-from unigrad_fast.objectives.placement import choose, replicated_seconds, sharded_seconds
+from unigrad_fast.objectives.placement import choose, seconds
 from unigrad_fast.objectives.sharded_correlation import row_bounds
 
 WIDTH, IMAGES, STEPS = 40, 5, 20
@@ -260,8 +260,8 @@ def test_the_update_that_has_begun_is_not_computed_again(monkeypatch):
 def test_auto_shards_where_it_saves_memory_or_counted_time_and_nowhere_else():
     assert choose(2048, 128, 2, 8) == choose(65536, 512, 2, 1) == choose(4, 512, 2, 8) == "replicated"
     assert choose(16384, 512, 2, 8) == "sharded" and choose(8192, 512, 8, 64) == "replicated"
-    assert sharded_seconds(16384, 512, 2, 8) < 0.9 * replicated_seconds(16384, 512, 2, 8)
-    assert sharded_seconds(2048, 128, 2, 8) > replicated_seconds(2048, 128, 2, 8)
+    assert seconds("sharded", 16384, 512, 2, 8) < 0.9 * seconds("replicated", 16384, 512, 2, 8)
+    assert seconds("sharded", 2048, 128, 2, 8) > seconds("replicated", 2048, 128, 2, 8)
     assert choose(26754, 64, 8, 2) == "replicated" and choose(26755, 64, 8, 2) == "sharded"  # 4 GiB
 
 
@@ -272,8 +272,8 @@ def test_the_page_of_counts_says_what_auto_takes_and_why():
     for width, size, images, whole, shard, taken in rows:
         case = (int(width), int(images), 2, int(size))
         assert taken == choose(*case)
-        assert whole == f"{1e3 * replicated_seconds(*case):.2f}"
-        assert shard == (f"{1e3 * sharded_seconds(*case):.2f}" if int(size) > 1 else "")
+        assert whole == f"{1e3 * seconds('replicated', *case):.2f}"
+        assert shard == (f"{1e3 * seconds('sharded', *case):.2f}" if int(size) > 1 else "")
 
 
 def test_placements_that_do_not_fit_are_refused(workers):

@@ -12,7 +12,7 @@ import torch
 
 from unigrad_fast.pipelines import Loader
 from unigrad_fast.pipelines.background import in_background
-from unigrad_fast.pipelines.compute_threads import one_thread_each
+from unigrad_fast.pipelines.cpu_views import one_thread_each
 
 
 def counting(log, stop=None):

@@ -478,15 +478,13 @@ def test_image_that_only_the_gpu_refuses_is_used(copied, good, refusing, monkeyp
     def decode(device_id):
         batches = loading(copied)
         with closing(batches._source(5)) as source:
-            made = stream.Stream(
+            made = stream.run_pipeline(
                 source,
                 lambda feed: graph.build_decoder(feed, batch_size=BATCH, prefetch=2, device_id=device_id),
                 lambda supply: [supply.data],
                 device_id,
             )
-            return batches.damaged, [
-                (supply, [np.array(image) for image in images]) for supply, (images,) in made.steps(0)
-            ]
+            return batches.damaged, [(supply, [np.array(image) for image in images]) for supply, (images,) in made]
 
     _, on_cpu = decode(None)
     content = copied.read(asked)

@@ -15,6 +15,7 @@ import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from drawn_images import draw_tree
@@ -161,8 +162,14 @@ def test_names_that_are_no_text_can_be_printed_everywhere():
     assert fallback.printable(name) == "caf\\xe9"
     for encoding in ("utf-8", "ascii", "latin-1"):
         assert name.encode(encoding, fallback.NAME) == b"caf\\xe9"
-    assert fallback.fitted("a → b", "ascii") == "a -> b" and fallback.fitted("a → b", "utf-8") == "a → b"
-    assert fallback.fitted("文", "ascii") == "\\u6587"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", ["a -> b", "\\u6587"]), ("utf-8", ["a → b", "文"]), ("unknown", ["a → b", "文"])]
+)
+def test_text_of_a_table_is_fitted_to_standard_output(monkeypatch, encoding, shown):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(encoding=encoding))
+    assert [console.fitted("a → b"), console.fitted("文")] == shown
 
 
 def test_what_steers_a_terminal_is_shown_as_codes(capfd):

@@ -186,8 +186,9 @@ def test_processes_that_do_not_come_are_a_users_error(monkeypatch):
         values = DEEPSPEED | {"MASTER_PORT": str(taken.getsockname()[1])}
         for name, value in values.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(process_group, "RENDEZVOUS_TIMEOUT", timedelta(milliseconds=500))
         with pytest.raises(UserError, match=r"rank 1 of 2 could not connect to the others at 127\.0\.0\.1:\d+ within"):
-            process_group.start("cpu", rendezvous_timeout=timedelta(milliseconds=500))
+            process_group.start("cpu")
     assert os.environ["LOCAL_RANK"] == "1" and not dist.is_initialized()
 
 
@@ -197,9 +198,9 @@ def start_late(values: dict[str, str], after: str | None, patience: float, said:
     while after and not (os.path.exists(after) and os.path.getsize(after)):
         time.sleep(0.02)
     sys.stderr = open(said, "w")  # noqa: SIM115
-    rendezvous.NOTICE_SECONDS = 0.5
+    rendezvous.NOTICE_SECONDS, process_group.RENDEZVOUS_TIMEOUT = 0.5, timedelta(seconds=patience)
     try:
-        process_group.start("cpu", rendezvous_timeout=timedelta(seconds=patience))
+        process_group.start("cpu")
     except UserError as error:
         print(error, file=sys.stderr)
     sys.stderr.flush()
@@ -342,7 +343,7 @@ def test_slurm_starts_two_ranks_without_warnings(program):
 ENGINE = """
 import torch
 from unigrad_fast.runtime.process_group import session
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 torch.set_num_threads(1)
 for _ in range(2):
     with session("cpu"):

@@ -13,7 +13,7 @@ from trainer_state import batches, make_trainer, small_config, state
 
 from unigrad_fast.config import resolve
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.training import compilation
+from unigrad_fast.training.trainer import require_compiler
 
 MULTICROP = {
     "data__recipe": "multicrop",
@@ -70,4 +70,4 @@ def test_compiled_code_is_the_run_up_to_rounding(images, workers):
 def test_a_missing_compiler_is_said_at_the_start(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match="C\\+\\+ compiler no-such-compiler not found; install one, name yours in CXX"):
-        compilation.require(resolve(overrides={"engine": {"compile": True}}), 1)
+        require_compiler(resolve(overrides={"engine": {"compile": True}}), 1)

@@ -7,7 +7,8 @@ from thin import thin
 from trainer_state import batches, make_trainer, small_config
 
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run import Card, walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
 
 

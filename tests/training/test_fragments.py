@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 from unigrad_fast.training.fragments import PartitionedFragments, build_fragments
 from unigrad_fast.training.optimizers import SGD
 

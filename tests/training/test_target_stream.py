@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_state import batches, make_trainer, small_config
 
-from unigrad_fast.benchmarks.device_check import overlap as device_check_overlap
+from unigrad_fast.benchmarks.device_check import step as device_check_step
 from unigrad_fast.config import resolve
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime.errors import UserError
@@ -117,10 +117,10 @@ def test_the_device_check_compares_both_ways_of_running_the_branches():
     cpu = torch.device("cpu")
     events: list[str] = []
     with streams(events), mock.patch("unigrad_fast.training.target_stream.TargetStream.__init__", on_any_device):
-        found = device_check_overlap.target_stream(cpu, "resnet18", images=2, side=32)
+        (found,) = device_check_step.target_stream(cpu, "resnet18", images=2, side=32)
     assert found[1:] == ("0 tensors differ", True)
-    assert events.count("current waits for target's") == device_check_overlap.REPEATS
+    assert events.count("current waits for target's") == device_check_step.REPEATS
 
 
 def on_any_device(self, engine, model, world):
-    self._stream = torch.cuda.Stream(0)
+    self._stream = torch.cuda.Stream(0) if engine.target_stream else None

@@ -26,11 +26,10 @@ from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link, utf8_path
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.utf8_path import utf8_path
 from unigrad_fast.runtime.validation import shown, validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, from which their published files come
@@ -89,10 +88,8 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     print(f"{backbone}{width}, {when}, both branches, from {file} to {run}")
     if rest:
         print(f"Left out: {', '.join(rest)}")
-    if train is None or val is None:
-        print("Evaluate it:", own("evaluate", "knn", run), "--data.train FOLDER --data.val FOLDER")
-    else:
-        print("Evaluate it:", own("evaluate", "knn", run))
+    missing = ["--data.train FOLDER --data.val FOLDER"] if train is None or val is None else []
+    print("Evaluate it:", own("evaluate", "knn", run), *missing)
     print("Export it:", own("export", run))
 
 
@@ -255,7 +252,6 @@ def _in_order(state: Mapping[str, Tensor]) -> State:
 
 
 def _layout(state: Mapping[str, Tensor]) -> list[tuple[str, Size]]:
-    """Kind and shape of each tensor."""
     return [(name.rpartition(".")[2], tensor.shape) for name, tensor in state.items()]
 
 
@@ -264,5 +260,4 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Size]:
 
 
 def _listed(names: list[str]) -> str:
-    """The first few names."""
     return ", ".join(shown(name) for name in names[:LISTED]) + (", ..." if len(names) > LISTED else "")

@@ -12,19 +12,20 @@ from typing import Any, Literal
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import unigrad_fast
-from unigrad_fast.checkpoints.configuration import configuration
-from unigrad_fast.checkpoints.probes import describe_probe, find_probe
-from unigrad_fast.checkpoints.weights import load_branch, misfit, open_checkpoint
+from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_branch, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link, utf8_path
 from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.shell import own
 
 Format = Literal["torchvision", "safetensors"]
 ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
@@ -39,7 +40,7 @@ def export(
     overwrite: bool = False,
     checkpoint: int | None = None,
     probe: Path | None = None,
-) -> Path:
+) -> None:
     """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
 
     Args:
@@ -53,9 +54,6 @@ def export(
         overwrite: replace an existing file and its description.
         checkpoint: step of the checkpoint; None is the newest.
         probe: file of the linear probe; None prefers the paper's protocol to the quick one, then the newest.
-
-    Returns:
-        The file.
 
     Raises:
         UserError: the run has no weights or no target branch of its own, torchvision lacks its stem, there is no linear
@@ -103,7 +101,6 @@ def export(
         f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
     )
     print(*(f"  {line}" for line in loading_lines(path, format, config, head)), sep="\n")
-    return path
 
 
 def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:
@@ -122,6 +119,70 @@ def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[st
         "version": unigrad_fast.__version__,
         "commit": _commit(),
     }
+
+
+def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None) -> tuple[Path, dict[str, Tensor]]:
+    """File and tensors of a checkpoint's probe: prefers the paper's protocol to the quick one, then the newest.
+
+    Args:
+        file: the only probe to consider.
+
+    Raises:
+        UserError: there is none, or it is damaged or belongs to other weights.
+    """
+    there = RunFolder(run)
+    again = f"run `{own('evaluate', 'linear', run, '--checkpoint', str(reader.about['step']))}`"
+    written = *there.evaluation.glob("linear-*.safetensors"), there.first_probe
+    files = [file] if file is not None else [path for path in written if path.is_file()]
+    if not files:
+        raise UserError(f"{there.evaluation}: no linear probe; {again} first")
+    problems, fitting = [], []
+    for path in files:
+        try:
+            about = describe_probe(path)
+        except ValueError as error:
+            problems.append(f"{path}: {error}; {again}")
+            continue
+        if about["step"] != reader.about["step"]:
+            problems.append(
+                f"{path}: was trained on the weights of step {about['step']}, but the export is of step "
+                f"{reader.about['step']}; {again}"
+            )
+        elif about.get("weights", fingerprint(reader)) != fingerprint(reader):
+            problems.append(
+                f"{path}: was trained on other weights of that step, from before the run began again; {again}"
+            )
+        elif branch != (of := str(about.get("branch", "online")).split()[0]):
+            problems.append(
+                f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out"
+            )
+        else:
+            fitting.append((about.get("protocol") == "paper", path.stat().st_mtime_ns, path))
+    if not fitting:
+        raise UserError(problems[0])
+    path = max(fitting)[-1]
+    with utf8_path(path) as name, safe_open(name, framework="pt") as content:
+        return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
+
+
+def describe_probe(path: Path) -> dict[str, Any]:
+    """The metadata of a probe's file, texts and JSON values. Raises ValueError with a text if it is not a probe."""
+    try:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as content:
+            names, texts = set(content.keys()), content.metadata() or {}
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"damaged ({error})") from None
+    if names != {"weight", "bias"} or "step" not in texts:
+        raise ValueError("not a linear probe")
+    about: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            about[key] = json.loads(text)
+        except ValueError:
+            about[key] = text
+    return about
 
 
 def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, ...] | None) -> list[str]:
@@ -180,10 +241,7 @@ def _require_fit(run: Path, state: dict[str, Tensor], config: Config, head: tupl
         model = build_backbone(config.model.backbone, config.model.stem)
         if head is not None:
             model.fc = nn.Linear(model.feature_dim, head[0])
-    try:
-        model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"{run}: the weights do not fit the configuration: {misfit(error)}") from None
+    fill(model, state, run, assign=True)
 
 
 def _serialise(state: dict[str, Tensor], format: Format, about: dict[str, Any]) -> bytes:

@@ -32,13 +32,13 @@ from torch import Tensor
 
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import naming, utf8_path, write_whole
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.run_folder import CHECKPOINT as DESCRIPTION
 from unigrad_fast.runtime.run_folder import RunFolder
-from unigrad_fast.runtime.utf8_path import utf8_path
-from unigrad_fast.runtime.whole_file import naming, write_whole
 
 FORMAT = 1
+FALL_BACK = "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
 FILE_BYTES = 1 << 28  # of tensors per file: a rank holds one or two copies of these in addition
 MAPPED_BYTES = 1 << 28  # to read from a mapped file before unmapping it: pages that were read count as memory in use
@@ -193,15 +193,9 @@ def _complete(unfinished: Path, step: int, ranks: list[list[dict[str, Any]]], ab
         remove(final)
     os.rename(unfinished, final)
     _sync_folder(root)
-    point_latest_to(final)
-    return final
-
-
-def point_latest_to(folder: Path) -> None:
-    """Make a run resume from this complete checkpoint."""
-    root = folder.parent
-    write_whole(root / "latest", f"{folder.name}\n".encode())
+    write_whole(root / "latest", f"{final.name}\n".encode())
     _sync_folder(root)
+    return final
 
 
 def remove(folder: Path) -> None:
@@ -231,11 +225,11 @@ def latest(run: Path) -> Path | None:
     if not pointer.is_file():
         if not complete:
             return None
-        raise UserError(f"{pointer}: no such file, but {complete[-1]} exists; {_fall_back_hint()}")
+        raise UserError(f"{pointer}: no such file, but {complete[-1]} exists; {FALL_BACK}")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = root / name
     if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # it may be a user's copy
-        raise UserError(f"{pointer}: names {name or 'nothing'}, which does not exist; {_fall_back_hint()}")
+        raise UserError(f"{pointer}: names {name or 'nothing'}, which does not exist; {FALL_BACK}")
     return folder
 
 
@@ -262,9 +256,9 @@ class Reader:
             if about.get("digest") != _digest_of(about):
                 raise ValueError("its content does not match the digest in it")
         except FileNotFoundError:
-            raise UserError(f"{path}: no such file; {_fall_back_hint()}") from None
+            raise UserError(f"{path}: no such file; {FALL_BACK}") from None
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}); {_fall_back_hint()}") from None
+            raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}); {FALL_BACK}") from None
         if about["format"] != FORMAT:
             raise UserError(f"{path}: has format {about['format']}, but this version reads format {FORMAT}")
         self.about: dict[str, Any] = about
@@ -290,17 +284,17 @@ class Reader:
         for name, expected in list(self.about["files"].items())[rank::ranks]:
             path = self.folder / name
             try:
-                found, digest = path.stat().st_size, None
-                if found == expected["bytes"]:
-                    digest = _digest_of_file(path)
+                if (found := path.stat().st_size) != expected["bytes"]:
+                    problem = f"has {found} bytes instead of {expected['bytes']}"
+                elif _digest_of_file(path) != expected["sha256"]:
+                    problem = "damaged, its content does not match its digest"
+                else:
+                    continue
             except FileNotFoundError:
-                raise UserError(f"{path}: no such file; {_fall_back_hint()}") from None
+                problem = "no such file"
             except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}; {_fall_back_hint()}") from None
-            if digest is None:
-                raise UserError(f"{path}: has {found} bytes instead of {expected['bytes']}; {_fall_back_hint()}")
-            if digest != expected["sha256"]:
-                raise UserError(f"{path}: damaged, its content does not match its digest; {_fall_back_hint()}")
+                problem = f"cannot be read: {error.strerror}"
+            raise UserError(f"{path}: {problem}; {FALL_BACK}")
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
@@ -332,7 +326,7 @@ class Reader:
                     self._open[file] = torch.load(name, mmap=True, weights_only=True, map_location="cpu")
             except (OSError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
-                raise UserError(f"{path}: cannot be read ({reason}); {_fall_back_hint()}") from None
+                raise UserError(f"{path}: cannot be read ({reason}); {FALL_BACK}") from None
         self._mapped += size
         return self._open[file]
 
@@ -352,10 +346,6 @@ def _folder_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def _fall_back_hint() -> str:
-    return "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
-
-
 def _digest_of(description: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in description.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -370,7 +360,6 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from pathlib import Path
 
-import torch
 from rich.table import Table
 
 from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, latest
@@ -79,10 +77,9 @@ def _nothing(path: Path) -> str:
 
 def _groups(reader: Reader) -> dict[str, tuple[int, int, int]]:
     """Numbers of tensors, elements and bytes, by the first part of the name."""
-    groups: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    groups: dict[str, tuple[int, int, int]] = {}
     for name in reader.names:
-        elements = math.prod(reader.shape(name))
-        size = elements * torch.empty((), dtype=reader.dtype(name)).element_size()
-        for place, more in enumerate((1, elements, size)):
-            groups[name.partition(".")[0]][place] += more
-    return {name: tuple(sums) for name, sums in groups.items()}
+        elements, group = math.prod(reader.shape(name)), name.partition(".")[0]
+        tensors, before, size = groups.get(group, (0, 0, 0))
+        groups[group] = tensors + 1, before + elements, size + elements * reader.dtype(name).itemsize
+    return groups

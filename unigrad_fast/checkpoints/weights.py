@@ -1,17 +1,23 @@
-"""Loads the weights of a run from one of its checkpoints, whole and on the CPU, for evaluation and export."""
+"""A saved run, for evaluation and export: one of its checkpoints, the configuration, the weights whole on the CPU."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.config import Config, Scope, resolve, scope_of
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.trees import merge
+from unigrad_fast.runtime.validation import leaves, shown, validate
 
 LONGEST = 300  # characters to show of a message from torch
 
@@ -27,12 +33,68 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
         if folder is None:
             raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
         return Reader(folder)
-    numbers = {folder.name.removeprefix("step-"): folder for folder in RunFolder(run).complete_checkpoints()}
-    kept = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}
+    kept = {int(folder.name.removeprefix("step-")): folder for folder in RunFolder(run).complete_checkpoints()}
     if step not in kept:
         there = ", ".join(map(str, sorted(kept))) or "none"
         raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")
     return Reader(kept[step])
+
+
+def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
+    """The checkpoint's configuration, and at most one line for the user about differences in RUN/config.yaml.
+
+    Raises:
+        UserError: neither the checkpoint nor RUN/config.yaml has a usable configuration.
+    """
+    path = RunFolder(run).configuration
+    tree = reader.about.get("config")
+    if not tree:
+        return resolve(path), []
+    config = validate(Config, tree)
+    saved = config.model_dump(mode="json")
+    try:
+        given = _given(path)
+    except ValueError as error:
+        return config, [f"{path}: {error}; using the configuration in {reader.folder}"]
+    before = dict(leaves(saved))
+    now = [(key, value) for key, value in leaves(given) if key in before and value != before[key]]
+    # Images may be named there for a run that was imported without any.
+    new = [key for key in ("data.train", "data.val") if before[key] is None]
+    local = {key: value for key, value in now if Scope.LOCAL in scope_of(key) or key in new}
+    told = [
+        f"{key} = {shown(value)} instead of {shown(before[key])}"
+        for key, value in now
+        if Scope.JUDGMENT in scope_of(key) and key not in new
+    ]
+    for key, value in local.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        saved = merge(saved, value)
+    if local:
+        try:
+            config = validate(Config, saved)
+        except UserError as error:
+            told.append(str(error).splitlines()[0])
+    if not told:
+        return config, []
+    others = f" and {len(told) - 1} more" if len(told) > 1 else ""
+    return config, [f"{path}: has {told[0]}{others}; using the configuration in {reader.folder}"]
+
+
+def _given(path: Path) -> Mapping[str, Any]:
+    """Raises ValueError with a text for the user if the file holds no tree."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        list(leaves(tree))
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except (ValueError, yaml.YAMLError, RecursionError):
+        raise ValueError("is damaged") from None
+    if not tree:
+        raise ValueError("is empty")
+    if not isinstance(tree, dict):
+        raise ValueError("is not a tree of keys and values")
+    return tree
 
 
 def fingerprint(reader: Reader) -> str:
@@ -53,13 +115,18 @@ def load_branch(reader: Reader, branch: str) -> dict[str, Tensor]:
 
 def load_encoder(reader: Reader, backbone: nn.Module) -> None:
     """Load the online backbone strictly into `backbone`."""
+    fill(backbone, load_branch(reader, "online.backbone"), reader.folder)
+
+
+def fill(module: nn.Module, state: Mapping[str, Tensor], source: Path, assign: bool = False) -> None:
+    """Load a state dict strictly into a module; `assign` replaces its tensors.
+
+    Raises:
+        UserError: names the source, and the first tensor that does not fit.
+    """
     try:
-        backbone.load_state_dict(load_branch(reader, "online.backbone"), strict=True)
-    except RuntimeError as error:
-        raise UserError(f"{reader.folder}: the weights do not fit the configuration: {misfit(error)}") from None
-
-
-def misfit(error: RuntimeError) -> str:
-    """The first line of torch's error about a state dict, which has a line for each tensor that does not fit."""
-    first, *others = [line.strip() for line in str(error).splitlines()[1:]]
-    return first[:LONGEST] + (f" ... and {len(others)} more" if others else "")
+        module.load_state_dict(state, strict=True, assign=assign)
+    except RuntimeError as error:  # its message has a line for each tensor that does not fit
+        first, *others = [line.strip() for line in str(error).splitlines()[1:]]
+        more = f" ... and {len(others)} more" if others else ""
+        raise UserError(f"{source}: the weights do not fit the configuration: {first[:LONGEST]}{more}") from None

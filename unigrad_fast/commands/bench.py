@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from unigrad_fast.benchmarks.harness.turns import Turns
 
 Measured = Literal["moco", "simclr", "byol", "byol_directpred", "unigrad", "barlow_twins", "vicreg"]
+# Options of several commands.
+Steps = Annotated[int, Field(ge=1, description="Measured steps per turn.")]
+Warmup = Annotated[int, Field(ge=1, description="Warm-up steps before them.")]
+DryRun = Annotated[bool, Field(description="Count the work of a step on GPUs you need not have, and measure nothing.")]
+CountedRanks = Annotated[int, Field(ge=1, le=4096, description="Number of GPUs in the dry run.")]
+CountedImages = Annotated[int, Field(ge=1, le=2**16, description="Images per GPU in the dry run.")]
+CountedCard = Annotated[Literal["h100", "a100"], Field(description="GPU type in the dry run.")]
 
 
 class BenchStep(Node):
@@ -33,20 +40,14 @@ class BenchStep(Node):
     """Height and width of the views in pixels; null is the case's."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds; in each, every variant is measured once."""
-    steps: int = Field(default=2, ge=1)
-    """Measured steps per turn."""
-    warmup: int = Field(default=1, ge=1)
-    """Warm-up steps before them."""
+    steps: Steps = 2
+    warmup: Warmup = 1
     neighbour: bool = False
     """Also measure ours on the CPU beside a program that keeps one core busy."""
-    dry_run: bool = False
-    """Count the work of a step on GPUs you need not have, and measure nothing."""
-    ranks: int = Field(default=8, ge=1, le=4096)
-    """Number of GPUs in the dry run."""
-    images: int = Field(default=128, ge=1, le=2**16)
-    """Images per GPU in the dry run."""
-    card: Literal["h100", "a100"] = "h100"
-    """GPU type in the dry run."""
+    dry_run: DryRun = False
+    ranks: CountedRanks = 8
+    images: CountedImages = 128
+    card: CountedCard = "h100"
     recipe: str = DEFAULT_RECIPE
     """Recipe of the dry run; its batch size is not used."""
     output: AbsolutePath = OUTPUT
@@ -137,16 +138,15 @@ class BenchKernels(Node):
 def bench_kernels(options: BenchKernels) -> None:
     if options.compile_only and options.tune:
         raise UserError("compile_only and tune exclude each other; give one of them")
-    for mode, taken in (("compile_only", {"output"}), ("tune", set())):
-        if getattr(options, mode):
-            others = BenchKernels.model_fields.keys() - taken - {"compile_only", "tune"}
-            refuse_unused(options, others, f"{mode} does not use it")
+    others = BenchKernels.model_fields.keys() - {"compile_only", "tune"}
     if options.tune:
+        refuse_unused(options, others, "tune does not use it")
         from unigrad_fast.benchmarks.measures import tiles
 
         tiles.main()
         return
     if options.compile_only:
+        refuse_unused(options, others - {"output"}, "compile_only does not use it")
         require_triton()
         from unigrad_fast.benchmarks.counts import compiled
 
@@ -156,7 +156,7 @@ def bench_kernels(options: BenchKernels) -> None:
     from unigrad_fast.benchmarks.measures import objective
 
     with fitting_threads():
-        objective.main(**{key: value for key, value in options if key not in ("compile_only", "tune")})
+        objective.main(**{key: getattr(options, key) for key in others})
 
 
 class BenchMethods(Node):
@@ -197,20 +197,14 @@ class BenchWidth(Config):
     """Projector widths; null is 512 to 8192 as memory permits, or 2048 to 65536 in a dry run."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds; in each, every width is measured once."""
-    steps: int = Field(default=2, ge=1)
-    """Measured steps per turn."""
-    warmup: int = Field(default=1, ge=1)
-    """Warm-up steps before them."""
+    steps: Steps = 2
+    warmup: Warmup = 1
     train: bool = False
     """Also train a run of each width for schedule.epochs, and evaluate it by kNN."""
-    dry_run: bool = False
-    """Count the work of a step on GPUs you need not have, and measure nothing."""
-    ranks: int = Field(default=8, ge=1, le=4096)
-    """Number of GPUs in the dry run."""
-    images: int = Field(default=128, ge=1, le=2**16)
-    """Images per GPU in the dry run."""
-    card: Literal["h100", "a100"] = "h100"
-    """GPU type in the dry run."""
+    dry_run: DryRun = False
+    ranks: CountedRanks = 8
+    images: CountedImages = 128
+    card: CountedCard = "h100"
     output: AbsolutePath = OUTPUT
     """Folder of width.jsonl or dry_width.jsonl, to which the rows are appended, and of the runs, width-C."""
 
@@ -243,10 +237,8 @@ class BenchScaling(Config):
     """Images per rank; replaces data.batch_size."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds; in each, both placements of F are measured once; objective.placement is not used."""
-    steps: int = Field(default=2, ge=1)
-    """Measured steps per turn."""
-    warmup: int = Field(default=1, ge=1)
-    """Warm-up steps before them."""
+    steps: Steps = 2
+    warmup: Warmup = 1
     output: AbsolutePath = OUTPUT
     """Folder of scaling.jsonl, to which the rows are appended."""
 

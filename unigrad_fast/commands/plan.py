@@ -13,7 +13,7 @@ from pydantic import Field
 from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
-from unigrad_fast.runtime.links import require_folder
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.outputs import require_file, write_files
 from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count
@@ -57,7 +57,11 @@ class Plan(Config):
 def plan(options: Plan) -> None:
     if options.sweep:
         refuse_unused(options, ("gpus", "nodes"), "not used with sweep true")
-    config = _configuration(options)
+    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
+    if options.images is not None:
+        batch = options.images * options.gpus * options.engine.accumulation_steps
+        tree["data"] = options.data.model_copy(update={"batch_size": batch})
+    config = Config(**tree)
     require_folder(options.output)
     name = f"{Path(config.recipe).stem}-{options.card}"
     images = config.data.batch_size // options.gpus
@@ -71,17 +75,8 @@ def plan(options: Plan) -> None:
     print(f"written: {', '.join(map(str, files))}")
 
 
-def _configuration(options: Plan) -> Config:
-    """The configuration of a run with the images per GPU."""
-    tree = {key: getattr(options, key) for key in Config.model_fields if key != "output"}
-    if options.images is not None:
-        batch = options.images * options.gpus * options.engine.accumulation_steps
-        tree["data"] = options.data.model_copy(update={"batch_size": batch})
-    return Config(**tree)
-
-
 def _single(config: Config, options: Plan) -> list[bytes]:
-    from unigrad_fast.dry_run import Card
+    from unigrad_fast.dry_run.cards import Card
     from unigrad_fast.planning import Counted, require_cluster
     from unigrad_fast.runtime.console import new_console
 
@@ -112,7 +107,7 @@ def _single(config: Config, options: Plan) -> list[bytes]:
 
 
 def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
-    from unigrad_fast.runtime.tables import table_of_figures
+    from unigrad_fast.runtime.console import table_of_figures
 
     setting, card = found.setting, counted.card
     title = (
@@ -179,7 +174,7 @@ def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Pla
 
 
 def _sweep(config: Config, options: Plan) -> list[bytes]:
-    from unigrad_fast.dry_run import Card
+    from unigrad_fast.dry_run.cards import Card
     from unigrad_fast.planning import CARDS, WIDTHS, sweep
 
     images = options.images or config.images_at_once(CARDS_OF_A_NODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unigrad_fast.commands.requirements import require_dali, require_folders, require_named_output
+from unigrad_fast.commands.requirements import require_dali, require_folders
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
@@ -35,7 +35,12 @@ def pretrain(options: Pretrain) -> None:
         return
     numbered = config.output is None
     if numbered:
-        require_named_output(os.environ)
+        for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
+            if int(os.environ.get(variable, "0")) > 0:  # a restarted command must find the run that it began
+                raise UserError(
+                    f"output = null: {whose} may restart this command ({variable} is {os.environ[variable]}), and each "
+                    "start would take a new folder; give --output FOLDER"
+                )
         if "/" in options.name or options.name in (".", ".."):
             raise UserError(f"name = {options.name}: is not the name of a folder; give one, or a path with --output")
         config = config.model_copy(update={"output": absolute(Path("runs", options.name))})
@@ -43,27 +48,27 @@ def pretrain(options: Pretrain) -> None:
     require_dali()
     from unigrad_fast.runtime.process_group import launch_environment
 
-    config.check_world(launch_environment(os.environ).size)
+    ranks = launch_environment(os.environ).size
+    config.check_world(ranks)
     from unigrad_fast.training import loop
 
     try:
         loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)
     except (UserError, RunStopped) as error:
         if ran_out(error):
-            _advise(config)
+            _advise(config, ranks)
         raise
 
 
-def _advise(config: Config) -> None:
+def _advise(config: Config, ranks: int) -> None:
     """Prints the planner's advice for a step that ran out of memory."""
     import torch
 
     from unigrad_fast.planning import advice_here
-    from unigrad_fast.runtime.process_group import launch_environment
 
     try:
         size = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-        for line in advice_here(config, launch_environment(os.environ).size, size):
+        for line in advice_here(config, ranks, size):
             print(f"plan: {line}", flush=True)
     except Exception as error:  # the run's own error and its status matter more
         print(f"plan: the step could not be counted: {error}", flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node, shown
@@ -54,7 +54,6 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
 
 def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     output = config.output
-    assert output is not None
     if fresh and not numbered and RunFolder(output).holds_run():
         return [f"output = {output}: already contains a run; --fresh needs an empty folder"]
     problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})
@@ -74,16 +73,6 @@ def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:
     """Raises UserError where one of these options is given, which are not used, and why."""
     if given := sorted(options.model_fields_set & set(keys)):
         raise UserError(f"{given[0]} = {shown(getattr(options, given[0]))}: {why}; leave it out")
-
-
-def require_named_output(environ: Mapping[str, str]) -> None:
-    """Raises UserError if a launcher may restart the command, which then must find the run that it began."""
-    for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
-        if int(environ.get(variable, "0")) > 0:
-            raise UserError(
-                f"output = null: {whose} may restart this command ({variable} is {environ[variable]}), and each start "
-                "would take a new folder; give --output FOLDER"
-            )
 
 
 def require_dali() -> None:

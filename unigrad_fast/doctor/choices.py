@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from unigrad_fast.config import Engine
-from unigrad_fast.doctor.finding import Finding
-from unigrad_fast.doctor.scene import Scene, make_loader
+from unigrad_fast.doctor import Finding
+from unigrad_fast.doctor.parts import Scene, make_loader
 from unigrad_fast.runtime.validation import allowed_values
 from unigrad_fast.runtime.wording import count
 
@@ -33,35 +33,27 @@ def findings(scene: Scene, launcher: str, unusable: set[str]) -> list[Finding]:
         Finding("process group", "nccl, gloo for CPU tensors" if world.backend == "nccl" else world.backend),
         Finding("precision", f"{dtype} (engine.precision auto)" + (", TF32 off (engine.tf32)" if on_gpu else "")),
         _decoder(scene, unusable),
-        _kernels(world.device),
-        Finding("batch norm", _batch_norm(world.device)),
+        *_kernels(world.device),
         Finding("ZeRO stages", "none without DeepSpeed" if "DeepSpeed" in unusable else stages),
     ]
 
 
-def _batch_norm(device: torch.device) -> str:
+def _kernels(device: torch.device) -> tuple[Finding, Finding]:
+    """The rows for the objective's kernels and those of batch norm."""
+    from unigrad_fast.kernels import heuristics
     from unigrad_fast.kernels.dispatch import use_triton
     from unigrad_fast.networks.batch_norm import is_alone
 
+    batch_norm = Finding("batch norm", "torch's own (one rank)" if is_alone() else "statistics over all ranks")
     try:
         fused = use_triton(device)
-    except ValueError:  # reported for the kernels
-        fused = False
-    if fused:
-        return "both views in one pass, fused with addition and ReLU"
-    return "torch's own (one rank)" if is_alone() else "statistics over all ranks"
-
-
-def _kernels(device: torch.device) -> Finding:
-    from unigrad_fast.kernels import heuristics
-    from unigrad_fast.kernels.dispatch import use_triton
-
-    try:
-        found = f"Triton, tiles of sm_{heuristics.architecture_of(device)}" if use_triton(device) else "plain torch"
     except ValueError as error:
         found, _, remedy = str(error).partition("; ")
-        return Finding("kernels", found, "broken", remedy)
-    return Finding("kernels", found)
+        return Finding("kernels", found, "broken", remedy), batch_norm
+    if fused:
+        batch_norm = Finding("batch norm", "both views in one pass, fused with addition and ReLU")
+    found = f"Triton, tiles of sm_{heuristics.architecture_of(device)}" if fused else "plain torch"
+    return Finding("kernels", found), batch_norm
 
 
 def _ranks(world: World, launched: str) -> Finding:

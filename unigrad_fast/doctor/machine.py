@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from unigrad_fast.doctor.finding import Finding
+from unigrad_fast.doctor import Finding
 from unigrad_fast.pipelines.cores import own_cores, quota, usable_cores
 from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.wording import count
@@ -32,21 +32,17 @@ def findings() -> list[Finding]:
         allowed += f" of {total}: a control group limits it to the time of {granted:g}"
     elif cores < total:
         allowed += f" of {total}: the affinity of this process excludes the others"
-    words = dict.fromkeys(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    units = [name for flag, name in BF16_UNITS.items() if flag in words]
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    words, named = text.split(), re.search(r"model name\s*: (.+)", text)
+    units = ", ".join(name for flag, name in BF16_UNITS.items() if flag in words) or "none"
     memory = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
     return [
-        Finding("CPU", f"{_processor()}, {allowed}; bf16 units: {', '.join(units) or 'none'}"),
+        Finding("CPU", f"{named[1] if named else platform.machine()}, {allowed}; bf16 units: {units}"),
         Finding("memory", f"{gib(memory['MemTotal'], 1024)}, {gib(memory['MemAvailable'], 1024)} available"),
         _disk(),
         *gpus(),
         *_limits(cores),
     ]
-
-
-def _processor() -> str:
-    match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    return match[1] if match else platform.machine()
 
 
 def _disk() -> Finding:

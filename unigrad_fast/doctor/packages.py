@@ -8,8 +8,9 @@ import platform
 import re
 import sys
 
-from unigrad_fast.doctor.finding import Finding, first_line
+from unigrad_fast.doctor import Finding, first_line
 from unigrad_fast.runtime.nvidia import driver_version
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 # Name, module, and the requirement for pip, as in setup.py.
 PACKAGES = (
@@ -41,8 +42,8 @@ def findings() -> list[Finding]:
 
 
 def _package(name: str, module: str, requirement: str) -> Finding:
-    version, error = _version(_distribution(requirement)), _import_error(module)
-    if finding := _import_problem(name, module, version, error, requirement):
+    version = _version(_distribution(requirement))
+    if finding := _import_problem(name, module, version, requirement):
         return finding
     if not fits(version, requirement):
         wanted = requirement.removeprefix(_distribution(requirement))
@@ -60,25 +61,21 @@ def _dali() -> Finding:
     cuda = _torch_cuda()
     wanted = DALI.get((cuda or "13").partition(".")[0], DALI["13"])
     requirement, version = next(iter(installed.items()), (wanted, None))
-    error = _import_error("nvidia.dali")
-    if finding := _import_problem("DALI", "nvidia.dali", version, error, wanted):
+    if finding := _import_problem("DALI", "nvidia.dali", version, wanted):
         return finding
     shown = " and ".join(f"{version}, flavour {_distribution(each)[-7:]}" for each, version in installed.items())
-    names = " ".join(_distribution(each) for each in installed)
+    remedy = f"pip uninstall --yes {' '.join(map(_distribution, installed))}; {install(wanted)}"
     if len(installed) > 1:
-        remedy = f"pip uninstall --yes {names}; {install(wanted)}"
         return Finding("DALI", f"{shown}, which overwrite each other", "wrong", remedy)
     if not fits(version, requirement):
         return Finding("DALI", f"{shown}, but >=2.0,<3 is required", "wrong", install(requirement))
     if cuda and requirement != wanted and driver_version():
-        remedy = f"pip uninstall --yes {names}; {install(wanted)}"
         return Finding("DALI", f"{shown}, but torch is built for CUDA {cuda}", "note", remedy)
     return Finding("DALI", shown)
 
 
-def _import_problem(
-    name: str, module: str, version: str | None, error: Exception | None, requirement: str
-) -> Finding | None:
+def _import_problem(name: str, module: str, version: str | None, requirement: str) -> Finding | None:
+    error = _import_error(module)
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return Finding(name, "not installed", "missing", install(requirement))
     if version is None and error is None:
@@ -98,8 +95,6 @@ def _import_error(module: str) -> Exception | None:
     """The error from importing a package, or None; the package stays imported."""
     try:
         if module == "deepspeed":
-            from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
-
             quiet_deepspeed()
         else:
             importlib.import_module(module)

@@ -13,20 +13,3 @@ Times are expected, not measured: for each operator the larger of FLOPs / peak a
 time of a launch, with the figures of `cards.json`; nothing overlaps. Bytes count every operand once. Memory counts what
 operators return and persistent tensors, but not a kernel's own workspace.
 """
-
-from unigrad_fast.dry_run.cards import Card, collective_seconds, inside_and_between, latency, sent
-from unigrad_fast.dry_run.walked import Collective, Collectives, Part, Walk
-from unigrad_fast.dry_run.walking import walk
-
-__all__ = [
-    "Card",
-    "Collective",
-    "Collectives",
-    "Part",
-    "Walk",
-    "collective_seconds",
-    "inside_and_between",
-    "latency",
-    "sent",
-    "walk",
-]

@@ -1,4 +1,4 @@
-"""Counts the operators of a step one by one."""
+"""Counts the operators of a step one by one, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from unigrad_fast.dry_run.allocations import Memory, key_of, stored
 from unigrad_fast.dry_run.cards import Card, collective_seconds, sent
-from unigrad_fast.dry_run.walked import Collective, Walk
+from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
 from unigrad_fast.training import checkpoint, engine
 from unigrad_fast.training.deepspeed_private import gradient_parts
-from unigrad_fast.training.telemetry.phases import PhaseClock
+from unigrad_fast.training.telemetry.phases import PHASES, PhaseClock
 from unigrad_fast.training.trainer import Trainer
 
 # Operators that launch no kernel: views, allocations, and queries about a tensor.
@@ -31,7 +31,6 @@ VIEWS = {
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
     "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
 }  # fmt: skip
-NORMALISATION = "unigrad_fast::batch_norm"
 
 
 class Count(TorchDispatchMode):
@@ -57,9 +56,9 @@ class Count(TorchDispatchMode):
         found.placement = getattr(trainer.objective, "placement", "")
 
     def __enter__(self):
+        following = dict(itertools.pairwise(("start", *PHASES, "end")))
+
         def mark(clock: PhaseClock, phase: str) -> None:
-            order = ["target", "online", "objective", "backward", "step", "target_update", "end"]
-            following = {"start": "data", "data": "target"} | dict(itertools.pairwise(order))
             if phase == "backward":
                 for tensor in tree_leaves(gradient_parts(self.trainer.online.optimizer)):
                     self.memory.name(tensor, "gradients")
@@ -180,7 +179,7 @@ class Count(TorchDispatchMode):
     def _part(self, name: str, short: str) -> str:
         if short.startswith("convolution"):
             return "convolution"
-        if name.startswith(NORMALISATION):
+        if name.startswith("unigrad_fast::batch_norm"):
             return "normalisation"
         if self.phase in ("step", "target_update"):
             return {"step": "optimizer", "target_update": "target"}[self.phase]
@@ -193,6 +192,65 @@ class Count(TorchDispatchMode):
         if short in ("_to_copy", "to"):
             return "casts"
         return "other"
+
+
+class Memory:
+    """Transient bytes in use: now, at their peak, and by kind at the peak of each phase."""
+
+    def __init__(self, persistent: Mapping[str, list[Tensor]]):
+        self.now = self.most = 0
+        self.fullest: dict[str, dict[str, int]] = {}
+        self._known = {key_of(t) for tensors in persistent.values() for t in tensors}
+        self._kinds: dict[int, str] = {}
+        self._by_kind = dict.fromkeys(TRANSIENT, 0)
+        self._most_of: dict[str, int] = {}
+
+    def take(self, result: object, kind_of: Callable[[Tensor], str], phase: str) -> None:
+        """Count an operator's results."""
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            kind = self._kinds[key] = kind_of(tensor)
+            self._by_kind[kind] += storage.nbytes()
+            if self.now > self._most_of.get(phase, 0):
+                self._most_of[phase] = self.now
+                self.fullest[phase] = dict(self._by_kind)
+            weakref.finalize(storage, self._give_back, key, storage.nbytes())
+
+    def kind(self, tensor: Tensor) -> str | None:
+        """The kind of a tensor's memory; None if it is persistent."""
+        return self._kinds.get(key_of(tensor))
+
+    def name(self, tensor: object, kind: str) -> None:
+        """Change the kind of memory in use, once it is known."""
+        if not isinstance(tensor, Tensor) or (key := key_of(tensor)) not in self._kinds:
+            return
+        size = tensor.untyped_storage().nbytes()
+        self._by_kind[self._kinds[key]] -= size
+        self._by_kind[kind] += size
+        self._kinds[key] = kind
+
+    def _give_back(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+        self._by_kind[self._kinds.pop(key)] -= size
+
+
+def stored(tensors: list[Tensor]) -> int:
+    """Bytes of the tensors' storages, counting a shared storage once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def key_of(tensor: Tensor) -> int:
+    """Identifies a tensor's storage."""
+    return tensor.untyped_storage()._cdata
 
 
 def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:

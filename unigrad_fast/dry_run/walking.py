@@ -1,28 +1,40 @@
-"""Walks a training step on fake tensors."""
+"""Walks a training step on fake tensors, with a trainer that has neither images nor other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import types
+from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run.cards import Card
 from unigrad_fast.dry_run.counting import Count
 from unigrad_fast.dry_run.walked import Walk
-from unigrad_fast.dry_run.without_data import prepared
 from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks import batch_norm
+from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.optimization.gated import Gated
+from unigrad_fast.pipelines import Batch
+from unigrad_fast.pipelines.cutmix import Mix
+from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.torch_private import (
     FUSED_OPTIMIZERS,
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
+    init_fake_process_group,
 )
+from unigrad_fast.training import branches
+from unigrad_fast.training import trainer as training
+from unigrad_fast.training.fragments import Fragments, PartitionedFragments, WholeFragments
 
 
 def require_walkable(config: Config, ranks: int) -> None:
@@ -72,22 +84,20 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
 @contextlib.contextmanager
 def _spies(found: Walk) -> Iterator[None]:
     """Records calls that wait for the device without reading a value."""
+    waiting = {
+        "torch.cuda.synchronize": torch.cuda,
+        "Event.synchronize": torch.cuda.Event,
+        "Stream.synchronize": torch.cuda.Stream,
+        "Tensor.cpu": Tensor,
+        "Tensor.numpy": Tensor,
+    }
 
-    def spy(name: str) -> Callable[..., None]:
-        def call(*_: object, **__: object) -> None:
-            found.waits.append(name)
-
-        return call
+    def note(name: str, *_: object, **__: object) -> None:
+        found.waits.append(name)
 
     with contextlib.ExitStack() as stack:
-        for owner, name, shown in (
-            (torch.cuda, "synchronize", "torch.cuda.synchronize"),
-            (torch.cuda.Event, "synchronize", "Event.synchronize"),
-            (torch.cuda.Stream, "synchronize", "Stream.synchronize"),
-            (Tensor, "cpu", "Tensor.cpu"),
-            (Tensor, "numpy", "Tensor.numpy"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, spy(shown)))
+        for name, owner in waiting.items():
+            stack.enter_context(mock.patch.object(owner, name.rpartition(".")[2], partial(note, name)))
         yield
 
 
@@ -101,3 +111,54 @@ class _Fused(TorchDispatchMode):
         if operator.overloadpacket in FUSED_OPTIMIZERS:
             return None
         return operator(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def prepared(config: Config, ranks: int) -> Iterator[tuple[training.Trainer, list[Batch]]]:
+    """Rank 0's trainer in a process group of so many ranks that send nothing, and the batches of a step."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with mock.patch.dict(os.environ, variables):
+        init_fake_process_group(ranks)
+        try:
+            trainer = build_trainer(config, World(0, ranks, 0, ranks, torch.device("cpu"), "gloo"))
+            yield trainer, [batch(config, ranks) for _ in range(config.engine.accumulation_steps)]
+        finally:
+            process_group.stop()  # DeepSpeed's, too
+
+
+def build_trainer(config: Config, world: World) -> training.Trainer:
+    """A trainer without images."""
+
+    def make_target(online: nn.Module) -> nn.Module:  # a fake tensor cannot be copied deeply
+        target = build_encoder(config.model, config.seed, world.device)
+        return target.requires_grad_(False).train()
+
+    def build_fragments(engine, optimizer: Gated) -> Fragments:  # their self-check reads values
+        return (PartitionedFragments if engine.zero_optimization_stage() else WholeFragments)(engine, optimizer)
+
+    loader = types.SimpleNamespace(steps_per_epoch=1000 * config.engine.accumulation_steps)
+    with (
+        mock.patch.object(training, "BadImages"),
+        mock.patch.object(training, "identity"),
+        mock.patch.object(training, "build_loader", return_value=loader),
+        mock.patch.object(branches, "make_target", make_target),
+        mock.patch.object(process_group, "limit"),  # no other rank to wait for
+        mock.patch.object(training, "build_fragments", build_fragments),
+        mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
+    ):
+        return training.Trainer(config, world, None)
+
+
+def batch(config: Config, ranks: int) -> Batch:
+    """A rank's micro-batch, as the loader yields it on a GPU."""
+    images = config.images_at_once(ranks)
+    views = [
+        torch.empty(images, 3, view.size, view.size).contiguous(memory_format=torch.channels_last)
+        for view in config.data.views()
+    ]
+    mix = None
+    if config.data.cutmix.probability:
+        partner, ratio = torch.zeros(2, images, dtype=torch.int64), torch.zeros(2, images)
+        mix = Mix(partner=partner, ratio=ratio, box=torch.zeros(2, images, 4, dtype=torch.int64))
+    nothing = torch.zeros(images, dtype=torch.int64)
+    return Batch(views, index=nothing, label=nothing, step=0, replaced=nothing.bool(), mix=mix)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.part import part
+from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.wording import count
 
 NAMED = 3  # classes that a message names

@@ -83,7 +83,7 @@ def sharded_knn(
     in_bank = _over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
     most = int(_over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
     count = int(in_bank.sum())
-    k = neighbours(k, count)
+    k = min(count, (200 if count >= LARGE_BANK else 20) if k == "auto" else k)
     share = max(1, chunk // world.size)  # of a rank's queries, in a round
     totals = torch.tensor([0, 0, len(queries.labels)])
     for start in range(0, most, share):
@@ -140,11 +140,6 @@ def _over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM
     if world.size > 1:
         dist.all_reduce(number, operation)
     return number
-
-
-def neighbours(k: int | Literal["auto"], bank: int) -> int:
-    """Number of neighbours that vote, for a bank of this size."""
-    return min(bank, (200 if bank >= LARGE_BANK else 20) if k == "auto" else k)
 
 
 def nearest(

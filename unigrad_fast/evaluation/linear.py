@@ -19,21 +19,12 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of
 from unigrad_fast.evaluation.shares import own_images
-from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 
 @dataclass(frozen=True)
-class LinearResult:
-    """top-1 and top-5 accuracy in percent (top5 None with fewer than five classes) of `images` validation images."""
-
-    accuracy: float
-    top5: float | None
-    images: int
-
-
-@dataclass(frozen=True)
-class LinearProbe:
+class FrozenEncoder:
     """A backbone [N, 3, S, S] → [N, D] and the images to evaluate it on; all ranks use it together.
 
     Args:
@@ -51,16 +42,16 @@ class LinearProbe:
     dtype: torch.dtype | None
     say: Callable[[str], None]
 
-    @property
-    def classes(self) -> int:
-        return len(self.train.classes)
+    def judge(self, classifier: nn.Linear) -> tuple[float, float | None, int]:
+        """Accuracy of a linear classifier on the validation images; each rank counts its own.
 
-    def judge(self, classifier: nn.Linear) -> LinearResult:
-        """Accuracy on the validation images; each rank counts its own.
+        Returns:
+            Top-1 accuracy in percent, top-5 accuracy, which is None with fewer than five classes, and the number of
+            images that were classified.
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        loader = self.loader(self.val)
+        loader, classes = own_images(self.val, self.config, self.world), len(self.train.classes)
         counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
 
         def count() -> None:
@@ -68,7 +59,7 @@ class LinearProbe:
                 with torch.no_grad():
                     logits = classifier(features)
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
-                best = logits.topk(min(5, self.classes), dim=1).indices == labels[:, None]
+                best = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
                 found = torch.stack([best[:, 0].sum(), best.any(dim=1).sum()])
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
@@ -81,21 +72,14 @@ class LinearProbe:
             raise AssertionError(
                 f"of {len(self.val)} validation images {images} were counted and {left_out.count} left out"
             )
-        return LinearResult(
-            accuracy=100 * right / images,
-            top5=100 * among_five / images if self.classes >= 5 else None,
-            images=images,
-        )
+        top5 = 100 * among_five / images if classes >= 5 else None
+        return 100 * right / images, top5, images
 
     def features(self, images: Tensor) -> Tensor:
         """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""
         autocast = torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
         with torch.no_grad(), evaluation_mode(self.backbone), autocast:
             return self.backbone(images.to(self.world.device)).float()
-
-    def loader(self, manifest: Manifest) -> EvaluationLoader:
-        """Centre crops of this rank's share of some images."""
-        return own_images(manifest, self.config.data, self.config.evaluation, self.world)
 
     def tell(self, lines: list[str]) -> None:
         for line in lines:

@@ -6,9 +6,14 @@ ranks.
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import math
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import count_left_out, non_finite
-from unigrad_fast.evaluation.linear import LinearProbe
-from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.optimization.lars import LARS
 from unigrad_fast.optimization.schedules import learning_rate
 from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
+from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import count
 
 
@@ -37,11 +42,8 @@ class ProbeSchedule:
     base_lr: float = 0.02
 
 
-PAPER = ProbeSchedule()
-
-
 def paper(
-    probe: LinearProbe,
+    encoder: FrozenEncoder,
     schedule: ProbeSchedule,
     unfinished: Unfinished | None = None,
     preemption: Preemption | None = None,
@@ -59,19 +61,19 @@ def paper(
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
         Preempted: after saving.
     """
-    data, world = probe.config.data, probe.world
-    if schedule.batch_size > len(probe.train):
+    data, world = encoder.config.data, encoder.world
+    if schedule.batch_size > len(encoder.train):
         raise UserError(
-            f"batch_size = {schedule.batch_size}: there are only {count(len(probe.train), 'training image')}; "
-            f"give --batch_size {len(probe.train) // world.size * world.size} or less"
+            f"batch_size = {schedule.batch_size}: there are only {count(len(encoder.train), 'training image')}; "
+            f"give --batch_size {len(encoder.train) // world.size * world.size} or less"
         )
-    parts = micro_batches(schedule.batch_size, world.size, probe.config.evaluation.batch_size)
+    parts = micro_batches(schedule.batch_size, world.size, encoder.config.evaluation.batch_size)
     loader = Loader(
-        probe.train,
+        encoder.train,
         preset="linear",
         image_size=data.image_size,
         batch_size=schedule.batch_size,
-        seed=probe.config.seed,
+        seed=encoder.config.seed,
         rank=world.rank,
         world_size=world.size,
         device=world.device if data.decode != "cpu" else "cpu",
@@ -82,12 +84,12 @@ def paper(
         read_ahead=data.read_ahead * 2**20,
     )
     steps_per_epoch = loader.steps_per_epoch // parts
-    training = _Training(probe, schedule, steps_per_epoch)
+    training = _Training(encoder, schedule, steps_per_epoch)
     if unfinished is not None and (saved := unfinished.load()) is not None:
         training.restore(saved)
         loader.leave_out({(training.steps_done * parts, image): f.reason for image, f in training.failures.items()})
         epochs = training.steps_done / steps_per_epoch
-        probe.say(f"continuing an interrupted call after epoch {epochs:g} of {schedule.epochs}")
+        encoder.say(f"continuing an interrupted call after epoch {epochs:g} of {schedule.epochs}")
     with closing(loader.iterate(training.steps_done * parts, training.steps * parts)) as batches:
         while training.steps_done < training.steps:
             for _ in range(parts):
@@ -116,25 +118,25 @@ class _Training:
         failures: images that could not be used, by position: this rank's, and those of an interrupted call.
     """
 
-    def __init__(self, probe: LinearProbe, schedule: ProbeSchedule, steps_per_epoch: int) -> None:
-        self.probe, self.schedule, self.steps_per_epoch = probe, schedule, steps_per_epoch
+    def __init__(self, encoder: FrozenEncoder, schedule: ProbeSchedule, steps_per_epoch: int) -> None:
+        self.encoder, self.schedule, self.steps_per_epoch = encoder, schedule, steps_per_epoch
         self.steps, self.steps_done = steps_per_epoch * schedule.epochs, 0
         self.peak = schedule.base_lr * schedule.batch_size / 256
-        device, size = probe.world.device, probe.config.data.image_size
-        width = probe.features(torch.zeros(1, 3, size, size)).shape[1]
-        self.classifier = new_classifier(width, probe.classes, probe.config.seed).to(device)
+        device, size = encoder.world.device, encoder.config.data.image_size
+        width = encoder.features(torch.zeros(1, 3, size, size)).shape[1]
+        self.classifier = new_classifier(width, len(encoder.train.classes), encoder.config.seed).to(device)
         self.optimizer = LARS(self.classifier.parameters(), lr=self.peak, momentum=0.9)
         self.gradient = flat_gradient(self.classifier)
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of this epoch: loss, number of hits
-        self.odd = torch.tensor(len(probe.train), device=device)  # the first image with a non-finite feature
+        self.odd = torch.tensor(len(encoder.train), device=device)  # the first image with a non-finite feature
         self.failures: dict[int, Failure] = {}
         self.replaced = 0  # images that the user was told about
 
     def add(self, batch: Batch) -> None:
         """Add a micro-batch to the gradient."""
-        device = self.probe.world.device
+        device = self.encoder.world.device
         self.failures |= {failure.image: failure for failure in batch.failures}
-        features, labels = self.probe.features(batch.views[0]), batch.label.to(device)
+        features, labels = self.encoder.features(batch.views[0]), batch.label.to(device)
         logits = self.classifier(features)
         loss = cross_entropy(logits, labels, reduction="sum") / self.schedule.batch_size
         loss.backward()
@@ -153,20 +155,20 @@ class _Training:
 
     def end_epoch(self) -> None:
         """Print the figures of the epoch. Raises RunStopped if the training cannot go on."""
-        probe, schedule, epoch = self.probe, self.schedule, self.steps_done // self.steps_per_epoch
+        encoder, schedule, epoch = self.encoder, self.schedule, self.steps_done // self.steps_per_epoch
         dist.all_reduce(self.odd, dist.ReduceOp.MIN)
-        if self.odd < len(probe.train):
-            raise non_finite(probe.train, int(self.odd))
-        bad = count_left_out(self.failures.values(), len(probe.train), probe.config.data.max_bad_fraction)
+        if self.odd < len(encoder.train):
+            raise non_finite(encoder.train, int(self.odd))
+        bad = count_left_out(self.failures.values(), len(encoder.train), encoder.config.data.max_bad_fraction)
         if bad.count > self.replaced:
             self.replaced = bad.count
-            probe.tell(bad.told("training", "replaced by others"))
+            encoder.tell(bad.told("training", "replaced by others"))
         dist.all_reduce(self.sums)
         loss, right = (self.sums / self.steps_per_epoch).tolist()
         if not math.isfinite(loss):
             raise RunStopped(f"the loss is not finite in epoch {epoch}; lower base_lr = {schedule.base_lr:g}")
         accuracy, lr = 100 * right / schedule.batch_size, self.optimizer.param_groups[0]["lr"]
-        probe.say(
+        encoder.say(
             f"epoch {epoch}/{schedule.epochs}  loss {loss:.4f}  accuracy on its crops {accuracy:.2f} %  lr {lr:.2e}"
         )
         self.sums.zero_()
@@ -194,7 +196,7 @@ class _Training:
                 weight.copy_(state[name])
             for name, buffer in self._momentum():
                 buffer.copy_(state[f"{name}.momentum"])
-        if self.probe.world.rank == 0:
+        if self.encoder.world.rank == 0:
             self.sums.copy_(state["sums"])
         self.odd.fill_(state["odd"])
         self.steps_done, self.replaced = state["steps_done"], state["replaced"]
@@ -203,6 +205,54 @@ class _Training:
     def _momentum(self) -> list[tuple[str, Tensor]]:
         named = self.classifier.named_parameters()
         return [(name, self.optimizer.state_of(weight)["momentum"]) for name, weight in named]
+
+
+class Unfinished:
+    """The file with the progress of one training; each set of settings has its own.
+
+    Args:
+        folder: folder of the file.
+        stem: start of its name.
+        settings: JSON values that determine the result.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, folder: Path, stem: str, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.settings = json.dumps(settings, sort_keys=True)
+        digest = hashlib.sha256(self.settings.encode()).hexdigest()[:8]
+        self.path, self.say = folder / f"{stem}-{digest}.unfinished.pt", say
+
+    def load(self) -> dict[str, Any] | None:
+        """The last saved state, with tensors on the CPU; None if there is none, or it cannot be used.
+
+        All ranks call this and `save` together.
+        """
+        return on_first(self._load)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Saves a state. Raises OSError on all ranks if the file cannot be written; the previous one is kept then."""
+        on_first(lambda: self._save(state))
+
+    def delete(self) -> None:
+        """Call on one rank."""
+        self.path.unlink(missing_ok=True)
+
+    def _load(self) -> dict[str, Any] | None:
+        if not self.path.is_file():
+            return None
+        try:
+            content = torch.load(self.path, map_location="cpu", weights_only=True)
+            settings, state = content["settings"], content["state"]
+        except Exception:  # arbitrary bytes read as a pickle can raise anything
+            self.say(f"{self.path}: damaged; the training starts again")
+            return None
+        return state if settings == self.settings else None
+
+    def _save(self, state: dict[str, Any]) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        content = io.BytesIO()
+        torch.save({"settings": self.settings, "state": state}, content)
+        write_whole(self.path, content.getvalue())
 
 
 def micro_batches(batch_size: int, ranks: int, most: int) -> int:

@@ -11,28 +11,30 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import extract
-from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.evaluation.linear import FrozenEncoder
+from unigrad_fast.evaluation.shares import own_images
 
 ROWS_AT_ONCE = 1 << 16  # rows of features that are on the device at once
 L2 = 1e-3  # penalty on standardised features
 MOST_ITERATIONS = 200
 
 
-def quick(probe: LinearProbe) -> nn.Linear:
+def quick(encoder: FrozenEncoder) -> nn.Linear:
     """A classifier for raw features, fitted on standardised features.
 
     Raises RunStopped if a feature is not finite or too many images cannot be used.
     """
-    most, loader = probe.config.data.max_bad_fraction, probe.loader(probe.train)
-    features, labels, left_out = extract(probe.backbone, loader, probe.world.device, probe.dtype, most)
-    probe.tell(left_out.told("training"))
-    count = len(probe.train) - left_out.count
+    device, most = encoder.world.device, encoder.config.data.max_bad_fraction
+    loader = own_images(encoder.train, encoder.config, encoder.world)
+    features, labels, left_out = extract(encoder.backbone, loader, device, encoder.dtype, most)
+    encoder.tell(left_out.told("training"))
+    count = len(encoder.train) - left_out.count
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)
-    if probe.world.device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
-        features = features.to(probe.world.device)  # otherwise they are copied block by block, in each iteration
-    classifier = fit(features, labels, probe.classes, count, probe.world.device)
-    fold(classifier, mean.to(probe.world.device), deviation.to(probe.world.device))
+    if device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:
+        features = features.to(device)  # otherwise they are copied block by block, in each iteration
+    classifier = fit(features, labels, len(encoder.train.classes), count, device)
+    fold(classifier, mean.to(device), deviation.to(device))
     return classifier
 
 

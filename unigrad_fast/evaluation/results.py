@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
-from unigrad_fast.runtime.whole_file import write_whole
-
-
-@dataclass(frozen=True)
-class Written:
-    """Where a result was written. `kept`: figures in the file from an earlier call. `told`: a line for the user."""
-
-    path: Path
-    kept: tuple[str, ...]
-    told: str
 
 
 def folder_of(run: Path) -> Path:
@@ -52,7 +42,7 @@ def write_result(
     figures: Mapping[str, Any],
     classifier: Mapping[str, Tensor] | None = None,
     about_classifier: Mapping[str, Any] | None = None,
-) -> Written:
+) -> str:
     """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
 
     If it has, figures from an earlier call that this one lacks are kept.
@@ -62,9 +52,12 @@ def write_result(
         figures: JSON values, the result itself.
         classifier: tensors for STEM.safetensors.
         about_classifier: further JSON values for that file.
+
+    Returns:
+        A line for the user about the file, the figures that it keeps and a file with other settings.
     """
     folder.mkdir(exist_ok=True)
-    settings, figures = _plain(settings), _plain(figures)
+    settings, figures = json.loads(json.dumps([settings, figures]))  # as they will be read back
     with _locked(folder):
         passed: list[tuple[Path, Any]] = []
         for number in count(1):
@@ -88,10 +81,6 @@ def write_result(
             texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
             write_whole(weights, save({key: value.detach().cpu() for key, value in classifier.items()}, texts))
         write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
-    return Written(path, tuple(kept), _told(path, passed, settings, kept))
-
-
-def _told(path: Path, passed: list[tuple[Path, Any]], settings: Mapping[str, Any], kept: list[str]) -> str:
     line = f"written to {path}"
     if kept:
         line += f", which keeps {', '.join(kept)} from an earlier call"
@@ -101,11 +90,6 @@ def _told(path: Path, passed: list[tuple[Path, Any]], settings: Mapping[str, Any
         reason = f"has {key} = {shown(content.get(key))} and " if key else ""
         line += f"; {other.name} {reason}was kept"
     return line
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as they will be read back from JSON."""
-    return json.loads(json.dumps(values))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from unigrad_fast.checkpoints.configuration import configuration
-from unigrad_fast.checkpoints.files import Reader
-from unigrad_fast.checkpoints.weights import fingerprint, load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
-from unigrad_fast.evaluation.linear import LinearProbe
+from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.results import folder_of, write_result
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests
 from unigrad_fast.networks.encoder import build_encoder
-from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
@@ -65,31 +60,20 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A run's encoder and the images to evaluate it on, on one rank.
+class Opened(FrozenEncoder):
+    """A run's trained online backbone and its images, on one rank.
 
     Attributes:
         settings: JSON values that identify the weights and the images of a result.
         paths: paths of the images.
-        backbone: the trained online backbone.
-        dtype: autocast dtype of the backbone; None for no autocast.
         console: silent on all ranks but the first.
         preemption: tells when to stop.
     """
 
-    config: Config
-    world: World
     settings: Mapping[str, Any]
     paths: Mapping[str, Any]
-    train: Manifest
-    val: Manifest
-    backbone: nn.Module
-    dtype: torch.dtype | None
     console: Console
     preemption: Preemption
-
-    def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
 
 
 def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
@@ -106,7 +90,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
     """
     folder = folder_of(run)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
-        probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
+        probe = KNNProbe(this.config, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
             for name, (features, size) in BASELINES.items():
@@ -133,7 +117,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
             {"protocol": PROTOCOL, "branch": BRANCH, **this.settings, **settings},
             {**this.paths, "accuracy": {name: row.accuracy for name, row in rows.items()}},
         )
-        this.say(written.told)
+        this.say(written)
 
 
 def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], asked: Asked) -> None:
@@ -154,39 +138,38 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
     """
     folder = folder_of(run)
     with opened(run, asked, "a linear classifier") as this:
-        probe = LinearProbe(this.config, this.world, this.train, this.val, this.backbone, this.dtype, this.say)
         stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
         about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
             with this.preemption.nothing_to_save(NOTHING_KEPT):
-                classifier = linear_quick.quick(probe)
+                classifier = linear_quick.quick(this)
             done = NOTHING_KEPT
         else:
-            schedule = replace(linear_paper.PAPER, **changes)
+            schedule = linear_paper.ProbeSchedule(**changes)
             about |= {**asdict(schedule), "seed": this.config.seed}
-            unfinished = Unfinished(folder, stem, about, this.world, this.say)
-            classifier = linear_paper.paper(probe, schedule, unfinished, this.preemption)
+            unfinished = linear_paper.Unfinished(folder, stem, about, this.say)
+            classifier = linear_paper.paper(this, schedule, unfinished, this.preemption)
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
-            result = probe.judge(classifier)
+            accuracy, top5, images = this.judge(classifier)
         if this.world.rank != 0:
             return
-        top5 = "–" if result.top5 is None else f"{result.top5:.2f}"
-        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {result.images:,} validation images"
-        row = (f"trained encoder, epoch {this.settings['epoch']:g}", f"{result.accuracy:.2f}", top5)
+        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {images:,} validation images"
+        shown = f"{accuracy:.2f}", "–" if top5 is None else f"{top5:.2f}"
+        row = (f"trained encoder, epoch {this.settings['epoch']:g}", *shown)
         print_table(this.console, title, [row], 2)
         written = write_result(
             folder,
             stem,
-            {**about, "images": result.images},
-            {**this.paths, "accuracy": result.accuracy, "top5": result.top5},
+            {**about, "images": images},
+            {**this.paths, "accuracy": accuracy, "top5": top5},
             {"weight": classifier.weight, "bias": classifier.bias},
             {"classes": this.train.classes},
         )
         if unfinished is not None:
             unfinished.delete()
-        this.say(written.told)
+        this.say(written)
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:
@@ -196,7 +179,7 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
             "quick protocol (logistic regression on standardised features of centre crops, "
             f"L2 {linear_quick.L2:g}, at most {linear_quick.MOST_ITERATIONS} iterations of L-BFGS)"
         )
-    paper = asdict(linear_paper.PAPER)
+    paper = asdict(linear_paper.ProbeSchedule())
     settings = "".join(f", {key} {value:g}" for key, value in {**paper, **changes}.items())
     differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != paper[key])
     return f"paper protocol (LARS on random crops{settings})" + (f", but {differing}" if differing else "")
@@ -233,12 +216,22 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         this = Opened(
             config=config,
             world=world,
-            settings={**_weights(reader), **_images(config, train, val), "precision": str(dtype or torch.float32)[6:]},
-            paths={"data": {"train": str(config.data.train), "val": str(config.data.val)}},
             train=train,
             val=queries.val,
             backbone=backbone,
             dtype=dtype,
+            say=partial(console.print, soft_wrap=True),
+            settings={
+                "step": reader.about["step"],
+                "epoch": reader.about["epoch"],
+                "weights": fingerprint(reader),
+                "train_images": digest(train),
+                "val_images": digest(val),
+                "image_size": config.data.image_size,
+                "crop_fraction": config.evaluation.crop_fraction,
+                "precision": str(dtype or torch.float32)[6:],
+            },
+            paths={"data": {"train": str(config.data.train), "val": str(config.data.val)}},
             console=console,
             preemption=preemption,
         )
@@ -256,16 +249,3 @@ def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], acc
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def _weights(reader: Reader) -> dict[str, Any]:
-    return {"step": reader.about["step"], "epoch": reader.about["epoch"], "weights": fingerprint(reader)}
-
-
-def _images(config: Config, train: Manifest, val: Manifest) -> dict[str, Any]:
-    return {
-        "train_images": digest(train),
-        "val_images": digest(val),
-        "image_size": config.data.image_size,
-        "crop_fraction": config.evaluation.crop_fraction,
-    }

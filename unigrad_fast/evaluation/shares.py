@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from unigrad_fast import config
+from unigrad_fast.config import Config
 from unigrad_fast.evaluation.features import LeftOut, extract
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
@@ -61,8 +60,7 @@ def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], T
 
 def own_images(
     manifest: Manifest,
-    data: config.Data,
-    settings: config.Evaluation,
+    config: Config,
     world: World,
     image_size: int | None = None,
     crop_fraction: float | None = None,
@@ -72,11 +70,12 @@ def own_images(
     Args:
         image_size, crop_fraction: None takes the configuration's.
     """
+    data, evaluation = config.data, config.evaluation
     return EvaluationLoader(
         manifest,
         image_size or data.image_size,
-        crop_fraction or settings.crop_fraction,
-        settings.batch_size,
+        crop_fraction or evaluation.crop_fraction,
+        evaluation.batch_size,
         rank=world.rank,
         world_size=world.size,
         device=world.device if data.decode != "cpu" else "cpu",
@@ -97,14 +96,14 @@ def read_share(
 
     Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
-    new_rows = partial(_new_rows, device=device)
+
+    def new_rows(count: int, width: int) -> Tensor:
+        """On the device if they take at most half of the free memory there."""
+        place = device
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if 2 * count * width > (torch.cuda.mem_get_info(device)[0] + unused) / 2:
+                place = torch.device("cpu")  # blocks are copied when needed
+        return torch.empty(count, width, dtype=torch.float16, device=place)
+
     return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, rounded, new_rows))
-
-
-def _new_rows(count: int, width: int, device: torch.device) -> Tensor:
-    """An empty tensor for rows, on the device if it takes at most half of the free memory there."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if 2 * count * width > (torch.cuda.mem_get_info(device)[0] + unused) / 2:
-            device = torch.device("cpu")  # blocks are copied when needed
-    return torch.empty(count, width, dtype=torch.float16, device=device)

@@ -144,11 +144,6 @@ def _rotate(x: Array, y: Array, angle: Array) -> tuple[Array, Array]:
     return cos * x + sin * y, cos * y - sin * x
 
 
-def _rainbow(phase: Array) -> Array:
-    """Offsets of red, green and blue [N, S, S, 3] that go once round the hues as `phase` grows by 2π."""
-    return np.stack([np.cos(phase), np.cos(phase - TAU / 3), np.cos(phase + TAU / 3)], axis=-1)
-
-
 def draw_pictures(random: np.random.Generator, name: str, count: int, size: int) -> NDArray[np.uint8]:
     """Pictures [count, size, size, 3] of class `name`, a key of CLASSES; all chance comes from `random`."""
     shape, pattern = CLASSES[name]
@@ -167,7 +162,9 @@ def draw_pictures(random: np.random.Generator, name: str, count: int, size: int)
         return np.sign(uniform(-1, 1))
 
     def rainbow(low: float, high: float) -> Array:
-        return _rainbow(_rotate(x, y, angle())[0] * uniform(low, high) + angle())
+        """Offsets of red, green and blue [N, S, S, 3] that go once round the hues as the phase grows by 2π."""
+        phase = _rotate(x, y, angle())[0] * uniform(low, high) + angle()
+        return np.stack([np.cos(phase), np.cos(phase - TAU / 3), np.cos(phase + TAU / 3)], axis=-1)
 
     def cover(distance: Array) -> Array:  # the share of a pixel inside an outline
         return np.clip(0.5 - distance / pixel, 0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import numpy as np
 
 from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.listing import cache
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 
@@ -99,13 +99,13 @@ def _taken(told: _Listed, own: _Listed) -> Manifest:
 
 def digest(manifest: Manifest) -> str:
     """Digest of names and sizes in pixels: equal for copies on several machines, and after a scan."""
-    return _digest(manifest, manifest.header_sizes())
+    return cache.digest(manifest.names, manifest.offsets, manifest.header_sizes())
 
 
 def identity(manifest: Manifest) -> dict[str, Any]:
     """Identifies the images of a run: a digest of the names, and the sizes of some images."""
     some = np.unique(np.linspace(0, len(manifest) - 1, SAMPLED).astype(int))
-    return {"names": _digest(manifest), "sizes": manifest.header_sizes()[some].tolist()}
+    return {"names": cache.digest(manifest.names, manifest.offsets), "sizes": manifest.header_sizes()[some].tolist()}
 
 
 def are_the_same(remembered: dict[str, Any], manifest: Manifest) -> bool:
@@ -117,10 +117,3 @@ def are_the_same(remembered: dict[str, Any], manifest: Manifest) -> bool:
     pairs = [pair for pair in zip(remembered["sizes"], now["sizes"], strict=False) if min(*pair[0], *pair[1]) > 0]
     changed = sum(before != after for before, after in pairs)
     return remembered["names"] == now["names"] and changed <= max(1, len(pairs) // 10)
-
-
-def _digest(manifest: Manifest, *arrays: np.ndarray) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for array in (manifest.names, manifest.offsets, *arrays):
-        found.update(array.tobytes())
-    return found.hexdigest()

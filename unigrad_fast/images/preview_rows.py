@@ -91,6 +91,7 @@ def collect(
     index = batch.index.numpy()
     asked = loader.indices(step)[1]  # replacements use the random numbers of the requested images
     drawn = [sample(view, number, seed, epoch, asked, manifest.sizes[index]) for number, view in enumerate(views)]
+    boxes = [np.stack([p.x, p.y, p.x + p.width, p.y + p.height], axis=1).tolist() for p in drawn]
     pixels = [_pixels(view) for view in batch.views]
     rows = []
     for place, image in enumerate(index.tolist()):
@@ -100,7 +101,7 @@ def collect(
             Row(
                 name=Path(manifest.path(image)).name,
                 original=original,
-                boxes=[crop_box(parameters, place) for parameters in drawn],
+                boxes=[tuple(box[place]) for box in boxes],
                 views=[view[place] for view in pixels],
                 applied=[operations(parameters, place) for parameters in drawn],
             )
@@ -112,12 +113,6 @@ def collect(
                 box = tuple(mix.box[view, place].tolist())
                 row.mixed.append(Mixed(mixed[place], int(mix.partner[view, place]), float(mix.ratio[view, place]), box))
     return rows
-
-
-def crop_box(parameters: Parameters, place: int) -> Box:
-    """The crop of one image."""
-    left, top = int(parameters.x[place]), int(parameters.y[place])
-    return left, top, left + int(parameters.width[place]), top + int(parameters.height[place])
 
 
 def operations(parameters: Parameters, place: int) -> list[str]:

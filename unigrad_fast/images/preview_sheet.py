@@ -1,33 +1,119 @@
-"""Draws the sheet of a preview: each image with the boxes of its views, and its views next to it."""
+"""Draws the sheet of a preview: each image with the boxes of its views, and its views next to it.
+
+Lengths are in pixels of the sheet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 
+import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
-from unigrad_fast.images.preview_layout import (
-    BADGE,
-    FRAME,
-    GAP,
-    HEAD,
-    LINE,
-    MARGIN,
-    NARROWEST,
-    ORIGINAL,
-    Layout,
-    load_font,
-    shortened,
-    wrapped,
-)
 from unigrad_fast.images.preview_rows import Box, Row
 from unigrad_fast.pipelines import View
 from unigrad_fast.pipelines.presets import GLOBALS
 
+MARGIN, GAP, FRAME = 28, 20, 3
+HEAD, LINE, BADGE = 26, 18, 18  # heights of the line above a picture, a line of text, a number
+VIEW = 224  # approximate side of the largest view
+ORIGINAL = 320  # width reserved for the original
+NARROWEST = 124  # smallest width of a view with its text
+LEGEND = (
+    "Left: the image and where each view is cropped. Right: the views as the network sees them, with the crop's "
+    "share of the image's area above, and the operations applied below (blur with its sigma, pixels)."
+)
+MIXED = " Mixed: the global views of the online branch, with a box of another image."
 GLOBAL_COLOURS = ("#D55E00", "#0072B2")  # of Okabe and Ito, safe for colour blindness
 LOCAL_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#F0E442")
 INK, FAINT, RULE, PAPER = "#1A1A1A", "#666666", "#DDDDDD", "#FFFFFF"
+
+
+class Layout:
+    """Positions on the sheet.
+
+    Attributes:
+        zoom: sheet pixels per pixel of a view, the same for all views; a whole number unless it is below 1.
+        sides: of each view as it is shown.
+        places: left and top of the pixels of each view, from left and top of its row.
+        mixed: the same of the mixed views.
+        width, height: of a row.
+        legend: lines under the title.
+        top: of the first row.
+    """
+
+    def __init__(self, views: Sequence[View], mixed: bool) -> None:
+        largest = max(view.size for view in views)
+        self.zoom = VIEW / largest if largest > 1.25 * VIEW else max(1, round(VIEW / largest))
+        self.sides = [max(1, round(view.size * self.zoom)) for view in views]
+        left, first = ORIGINAL + GAP, self.sides[:GLOBALS]
+        width, height = _cell(max(first))
+        self.places = [(left + number * width + FRAME, HEAD + FRAME) for number in range(len(first))]
+        self.mixed = [(x, y + height) for x, y in self.places] if mixed else []
+        self.height = height * (2 if mixed else 1)
+        left += width * len(first)
+        if local := self.sides[GLOBALS:]:
+            width, height = _cell(max(local))
+            columns = -(-len(local) // max(1, round(self.height / height)))
+            used = -(-len(local) // columns)
+            height = max(height, self.height // used)
+            self.height = max(self.height, height * used)
+            for number in range(len(local)):
+                row, column = divmod(number, columns)
+                self.places.append((left + column * width + FRAME, row * height + HEAD + FRAME))
+            left += width * columns
+        self.width = left - GAP
+        self.legend = _wrapped((LEGEND + MIXED if mixed else LEGEND).split(), self.width)
+        self.top = MARGIN + 34 + len(self.legend) * LINE + GAP
+
+    @property
+    def original_height(self) -> int:
+        """Height reserved for the original."""
+        return self.height - HEAD - LINE - 12
+
+    def original_zoom(self, image: Image.Image) -> float:
+        """Sheet pixels per pixel of an original: as many as fit, an integer from 2 on."""
+        zoom = min(ORIGINAL / image.width, self.original_height / image.height)
+        return int(zoom) if zoom >= 2 else zoom
+
+    def row(self, number: int) -> tuple[int, int]:
+        """Left and top coordinates of a row."""
+        return MARGIN, self.top + number * (self.height + GAP)
+
+
+def _cell(side: int) -> tuple[int, int]:
+    """Width and height of a view with the text above and below, and the gap to the next."""
+    return max(NARROWEST, side + 2 * FRAME) + GAP, HEAD + side + 2 * FRAME + 10 + 2 * LINE
+
+
+@lru_cache
+def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf", name)), size)
+
+
+def _wrapped(words: Sequence[str], width: int) -> list[str]:
+    """Breaks words into lines."""
+    lines = [words[0]]
+    for word in words[1:]:
+        longer = f"{lines[-1]} {word}"
+        if load_font(13).getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def shortened(name: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+    """A file name, with the middle replaced by … if it is too long."""
+    for keep in range(len(name), 0, -1):
+        text = name if keep == len(name) else f"{name[: keep // 2]}…{name[len(name) - (keep + 1) // 2 :]}"
+        if font.getlength(text) <= width:
+            return text
+    return "…"
 
 
 def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Image.Image:
@@ -58,8 +144,7 @@ def draw(rows: Sequence[Row], views: Sequence[View], title: Sequence[str]) -> Im
             mixed, side = row.mixed[view], layout.sides[view]
             _draw_view(sheet, left + x, top + y, side, view, mixed.pixels, "mixed", mixed.shares())
             if mixed.ratio < 1:
-                box = _scaled(mixed.box, layout.zoom)
-                _outline(pen, [left + x + box[0], top + y + box[1], left + x + box[2], top + y + box[3]], PAPER, 2)
+                _outline(pen, _placed(mixed.box, layout.zoom, left + x, top + y), PAPER, 2)
     return sheet
 
 
@@ -77,8 +162,7 @@ def _draw_original(sheet: Image.Image, left: int, top: int, layout: Layout, numb
     sheet.paste(shown, (left, top))
     pen.text((left, top + size[1] + 4), shortened(row.name, ORIGINAL, load_font(13)), FAINT, load_font(13))
     taken: list[list[int]] = []
-    boxes = [_scaled(box, zoom) for box in row.boxes]
-    boxes = [[left + box[0], top + box[1], left + box[2], top + box[3]] for box in boxes]
+    boxes = [_placed(box, zoom, left, top) for box in row.boxes]
     for view, box in enumerate(boxes):
         _outline(pen, box, _colour(view), 3 if view < GLOBALS else 2)
     for view, box in enumerate(boxes):
@@ -114,7 +198,7 @@ def _draw_view(
     whole = side % picture.width == 0
     picture = picture.resize((side, side), Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
     sheet.paste(picture, (left, top))
-    lines = wrapped([f"{name}," for name in done[:-1]] + done[-1:], max(NARROWEST, side), load_font(13))
+    lines = _wrapped([f"{name}," for name in done[:-1]] + done[-1:], max(NARROWEST, side))
     _write(pen, left - FRAME, top + side + FRAME + 5, lines)
 
 
@@ -136,8 +220,9 @@ def _outline(pen: ImageDraw.ImageDraw, box: Sequence[int], colour: str, width: i
     pen.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=width)
 
 
-def _scaled(box: Box, zoom: float) -> list[int]:
-    return [round(side * zoom) for side in box]
+def _placed(box: Box, zoom: float, left: int, top: int) -> list[int]:
+    """A box of a picture on the sheet, by the picture's zoom and its left and top."""
+    return [start + round(side * zoom) for side, start in zip(box, (left, top, left, top), strict=True)]
 
 
 def _colour(view: int) -> str:

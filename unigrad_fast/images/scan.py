@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines.scan import files, summary
-from unigrad_fast.pipelines.scan import scanning as scanning
+from unigrad_fast.pipelines.scan import files, scanning, summary
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.wording import count
 
@@ -46,16 +44,16 @@ def scan(path: Path, output: Path | None = None, threads: int | None = None, rea
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", style="yellow")
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about tags in the images
-        console.print(f"reading the headers of the images in {path}", highlight=False)
+        console.print(f"reading the headers of the images in {path}")
         manifest = Manifest.open(path)
-        console.print(f"scanning {len(manifest):,} images into {output}", highlight=False, soft_wrap=True)
+        console.print(f"scanning {len(manifest):,} images into {output}", soft_wrap=True)
         begun = time.monotonic()
         images = _run(console, manifest, output, scanning.scan(manifest, output, threads, path, read_timeout))
     seconds = time.monotonic() - begun
     found = summary.summarize(manifest, output)
-    if len(found.bad):
+    if found.bad:
         # Training tries again to read images that could not be read now.
-        manifest.mark_unusable(np.setdiff1d(found.bad, found.unread).tolist())
+        manifest.mark_unusable(sorted({*found.bad} - {*found.unread}))
     _report(console, found, output, images, seconds)
 
 
@@ -81,7 +79,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
                     bar.add_task("", total=progress.total, completed=before, speed=0, bad=progress.bad)
                     if before:
                         again = f"; remove {output} to scan again" if before == progress.total else ""
-                        console.print(f"{before:,} of them were scanned before{again}", highlight=False, soft_wrap=True)
+                        console.print(f"{before:,} of them were scanned before{again}", soft_wrap=True)
                     begun = now
                 done = progress.done
                 speed = (done - before) / max(now - begun, 1e-9)
@@ -93,8 +91,7 @@ def _run(console: Console, manifest: Manifest, output: Path, steps: Generator[sc
                 if not console.is_terminal:
                     left = f"{(progress.total - done) / speed:,.0f} s" if speed else "unknown"
                     console.print(
-                        f"{done:,} of {progress.total:,}  {speed:,.0f} images/s  {progress.bad:,} bad  left {left}",
-                        highlight=False,
+                        f"{done:,} of {progress.total:,}  {speed:,.0f} images/s  {progress.bad:,} bad  left {left}"
                     )
     except KeyboardInterrupt:
         steps.close()
@@ -120,17 +117,16 @@ def _report(console: Console, found: summary.Summary, output: Path, images: int,
     table = Table(title="Scan finished", title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    console.print(table, highlight=False)
+    console.print(table)
     for path, reason in found.first:
         path = path.encode(errors="surrogateescape").decode(errors="replace")  # a name need not be text
-        console.print(f"bad: {path}: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"bad: {path}: {reason}", soft_wrap=True)
     if bad > len(found.first):
-        console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", highlight=False, soft_wrap=True)
+        console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", soft_wrap=True)
     if bad:
         console.print(
             "Training replaces bad images by others, as long as their share is at most data.max_bad_fraction. You can "
-            "remove or repair them, or leave them.",
-            highlight=False,
+            "remove or repair them, or leave them."
         )
     else:
         console.print("Every image decodes.")

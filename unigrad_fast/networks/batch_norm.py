@@ -111,15 +111,10 @@ class GroupedBatchNorm(BatchNorm):
             return self._train(x, residual, relu, fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
-        y = self._separately(x)
-        return _finished(y, residual, relu)
-
-    def _separately(self, x: Tensor) -> Tensor:
-        """torch's own batch norm, for one rank, group by group."""
         if not self.training:
-            return super().forward(x)
+            return _finished(super().forward(x), residual, relu)
         parts = [self._alone(part) for part in x.chunk(self.groups.count)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return _finished(torch.cat(parts) if len(parts) > 1 else parts[0], residual, relu)
 
     def _alone(self, x: Tensor) -> Tensor:
         """torch's own batch norm, for one rank and one group, in training."""
@@ -139,10 +134,8 @@ class GroupedBatchNorm(BatchNorm):
         with torch.no_grad():
             statistics = self._statistics(x)
         settings = (*statistics, self.eps, self._shares_statistics())
-        if fused:
-            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, *settings)
-        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, *settings)
-        return _finished(y, residual, relu)
+        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, residual if fused else None, relu and fused, *settings)
+        return y if fused else _finished(y, residual, relu)
 
     def _shares_statistics(self) -> bool:
         return self.synchronised and not is_alone()
@@ -152,8 +145,20 @@ class GroupedBatchNorm(BatchNorm):
         current = self.groups.current
         if current is not None and current.repeats:
             return current.statistics[self]
+        own_G3C = batch_norm_ops.statistics(x, self.groups.count)
+        parts_RG3C = own_G3C.unsqueeze(0)
+        if self._shares_statistics():
+            parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
+            dist.all_gather(list(parts_RG3C.unbind()), own_G3C)
+        if host_may_read(x):
+            least = int(parts_RG3C[:, :, 0, 0].sum(0).min())
+            if least <= 1:
+                raise ValueError(
+                    "batch norm in training needs more than 1 value per channel over all ranks together, "
+                    f"got {least} (input of this rank: {list(x.shape)}, {self.groups.count} groups); use a larger batch"
+                )
         state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        found = _statistics(x, *state, self.groups.count, self._shares_statistics())
+        found = batch_norm_ops.settle(parts_RG3C, *state, torch.promote_types(x.dtype, torch.float32))
         if current is not None:
             current.statistics[self] = found
         return found
@@ -171,24 +176,6 @@ def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     if residual is not None:
         y += residual
     return torch.relu_(y) if relu else y
-
-
-def _statistics(x, running_mean, running_var, tracked, momentum, groups: int, synchronised: bool) -> Statistics:
-    """Statistics over all ranks; updates the running buffers."""
-    own_G3C = batch_norm_ops.statistics(x, groups)
-    parts_RG3C = own_G3C.unsqueeze(0)
-    if synchronised:
-        parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
-        dist.all_gather(list(parts_RG3C.unbind()), own_G3C)
-    if host_may_read(x):
-        least = int(parts_RG3C[:, :, 0, 0].sum(0).min())
-        if least <= 1:
-            raise ValueError(
-                "batch norm in training needs more than 1 value per channel over all ranks together, "
-                f"got {least} (input of this rank: {list(x.shape)}, {groups} groups); use a larger batch"
-            )
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return batch_norm_ops.settle(parts_RG3C, running_mean, running_var, tracked, momentum, dtype)
 
 
 class _GroupedBatchNorm(torch.autograd.Function):

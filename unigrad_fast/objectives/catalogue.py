@@ -224,13 +224,9 @@ def require(settings: Mapping[str, Any]) -> dict[str, Any]:
             require_whole(name, value)
             found[name] = int(value)
         elif float in kinds:
-            limits = {
-                limit: getattr(each, limit)
-                for each in fields[name].metadata
-                for limit in ("gt", "lt")
-                if hasattr(each, limit)
-            }
-            require_number(name, value, exclusive="gt" in limits, below=limits.get("lt", math.inf))
+            limits = fields[name].metadata
+            below = next((limit.lt for limit in limits if hasattr(limit, "lt")), math.inf)
+            require_number(name, value, exclusive=any(hasattr(limit, "gt") for limit in limits), below=below)
             found[name] = float(value)
         elif bool not in kinds:
             require_among(name, value, get_args(fields[name].annotation))

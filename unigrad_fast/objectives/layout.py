@@ -1,13 +1,12 @@
-"""Checks of a batch's shape, and the tensors that depend only on that shape; both are done once per shape.
+"""Checks of a batch's shape, the tensors that depend only on that shape, both done once per shape; its positives.
 
-Shape suffixes: N images of this rank, M = V·N rows of V views, C embedding width.
+Shape suffixes: V views, N images of this rank, M = V·N rows, C embedding width.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,6 @@ class Mix(Protocol):
     ratio: Tensor | Sequence[Tensor]
 
 
-@dataclass(frozen=True)
 class Layout:
     """Tensors that depend only on a batch's shape: each row's positive (see `embedding_gradient`), and device scalars.
 
@@ -47,51 +45,31 @@ class Layout:
         ticket: see `embedding_gradient`; written in every step.
     """
 
-    images: int
-    rows: int
-    device: torch.device
-    unit_dtype: torch.dtype
-    product_dtype: torch.dtype
-    first: Tensor
-    second: Tensor | None
-    ratio: Tensor | None
-    decay: Tensor
-    count: Tensor
-    nonfinite: Tensor
-    raised: Tensor
-    ticket: Tensor
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         views: int,
         images: int,
         device: torch.device,
         unit_dtype: torch.dtype,
         product_dtype: torch.dtype,
         decay: float,
-    ) -> Layout:
+    ):
+        self.images, self.rows, self.device = images, views * images, device
+        self.unit_dtype, self.product_dtype = unit_dtype, product_dtype
         with torch.inference_mode(False), torch.no_grad():  # it outlives the call
             exact = torch.promote_types(unit_dtype, torch.float32)
             image_N = torch.arange(images, device=device)
             globals_2N, locals_L = torch.cat([image_N + images, image_N]), image_N.repeat(views - 2)
             share_M = torch.ones(views * images, dtype=torch.float32, device=device)
             share_M[2 * images :] = 0.5
-            return cls(
-                images=images,
-                rows=views * images,
-                device=device,
-                unit_dtype=unit_dtype,
-                product_dtype=product_dtype,
-                first=torch.cat([globals_2N, locals_L]),
-                second=torch.cat([globals_2N, locals_L + images]) if views > 2 else None,
-                ratio=share_M if views > 2 else None,
-                decay=torch.full((), decay, dtype=exact, device=device),
-                count=torch.full((), 2.0 * images, dtype=exact, device=device),
-                nonfinite=torch.zeros((views + 2) * images, dtype=torch.int32, device=device),
-                raised=torch.zeros(2, dtype=torch.int32, device=device),
-                ticket=torch.zeros((), dtype=torch.int32, device=device),
-            )
+            self.first = torch.cat([globals_2N, locals_L])
+            self.second = torch.cat([globals_2N, locals_L + images]) if views > 2 else None
+            self.ratio = share_M if views > 2 else None
+            self.decay = torch.full((), decay, dtype=exact, device=device)
+            self.count = torch.full((), 2.0 * images, dtype=exact, device=device)
+            self.nonfinite = torch.zeros((views + 2) * images, dtype=torch.int32, device=device)
+            self.raised = torch.zeros(2, dtype=torch.int32, device=device)
+            self.ticket = torch.zeros((), dtype=torch.int32, device=device)
 
     def positives(self, mix: Mix | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`first`, `second` and `ratio` of `embedding_gradient`."""
@@ -131,7 +109,7 @@ def layout_of(
     key = (views, len(like), decay, like.device, *dtypes)
     if key not in kept:
         require_no_capture("a batch of this shape")
-        kept[key] = Layout.of(max(2, views), len(like), like.device, *dtypes, decay)
+        kept[key] = Layout(max(2, views), len(like), like.device, *dtypes, decay)
     return kept[key]
 
 
@@ -150,26 +128,17 @@ def dtypes_of(
     return (compute_dtype or usual,) * 2
 
 
-def require_views(online: Sequence[Tensor], target: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError unless there are two or more online views and two targets, all shaped [N, width]."""
-    if len(target) != 2 or len(online) < 2:
+def require_views(online: Sequence[Tensor] | None, target: Sequence[Tensor], width: int) -> None:
+    """Raise ValueError unless there are two targets and, if given, two or more online views, all shaped [N, width]."""
+    if online is None and len(target) != 2:
+        raise ValueError(f"got {len(target)} target views; give the two global views' targets")
+    if online is not None and (len(target) != 2 or len(online) < 2):
         raise ValueError(
             f"got {len(online)} online and {len(target)} target views; give two or more online views "
             "(global views first) and the two global views' targets"
         )
-    _require_alike({"online": online, "target": target}, width)
-
-
-def require_targets(target: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError unless there are two targets shaped [N, width]."""
-    if len(target) != 2:
-        raise ValueError(f"got {len(target)} target views; give the two global views' targets")
-    _require_alike({"target": target}, width)
-
-
-def _require_alike(named: dict[str, Sequence[Tensor]], width: int) -> None:
     expected = None
-    for name, views in named.items():
+    for name, views in (("online", online or ()), ("target", target)):
         for number, view in enumerate(views):
             if not isinstance(view, Tensor):
                 kind = type(view).__name__
@@ -195,6 +164,21 @@ def require_mix(mix: Mix, images: int, device: torch.device) -> None:
             most = 1 if name == "ratio" else images - 1
             if not 0 <= low <= high <= most:
                 raise ValueError(f"mix.{name} goes from {low:g} to {high:g}; use 0 to {most}")
+
+
+def positives(target_2NC: Tensor, views: int, mix: Mix | None) -> Tensor:
+    """m⁺ of all views, [V, N, C].
+
+    For a global view, the other global view's target, mixed as the view was: ratio·m[i] + (1−ratio)·m[partner]. For a
+    local crop, the mean of both targets, not normalised again.
+    """
+    crossed = []
+    for number, other_NC in enumerate((target_2NC[1], target_2NC[0])):
+        if mix is not None:
+            share_N1 = mix.ratio[number].to(other_NC.dtype).unsqueeze(-1)
+            other_NC = torch.lerp(other_NC[mix.partner[number]], other_NC, share_N1)
+        crossed.append(other_NC)
+    return torch.stack(crossed + [target_2NC.mean(0)] * (views - 2))
 
 
 def common_dtype(views: Sequence[Tensor]) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unigrad_fast.runtime.torch_private import register_pytree_node
 
+TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")  # metrics of gradient forms
 TENSORS = ("loss", "metrics", "nonfinite", "unit")
 
 

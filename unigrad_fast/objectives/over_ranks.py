@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import ops
-from unigrad_fast.kernels.reference import refusal
-from unigrad_fast.kernels.structures import DIGIT, TAIL, tail_rows
+from unigrad_fast.kernels.reference import DIGIT, TAIL, refusal, tail_rows
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.checks import require_whole
-from unigrad_fast.objectives.shared_sums import gather_over_ranks
 from unigrad_fast.objectives.surroundings import require_no_capture
 
 
@@ -91,7 +89,7 @@ class OwnRows:
         if self.objective._ranks() > 1:
             self.most = self.objective._most(self.images, self.rows.device)
             if self.rows.requires_grad:
-                self.all = gather_over_ranks(self._filled(), self.group)
+                self.all = ranks.gather_over_ranks(self._filled(), self.group)
             else:
                 self.all, self._work = ranks.begin_gather(self._filled(), self.group, asynchronous)
             self._is_sent = True
@@ -119,7 +117,11 @@ class OwnRows:
         Call it after the last collective of the step, when no other rank waits for this one any more.
         """
         if self.images > self.most:
-            self.objective._refuse(self.images, self.most)
+            how = "most_images" if self.objective.most_images else "the most on any rank in the first training step"
+            raise ValueError(
+                f"this rank has {self.images} images, more than {self.most} ({how}); give "
+                f"{type(self.objective).__name__}(most_images={self.images}) or more"
+            )
 
     def _filled(self) -> Tensor:
         """The padded rows to send; if there are too many, a message that makes the waiting ranks drop the step."""
@@ -134,15 +136,18 @@ class OverRanks(nn.Module):
     """Base class of objectives that run on several ranks.
 
     Args:
+        width: C.
         process_group: ranks that share a batch; None: the default group, or one process if there is none.
         most_images: the most images a rank may have in a training step, the same on all ranks; None: the largest
             number on any rank in the first training step, which the ranks agree on in a collective.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, most_images: int | None):
+    def __init__(self, width: int, process_group: dist.ProcessGroup | None, most_images: int | None):
         super().__init__()
         if most_images is not None:
             require_whole("most_images", most_images)
+        require_whole("width", width)
+        self.width = int(width)
         self.process_group, self.most_images = process_group, most_images
         self._agreed: dict[int, int] = {}  # number of ranks: the most images on one rank
 
@@ -217,13 +222,6 @@ class OverRanks(nn.Module):
                 return most
             self._agreed[size] = most
         return self._agreed[size]
-
-    def _refuse(self, images: int, most: int) -> None:
-        how = "most_images" if self.most_images else "the most on any rank in the first training step"
-        raise ValueError(
-            f"this rank has {images} images, more than {most} ({how}); give "
-            f"{type(self).__name__}(most_images={images}) or more"
-        )
 
     def _lasting(self) -> dict[str, Any]:
         """Attributes that are copied and pickled."""

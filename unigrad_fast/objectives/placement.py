@@ -27,18 +27,19 @@ def choose(width: int, images: int, views: int, ranks: int) -> str:
         return "replicated"
     if (FULL + HALF) * width**2 > MOST_REPLICATED:
         return "sharded"
-    sharded = sharded_seconds(width, images, views, ranks)
-    return "sharded" if sharded < GAIN * replicated_seconds(width, images, views, ranks) else "replicated"
+    sharded, replicated = (seconds(each, width, images, views, ranks) for each in ("sharded", "replicated"))
+    return "sharded" if sharded < GAIN * replicated else "replicated"
 
 
-def replicated_seconds(width: int, images: int, views: int, ranks: int) -> float:
-    """Estimated seconds with a whole F: an update of one triangle (F is symmetric), the product, and one gather."""
-    return _seconds("replicated", width, images, views, ranks)
+def seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
+    """Estimated seconds of the update, the product and their collectives.
 
-
-def sharded_seconds(width: int, images: int, views: int, ranks: int) -> float:
-    """Estimated seconds with a sharded F: update and product of the rank's rows for all ranks, three collectives."""
-    return _seconds("sharded", width, images, views, ranks)
+    With a whole F: an update of one triangle (F is symmetric), the product, and one gather. With a sharded F: update
+    and product of the rank's rows for all ranks, and three collectives.
+    """
+    sent = exchanged(placement, width, images, views, ranks)
+    passing = sum(size for _, size in sent) * (ranks - 1) / ranks / BUS
+    return compute_seconds(placement, width, images, views, ranks) + len(sent) * COLLECTIVE + passing
 
 
 def compute_seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
@@ -62,9 +63,3 @@ def exchanged(placement: str, width: int, images: int, views: int, ranks: int) -
     if placement == "replicated":
         return [("gather", targets)]
     return [("gather", targets), ("gather", online), ("exchange", FULL * views * images * width)]
-
-
-def _seconds(placement: str, width: int, images: int, views: int, ranks: int) -> float:
-    sent = exchanged(placement, width, images, views, ranks)
-    passing = sum(size for _, size in sent) * (ranks - 1) / ranks / BUS
-    return compute_seconds(placement, width, images, views, ranks) + len(sent) * COLLECTIVE + passing

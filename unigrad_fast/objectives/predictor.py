@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.objectives import ranks
-from unigrad_fast.objectives.shared_sums import sum_over_ranks
 from unigrad_fast.objectives.state import KeptState
 
-EPSILON = 1e-5  # torch's default for batch norm
+EPSILON, MOMENTUM = 1e-5, 0.1  # torch's defaults for batch norm
 
 
 class Predictor(nn.Module):
@@ -32,12 +31,9 @@ class Predictor(nn.Module):
 
     def forward(self, view_VNC: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Predictions [V, N, C]; each view uses its own batch statistics."""
-        return self.outer(torch.relu(self.norm(self.inner(view_VNC.to(self._dtype(view_VNC))), group)))
-
-    def _dtype(self, view_VNC: Tensor) -> torch.dtype:
-        # Autocast converts by itself; without it the input takes the weights' dtype.
-        weights = self.inner.weight.dtype
-        return view_VNC.dtype if torch.is_autocast_enabled(view_VNC.device.type) else weights
+        if not torch.is_autocast_enabled(view_VNC.device.type):  # autocast converts by itself
+            view_VNC = view_VNC.to(self.inner.weight.dtype)
+        return self.outer(torch.relu(self.norm(self.inner(view_VNC), group)))
 
 
 class RankBatchNorm(KeptState):
@@ -45,16 +41,14 @@ class RankBatchNorm(KeptState):
 
     Args:
         channels: H.
-        momentum: weight of a new batch in the running statistics.
     """
 
     kept = ("running_mean", "running_var")
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, momentum: float = 0.1):
+    def __init__(self, channels: int):
         super().__init__()
-        self.momentum = momentum
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         with torch.inference_mode(False):
@@ -68,8 +62,8 @@ class RankBatchNorm(KeptState):
             with torch.no_grad():
                 unbiased_VH = variance_VH * (count / (count - 1).clamp_min(1))
                 for mean_H, variance_H in zip(mean_VH, unbiased_VH, strict=True):
-                    self.running_mean.lerp_(mean_H.to(self.running_mean.dtype), self.momentum)
-                    self.running_var.lerp_(variance_H.to(self.running_var.dtype), self.momentum)
+                    self.running_mean.lerp_(mean_H.to(self.running_mean.dtype), MOMENTUM)
+                    self.running_var.lerp_(variance_H.to(self.running_var.dtype), MOMENTUM)
         else:
             x = (x - self.running_mean) * (self.running_var + EPSILON).rsqrt()
         return (x * self.weight + self.bias).to(x_VNH.dtype)
@@ -96,7 +90,7 @@ def standardised(
         return normal_VNC, mean_VC.detach(), variance_VC, images
     if over_ranks:
         sums_VC = nn.functional.pad(x_VNC.sum(1), (0, 1), value=float(x_VNC.shape[1]))
-        sums_VC = sum_over_ranks(sums_VC, group)
+        sums_VC = ranks.sum_over_ranks(sums_VC, group)
         images, sums_VC = sums_VC[0, -1].detach(), sums_VC[:, :-1]
     else:
         sums_VC = x_VNC.sum(1)
@@ -104,6 +98,6 @@ def standardised(
     mean_VC = sums_VC / images
     centred_VNC = x_VNC - mean_VC.unsqueeze(1)
     squares_VC = centred_VNC.square().sum(1)
-    variance_VC = (sum_over_ranks(squares_VC, group) if over_ranks else squares_VC) / images
+    variance_VC = (ranks.sum_over_ranks(squares_VC, group) if over_ranks else squares_VC) / images
     normal_VNC = centred_VNC * (variance_VC + EPSILON).rsqrt().unsqueeze(1)
     return normal_VNC, mean_VC.detach(), variance_VC.detach(), images

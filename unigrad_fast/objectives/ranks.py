@@ -1,7 +1,11 @@
-"""What ranks that share F exchange: rows, their number, and whether all are finite.
+"""What ranks exchange: rows, their number, and whether all are finite; and sums and gathers with a gradient.
 
 A training step takes one collective, however many images each rank has: a gather of rows, padded with zeros to a number
 that all ranks agreed on, with a tail that says how many are real and whether all are finite. The host does not wait.
+
+A rank's loss may depend on rows of other ranks. The backward of a sum or gather over ranks adds up, for each row, the
+gradients of all ranks' losses, each counted once. When the engine then averages gradients over ranks, the result is the
+gradient of the mean loss.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from unigrad_fast.runtime.collectives import gather_into
 
@@ -42,13 +48,11 @@ def agree_on_most_images(images: int, updates: Tensor, group: dist.ProcessGroup 
     return max(images_R)
 
 
-def gather(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of all ranks, in rank order; every rank must give the same number."""
-    return begin_gather(own_MC, group, asynchronous=False)[0]
-
-
 def begin_gather(own_MC: Tensor, group: dist.ProcessGroup | None, asynchronous: bool) -> tuple[Tensor, Any]:
-    """Like `gather`, but also returns the handle to wait for before reading the result; None if it is complete."""
+    """The rows of all ranks, in rank order, and what to wait for before reading them; None if they are complete.
+
+    Every rank must give the same number.
+    """
     gathered = own_MC.new_empty(dist.get_world_size(group) * len(own_MC), own_MC.shape[1])
     work = gather_into(gathered, own_MC, group=group, async_op=asynchronous)
     return gathered, work if asynchronous else None
@@ -73,3 +77,43 @@ def largest(flag: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     most = flag.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return most
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' tensors, on every rank; differentiable."""
+    return _Sum.apply(tensor, group)
+
+
+def gather_over_ranks(own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of all ranks in rank order, the same number from each; differentiable."""
+    return _Gather.apply(own_MC, group)
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return _summed(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        return _summed(grad_output, ctx.group), None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, own_MC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return begin_gather(own_MC.contiguous(), group, asynchronous=False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        return _summed(grad_output, ctx.group).chunk(size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

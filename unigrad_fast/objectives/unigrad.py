@@ -21,25 +21,104 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, functional, ops
-from unigrad_fast.objectives.checks import require_among, require_number, require_whole
+from unigrad_fast.objectives.checks import require_among, require_number
 from unigrad_fast.objectives.correlation import MovingCorrelation
-from unigrad_fast.objectives.layout import (
-    Layout,
-    Mix,
-    dtypes_of,
-    key_of,
-    layout_of,
-    require_mix,
-    require_targets,
-    require_views,
-)
-from unigrad_fast.objectives.output import ObjectiveOutput
-from unigrad_fast.objectives.over_ranks import OverRanks, OwnRows
+from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, key_of, layout_of, require_mix, require_views
+from unigrad_fast.objectives.output import TERMS, ObjectiveOutput
+from unigrad_fast.objectives.over_ranks import Gathered, OverRanks, OwnRows
 from unigrad_fast.objectives.sharded_correlation import ShardedCorrelation
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
-from unigrad_fast.objectives.update import Update
 
-TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")
+
+class Update:
+    """An update of F that has begun: in training its rows are already on their way to the other ranks.
+
+    Args:
+        objective: its F is updated.
+        target: the targets.
+        online: the online branch's views if they already exist; one launch then computes all unit embeddings.
+        layout: layout of the batch.
+        kernels: `functional`, or `ops` if batches like this one have been checked before.
+        asynchronous: do not wait for other ranks' rows before `finish`.
+
+    Attributes:
+        target_MC: unit embeddings of the targets.
+        online: unit embeddings and inverse norms of the online branch; None if it did not exist yet.
+        skip: the flag that keeps F unchanged if it is not 0; valid after `finish`.
+    """
+
+    def __init__(
+        self,
+        objective: UniGrad,
+        target: Sequence[Tensor],
+        online: Sequence[Tensor],
+        layout: Layout,
+        kernels: Any,
+        asynchronous: bool = False,
+    ):
+        self.average, self.layout, self.targets = objective.average, layout, tuple(target)
+        globals_, rows = 2 * layout.images, len(online) * layout.images
+        spare = objective.spare(2, layout.images, target[0])
+        all_MC, inverse_norm_M = layout.units([*online, *target], kernels, spare=spare)
+        unit_MC, source_MC = all_MC[:rows], all_MC[rows:]
+        self.target_MC = source_MC[:globals_] if spare else source_MC
+        self.online = (unit_MC, inverse_norm_M[:rows]) if online else None
+        self._source = 0 if objective.correlation_source == "online" else 1
+        if self._source == 0:
+            source_MC = torch.cat([unit_MC[:globals_], source_MC[globals_:]]) if spare else unit_MC[:globals_]
+        self.source = OwnRows(objective, source_MC, layout.images, layout.raised, 2, layout.count)
+        if objective.training:
+            self.source.begin(asynchronous)
+        self.skip = layout.raised
+        self._taken: Gathered | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def is_of(self, targets: Sequence[Tensor]) -> bool:
+        """Whether the update began with exactly these tensors."""
+        return len(targets) == len(self.targets) and all(a is b for a, b in zip(targets, self.targets, strict=True))
+
+    def require_same(self, targets: Sequence[Tensor], layout: Layout) -> None:
+        """Raise RuntimeError unless the update began with these targets, in this batch's dtype and in training mode."""
+        if not self.average.training or not self.is_of(targets):
+            self.leave()
+            raise RuntimeError("begin_update was given other targets; call the objective with them, in training mode")
+        if self.layout.unit_dtype != layout.unit_dtype:
+            self.leave()
+            raise RuntimeError(
+                f"begin_update normalised the targets in {self.layout.unit_dtype}, but with these online embeddings "
+                f"they are needed in {layout.unit_dtype}; give UniGrad(compute_dtype=...), or use one dtype for both "
+                "branches"
+            )
+
+    def take_on(self, stream: torch.cuda.Stream) -> None:
+        """Update F now on `stream`, which must be the current one, in parallel with the GPU's other streams."""
+        self._taken, self._stream = self._take(), stream
+        for view in self.targets:
+            view.record_stream(stream)
+
+    def leave(self) -> None:
+        """Make the current stream wait for the update of F, so that F can be used safely from now on."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.target_MC.device).wait_stream(self._stream)
+
+    def finish(self) -> Gathered:
+        """Finish the update and return the rows of all ranks; on a GPU the current stream waits, not the host.
+
+        In training F has been updated with these rows.
+        """
+        if self._taken is None:
+            return self._take()
+        self.leave()
+        for tensor in (self.target_MC, self._taken.raised, self._taken.skip):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._taken
+
+    def _take(self) -> Gathered:
+        batch, layout = self.source.finish(), self.layout
+        self.skip = batch.skip[self._source]
+        if self.average.training:
+            self.average.take(batch, layout.decay, self.skip, layout.product_dtype)
+        return batch
 
 
 class UniGrad(OverRanks):
@@ -84,8 +163,7 @@ class UniGrad(OverRanks):
         most_images: int | None = None,
         placement: str = "replicated",
     ):
-        super().__init__(process_group, most_images)
-        require_whole("width", width)
+        super().__init__(width, process_group, most_images)
         # Not by the catalogue: the device check runs UniGrad where Pydantic is not installed.
         require_number("balance", balance)
         require_number("decay", decay, below=1)
@@ -93,7 +171,7 @@ class UniGrad(OverRanks):
         require_among("placement", placement, ("replicated", "sharded"))
         if compute_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"compute_dtype {compute_dtype} is unknown; use torch.bfloat16, float16 or float32")
-        self.width, self.balance, self.decay = int(width), float(balance), float(decay)
+        self.balance, self.decay = float(balance), float(decay)
         self.correlation_source, self.compute_dtype, self.placement = correlation_source, compute_dtype, placement
         is_sharded = placement == "sharded" and self._ranks() > 1
         self.average = ShardedCorrelation(self.width, process_group) if is_sharded else MovingCorrelation(self.width)
@@ -140,13 +218,17 @@ class UniGrad(OverRanks):
         layout = known or self._layout(online, target)
         # A batch like an earlier one is not checked again.
         kernels = functional if known is None or mix is not None else ops
+        if mix is not None and self.correlation_source == "online":
+            raise ValueError(
+                "correlation_source 'online' with CutMix computes F from mixed images; use correlation_source='target'"
+            )
         if mix is not None:
-            self._require_mix(mix, layout)
+            require_mix(mix, layout.images, layout.device)
         if self.training:
             require_no_recomputation()
         with torch.no_grad(), without_autocast(layout.device):
             if self._begun is None:
-                begun = self._update(target, online, layout, kernels)
+                begun = Update(self, target, online, layout, kernels)
             else:
                 begun, self._begun = self._begun, None
                 begun.require_same(target, layout)
@@ -216,13 +298,13 @@ class UniGrad(OverRanks):
         kernels = functional if len(self._layouts) > known else ops
         with torch.no_grad(), without_autocast(layout.device):
             if layout.device.type != "cuda":
-                self._begun = self._update(target, (), layout, kernels, asynchronous=True)
+                self._begun = Update(self, target, (), layout, kernels, asynchronous=True)
                 return
             stream = self._stream = self._stream or torch.cuda.Stream(layout.device)
             self.average.operand(layout.decay, layout.product_dtype)  # prepare F and its copy
             stream.wait_stream(torch.cuda.current_stream(layout.device))
             with torch.cuda.stream(stream):
-                begun = self._update(target, (), layout, kernels)
+                begun = Update(self, target, (), layout, kernels)
                 begun.take_on(stream)
             self._begun = begun
 
@@ -237,17 +319,6 @@ class UniGrad(OverRanks):
         """
         return self.average.effective_rank(self.process_group)
 
-    def _update(
-        self,
-        target: Sequence[Tensor],
-        online: Sequence[Tensor],
-        layout: Layout,
-        kernels: Any,
-        asynchronous: bool = False,
-    ) -> Update:
-        source = self.correlation_source
-        return Update(self, self.average, source, target, online, layout, kernels, asynchronous)
-
     def _drop_begun(self) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -255,20 +326,10 @@ class UniGrad(OverRanks):
 
     def _layout(self, online: Sequence[Tensor] | None, target: Sequence[Tensor]) -> Layout:
         """Check the batch and return its layout; a batch of targets only has its own layout and scratch memory."""
-        if online is None:
-            require_targets(target, self.width)
-        else:
-            require_views(online, target, self.width)
+        require_views(online, target, self.width)
         views = target if online is None else online
         dtypes = dtypes_of(views, target, self.compute_dtype)
         return layout_of(self._layouts, 0 if online is None else len(online), views[0], dtypes, self.decay)
-
-    def _require_mix(self, mix: Mix, layout: Layout) -> None:
-        if self.correlation_source == "online":
-            raise ValueError(
-                "correlation_source 'online' with CutMix computes F from mixed images; use correlation_source='target'"
-            )
-        require_mix(mix, layout.images, layout.device)
 
     def _require_same_ranks(self) -> None:
         """Raise RuntimeError if F is sharded and the rank or the number of ranks has changed since it was created."""

@@ -158,12 +158,6 @@ def _step(rows: int) -> int:
 def _leave_out_(weight_NK: Tensor, own: Sequence[Own], start: int) -> None:
     """Write −∞ where a row is its own sample, in similarities whose first sample is `start`."""
     for rows, first in own:
-        _each_row(weight_NK[rows], first - start).fill_(-torch.inf)
-
-
-def _each_row(weight_NK: Tensor, first: int) -> Tensor:
-    """The entries (0, first), (1, first + 1), … that exist."""
-    rows, columns = weight_NK.shape
-    if first >= columns or first <= -rows:
-        return weight_NK.new_empty(0)
-    return weight_NK.diagonal(first)
+        row_NK, offset = weight_NK[rows], first - start
+        if -row_NK.shape[0] < offset < row_NK.shape[1]:
+            row_NK.diagonal(offset).fill_(-torch.inf)

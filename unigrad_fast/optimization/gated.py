@@ -138,7 +138,6 @@ class GatedFused(Gated):
     def move(self) -> None:
         self.found_inf = self.nonfinite
         if self.clip_norm > 0:
-            self.grad_scale = (
-                (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()
-            )  # the kernel divides gradients by it
+            # The kernel divides gradients by it.
+            self.grad_scale = (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()
         super(Gated, self).step()

@@ -7,16 +7,15 @@ the store does not answer, its host is lost.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import NamedTuple
 
 from unigrad_fast.runtime.errors import RankLost
 from unigrad_fast.runtime.process_group import World
@@ -32,8 +31,7 @@ SIGNS = (
 )
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A rank's last heartbeat: heartbeats and collectives so far, its stage, and why it exited, if it did."""
 
     beats: int
@@ -41,41 +39,25 @@ class Line:
     stage: str
     left: str = ""
 
-    def text(self) -> str:
-        return "\t".join((str(self.beats), str(self.collectives), self.stage, self.left))
-
-    @classmethod
-    def read(cls, text: str) -> Line:
-        beats, collectives, stage, left = text.split("\t")
-        return cls(int(beats), int(collectives), stage, left)
-
 
 class Attendance:
     """The heartbeat of one rank; made by `attended`.
 
     Args:
-        hosts: the machine of each rank.
-        store: the store shared by all ranks.
-        rank: this rank.
+        world: this rank and the others.
         timeout: how long ranks wait for each other.
-        ends: end this process if it waits longer than that inside a library that raises no error.
         note: called with a message about the lost rank before this process ends.
+
+    Attributes:
+        ends: this process is ended if it waits longer than that inside a library that raises no error, as NCCL.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        store: dist.Store,
-        rank: int,
-        timeout: timedelta,
-        ends: bool = False,
-        note: Callable[[str], None] = lambda said: None,
-    ):
-        self.hosts, self.rank, self.ends, self.timeout = hosts, rank, ends, timeout.total_seconds()
-        self.note = note
+    def __init__(self, world: World, timeout: timedelta, note: Callable[[str], None]):
+        self.hosts, self.rank, self.ends = world.hosts, world.rank, world.device.type == "cuda"
+        self.timeout, self.note = timeout.total_seconds(), note
         self.beat = min(LONGEST_BEAT, self.timeout / 20)
         self.silence = max(MISSED * self.beat, LEAST_SILENCE)
-        self._store = store.clone()
+        self._store = world.store.clone()
         self._mine, self._stage = Line(0, 0, "its start"), "its start"
         self._since = math.inf  # when the last collective was started
         self._wake, self._asked, self._ended = threading.Event(), threading.Event(), False
@@ -154,11 +136,13 @@ class Attendance:
         return f"{self._named(0)} no longer answers: {GONE}"
 
     def _write(self, left: str = "") -> None:
-        collectives = _collectives()
+        collectives = 0
+        with suppress(RuntimeError):  # the process groups are being destroyed
+            collectives = collectives_begun()  # a rank that others wait for has started fewer
         if collectives != self._mine.collectives and self._since < math.inf:
             self._since = time.monotonic()
         self._mine = Line(self._mine.beats + 1, collectives, self._stage, left)
-        self._store.set(_key(self.rank), self._mine.text())
+        self._store.set(f"attendance/{self.rank}", json.dumps(self._mine))
 
     def _look(self) -> str | None:
         others = [rank for rank in range(len(self.hosts)) if rank != self.rank]
@@ -189,8 +173,8 @@ class Attendance:
         return None
 
     def _lines(self, ranks: Sequence[int]) -> dict[int, Line]:
-        texts = self._store.multi_get([_key(rank) for rank in ranks])
-        return {rank: Line.read(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+        texts = self._store.multi_get([f"attendance/{rank}" for rank in ranks])
+        return {rank: Line(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}"
@@ -215,8 +199,7 @@ def attended(
     if world.size == 1 or world.store is None:
         yield lambda stage: None
         return
-    ends = world.device.type == "cuda"
-    attendance = Attendance(world.hosts, world.store, world.rank, timeout, ends, note)
+    attendance = Attendance(world, timeout, note)
     try:
         yield attendance.at
     except BaseException as error:
@@ -228,7 +211,7 @@ def attended(
         attendance.leave(" ".join(said.split()))
         if missing is None:
             raise
-        if ends:  # work pending on the GPU would keep the process from exiting
+        if attendance.ends:  # work pending on the GPU would keep the process from exiting
             say(f"stopped: {lost}")
             os._exit(3)
         raise RankLost(lost) from error
@@ -237,14 +220,3 @@ def attended(
 
 def _is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
-
-
-def _collectives() -> int:
-    """Number of collectives that this rank has started; a rank that others wait for has started fewer."""
-    with suppress(RuntimeError):  # the process groups are being destroyed
-        return collectives_begun()
-    return 0
-
-
-def _key(rank: int) -> str:
-    return f"attendance/{rank}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -14,18 +14,22 @@ from unigrad_fast.runtime.validation import Node, arms, group
 _WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PATH", NoneType: "null", ...: "..."}
 
 
-def text(program: str, options: type[Node], positionals: Sequence[str], defaults: Node | None = None) -> str:
+def positionals(options: type[Node]) -> list[str]:
+    """Keys whose values may be written without the key, in this order: the required ones."""
+    return [name for name, field in options.model_fields.items() if field.is_required()]
+
+
+def text(usage: str, options: type[Node], defaults: Node | None) -> str:
     """The help of a command.
 
     Args:
+        usage: the command with its positional arguments.
         options: its keys.
-        positionals: keys whose values may be written without the key, in this order.
         defaults: values to show as defaults; None for the keys' own.
     """
     width = max(40, min(120, shutil.get_terminal_size().columns or 80))
-    lines = list(_keys(options, defaults, positionals, "", width))
-    usage = [f"usage: {program}", *(name.upper() for name in positionals), *(["[--key value ...]"] if lines else [])]
-    parts = [" ".join(usage), *_wrapped(str(options.__doc__), width, "")]
+    lines = list(_keys(options, defaults, "", width))
+    parts = [f"usage: {usage}{' [--key value ...]' if lines else ''}", *_wrapped(str(options.__doc__), width, "")]
     if lines:
         note = (
             "`--key=value` also works. A true|false key without a value means true. If a key is repeated, the last "
@@ -33,7 +37,7 @@ def text(program: str, options: type[Node], positionals: Sequence[str], defaults
         )
         parts += _wrapped(note, width, "")
     parts.append("")
-    for name in positionals:
+    for name in positionals(options):
         field = options.model_fields[name]
         parts += [f"  {name.upper()}  ({form(field.annotation)})", *_wrapped(str(field.description), width, " " * 6)]
     return "\n".join([*parts, *lines])
@@ -54,22 +58,20 @@ def _word(kind: Any) -> str:
     return "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _WORDS[kind]
 
 
-def _keys(
-    options: type[Node], defaults: Node | None, positionals: Sequence[str], prefix: str, width: int
-) -> Iterator[str]:
+def _keys(options: type[Node], defaults: Node | None, prefix: str, width: int) -> Iterator[str]:
     """Lines for the keys of a group, followed by those of its subgroups."""
     groups = []
     for name, field in options.model_fields.items():
         if (inner := group(options, name)) is not None:
             groups.append((name, inner, str(field.description)))
-        elif name not in positionals or prefix:
+        elif prefix or not field.is_required():
             default = getattr(defaults, name, field.get_default())
             yield f"  --{prefix}{name} {form(field.annotation)}"
             yield from _wrapped(f"{field.description} (default: {written(default)})", width, " " * 6)
     for name, inner, description in groups:
         yield from _wrapped(f"{prefix}{name}: {description}", width, "")
         below = options.model_fields[name].get_default() if defaults is None else getattr(defaults, name)
-        yield from _keys(inner, below, (), f"{prefix}{name}.", width)
+        yield from _keys(inner, below, f"{prefix}{name}.", width)
 
 
 def written(value: Any) -> str:

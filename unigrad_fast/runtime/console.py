@@ -11,12 +11,14 @@ import io
 import os
 import select
 import sys
-from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
 from unigrad_fast.runtime import fallback
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # The reader of a pipe, the other end of a connection or the terminal is gone.
 GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.ENXIO, errno.EBADF)
@@ -69,7 +71,7 @@ def take_over() -> None:
             setattr(sys, name, _opened(stream, number))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=fallback.NAME)
-    _keep_size(os.environ)
+    _keep_size()
 
 
 def end() -> str | None:
@@ -90,9 +92,23 @@ def new_console(**settings: Any) -> Console:
     return _Console(**{"markup": False, "highlight": False, **settings})
 
 
+def table_of_figures(*headers: str, **style: object) -> Table:
+    """A table whose first column names what was measured and whose other columns are right-aligned figures."""
+    from rich.table import Table
+
+    table = Table(*headers, **style)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
 def fitted(text: str) -> str:
     """Text for a table, with stand-ins for characters that standard output lacks, since these differ in width."""
-    return fallback.fitted(text, getattr(sys.stdout, "encoding", None))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, fallback.NAME).decode(encoding)
+    except LookupError:
+        return text
 
 
 def _opened(stream: TextIO | None, number: int) -> TextIO:
@@ -121,12 +137,12 @@ def _take_null(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def _keep_size(environ: MutableMapping[str, str]) -> None:
+def _keep_size() -> None:
     """Corrects absurd terminal sizes: with only one or two columns, laying out text does not terminate."""
     for name, (least, most) in SIZES.items():
-        text = environ.get(name, "")
+        text = os.environ.get(name, "")
         if not (len(text) < 5 and text.isascii() and text.isdecimal() and least <= int(text) <= most):
-            environ.pop(name, None)
+            os.environ.pop(name, None)
     for number in range(3):
         try:
             size = os.get_terminal_size(number)
@@ -134,4 +150,4 @@ def _keep_size(environ: MutableMapping[str, str]) -> None:
             continue
         for (name, (least, _)), found in zip(SIZES.items(), size, strict=True):
             if 0 < found < least:
-                environ.setdefault(name, str(least))
+                os.environ.setdefault(name, str(least))

@@ -15,7 +15,6 @@ from unigrad_fast.runtime import nvidia
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
-KEYS = ("auto", "cuda", "cpu")
 FAREWELL_SECONDS = 10.0  # for which rank 0, which hosts the store, waits for the others to read the error
 ON_CPU = "or compute on the CPU with engine.device cpu"
 
@@ -50,12 +49,7 @@ def choose(device: str, local_rank: int, local_size: int, own_card: bool) -> Cho
         device: "auto", "cuda" or "cpu".
         local_rank, local_size: index and number of this process among those on its machine.
         own_card: the launcher may make only one card visible to each process.
-
-    Raises:
-        UserError: `device` is none of these.
     """
-    if device not in KEYS:
-        raise UserError(f"engine.device = {device}: expected {', '.join(KEYS)}")
     on_cpu = Choice(socket.gethostname(), "cpu")
     if device == "cpu":
         return replace(on_cpu, reason="engine.device is cpu there")
@@ -84,8 +78,8 @@ def agree(store: dist.Store, rank: int, size: int, mine: Choice) -> list[Choice]
     Raises:
         UserError: on all ranks, if one cannot take part, or if some would use GPUs and others the CPU.
     """
-    store.set(_key(rank), json.dumps(asdict(mine)))
-    everyone = [Choice(**json.loads(store.get(_key(other)))) for other in range(size)]
+    store.set(f"devices/{rank}", json.dumps(asdict(mine)))
+    everyone = [Choice(**json.loads(store.get(f"devices/{other}"))) for other in range(size)]
     if refusal := _refusal(everyone):
         store.add("devices/read", 1)
         until = time.monotonic() + FAREWELL_SECONDS
@@ -93,10 +87,6 @@ def agree(store: dist.Store, rank: int, size: int, mine: Choice) -> list[Choice]
             time.sleep(0.02)
         raise UserError(refusal)
     return everyone
-
-
-def _key(rank: int) -> str:
-    return f"devices/{rank}"
 
 
 def _refusal(everyone: Sequence[Choice]) -> str | None:

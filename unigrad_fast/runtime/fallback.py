@@ -13,12 +13,12 @@ TWINS = {
     **{"α": "alpha", "β": "beta", "γ": "gamma", "ε": "epsilon", "θ": "theta", "λ": "lambda", "π": "pi", "ρ": "rho"},
     **{"τ": "tau", "Λ": "Lambda", "ũ": "u~", "ṽ": "v~", "′": "'", "≠": "!=", "∞": "inf"},
     **{"σ": "sigma", "•": "*", "⟨": "<", "⟩": ">", "²": "^2", "³": "^3", "½": "1/2"},
+    **{chr(code): "+" for code in range(0x2500, 0x2580)},  # corners and crossings of boxes; their lines follow
     **dict.fromkeys("─━═╌╍┄┅┈┉╴╶╸╺╼╾", "-"),
     **dict.fromkeys("│┃║╎╏┆┇┊┋╵╷╹╻╽╿", "|"),
     **{chr(code): "#" for code in range(0x2580, 0x25A0)},  # blocks
     **{chr(code): "*" for code in range(0x2800, 0x2900)},  # the dots of spinners
 }
-CORNERS = range(0x2500, 0x2580)  # the remaining box-drawing characters: corners and crossings
 
 
 def twin(character: str) -> str:
@@ -28,8 +28,6 @@ def twin(character: str) -> str:
         return _code(chr(code - 0xDC00))
     if character in TWINS:
         return TWINS[character]
-    if code in CORNERS:
-        return "+"
     plain = unicodedata.normalize("NFKD", character)  # digits of superscripts; accented letters become codes
     return plain if plain.isascii() else character.encode("ascii", "backslashreplace").decode()
 
@@ -55,11 +53,3 @@ def harmless(text: str) -> str:
 
 def _code(character: str) -> str:
     return f"\\x{ord(character):02x}"
-
-
-def fitted(text: str, encoding: str | None) -> str:
-    """Text with stand-ins for characters that an encoding lacks, for use where the width matters."""
-    try:
-        return text.encode(encoding or "utf-8", NAME).decode(encoding or "utf-8")
-    except LookupError:
-        return text

@@ -17,12 +17,11 @@ WANTED_FILES = 4096
 THREADS = 96  # of a process of a run: torch, DALI, gloo, the loader, the progress bar; more on many cores
 
 
-def require_limits(ranks: int = 1, threads: int = THREADS) -> None:
+def require_limits(ranks: int = 1) -> None:
     """Raises the limit on open files as far as allowed, then checks it and the limit on processes.
 
     Args:
         ranks: processes of the run; this one connects to all of them.
-        threads: number of threads that this process starts.
 
     Raises:
         UserError: a limit is too low for a run.
@@ -40,9 +39,9 @@ def require_limits(ranks: int = 1, threads: int = THREADS) -> None:
             "ask the administrator to raise the limit"
         )
     for left, most, remedy in _processes():
-        if left < threads:
+        if left < THREADS:
             raise UserError(
-                f"the limit on processes and threads is {most}; {max(left, 0)} are left, but this needs {threads}; "
+                f"the limit on processes and threads is {most}; {max(left, 0)} are left, but this needs {THREADS}; "
                 f"{remedy}"
             )
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.links import dangling_link
+from unigrad_fast.runtime.files import dangling_link, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node
-from unigrad_fast.runtime.whole_file import write_whole
 
 
 def require_file(path: Path, images: Mapping[str, Path | None] | None = None, run: Path | None = None) -> None:

@@ -16,15 +16,10 @@ NEEDED = {
 }
 
 
-def missing() -> list[str]:
-    """The required packages that are not installed, by their names for pip."""
-    return [name for module, name in NEEDED.items() if not _is_there(module)]
-
-
 def complaint(module: str) -> str | None:
     """The message for a module that could not be imported; None if it is not a required package."""
     top = module.partition(".")[0]
-    names = missing()
+    names = [name for module, name in NEEDED.items() if not _is_there(module)]
     if NEEDED.get(top) not in names:
         return None
     verb = "is" if len(names) == 1 else "are"

@@ -74,22 +74,18 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    fill, variable = torch.utils.deterministic, "CUBLAS_WORKSPACE_CONFIG"
+    fill, cudnn, variable = torch.utils.deterministic, torch.backends.cudnn, "CUBLAS_WORKSPACE_CONFIG"
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, cudnn, workspace = (
-        fill.fill_uninitialized_memory,
-        torch.backends.cudnn.deterministic,
-        os.environ.get(variable),
-    )
+    filled, chosen, workspace = fill.fill_uninitialized_memory, cudnn.deterministic, os.environ.get(variable)
     try:
         torch.use_deterministic_algorithms(True)
         fill.fill_uninitialized_memory = False  # a debugging aid that takes time
-        torch.backends.cudnn.deterministic = True
+        cudnn.deterministic = True
         os.environ[variable] = workspace or ":4096:8"
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        fill.fill_uninitialized_memory, torch.backends.cudnn.deterministic = filled, cudnn
+        fill.fill_uninitialized_memory, cudnn.deterministic = filled, chosen
         if workspace is None:
             os.environ.pop(variable, None)
 

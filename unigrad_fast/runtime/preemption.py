@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -31,10 +30,8 @@ SAME_SIGNAL_SECONDS = 2.0
 class Preemption:
     """Watches for the signals; a context manager that must be entered in the main thread.
 
-    Args:
-        note: called with status and message just before the process exits without saving.
-
     Attributes:
+        note: called with status and message just before the process exits without saving.
         asked: the signal that this process received, if any.
         status: exit status of the run, once `agreed` has returned that it must end.
 
@@ -42,8 +39,8 @@ class Preemption:
     immediately, and a thread of our own reads it.
     """
 
-    def __init__(self, note: Callable[[int, str], None] = lambda status, said: None) -> None:
-        self.note = note
+    def __init__(self) -> None:
+        self.note: Callable[[int, str], None] = lambda status, said: None
         self.asked: signal.Signals | None = None
         self.status = PREEMPTED
         self._nothing_to_save = False
@@ -53,7 +50,8 @@ class Preemption:
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
         heeded = [each for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-        self._handlers = {each: signal.signal(each, _do_nothing) for each in heeded}
+        # Replaces the default, which would end the process; `_watch` handles the signal.
+        self._handlers = {each: signal.signal(each, lambda number, frame: None) for each in heeded}
         self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
@@ -138,10 +136,6 @@ class Preemption:
 
 def _status(number: signal.Signals) -> int:
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Replaces the default, which would end the process; `Preemption._watch` handles the signal."""
 
 
 def _say(message: str) -> None:

@@ -32,7 +32,7 @@ from unigrad_fast.runtime.rendezvous import meet, told
 Result = TypeVar("Result")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # ranks may have to wait for one that lists millions of files
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for which a process waits for the others
 NCCL_MARGIN = 1.5  # NCCL's timeout as a multiple of the timeout of host collectives
 WAYS = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, must name the right network device"
 
@@ -217,16 +217,11 @@ def _port(environ: Mapping[str, str]) -> int:
 _changed: dict[str, str | None] = {}  # environment variables that `start` has set, with their previous values
 
 
-def start(
-    device: str = "auto",
-    rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
-    timeout: timedelta = COLLECTIVE_TIMEOUT,
-) -> World:
+def start(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:
     """Join the run's processes: initialise torch.distributed and choose this process's device.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA if there is a GPU.
-        rendezvous_timeout: how long to wait for the other processes.
         timeout: how long a collective may take.
 
     Raises:
@@ -246,7 +241,8 @@ def start(
         # On one machine the loopback device suffices, while the host's name may not resolve, for example offline.
         _set("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     try:
-        store = _meet(launch, rendezvous_timeout)
+        place = launch.rank, launch.size, launch.address, launch.port
+        store = dist.HashStore() if launch.size == 1 else meet(*place, RENDEZVOUS_TIMEOUT)
         hosts = tuple(each.host for each in devices.agree(store, launch.rank, launch.size, mine))
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
@@ -261,16 +257,13 @@ def start(
                 timeout=timeout,
                 device_id=chosen if chosen.type == "cuda" else None,
             )
-    except UserError:
+    except (RuntimeError, UserError, ValueError) as error:
         _restore()
-        raise
-    except (RuntimeError, ValueError) as error:
-        _restore()
-        if launch.size == 1:
+        if launch.size == 1 or isinstance(error, UserError):
             raise
         raise UserError(
             f"rank {launch.rank} of {launch.size} could not connect to the others at {launch.address}:{launch.port} "
-            f"within {rendezvous_timeout.total_seconds():g} s: {str(error).splitlines()[0]}\n"
+            f"within {RENDEZVOUS_TIMEOUT.total_seconds():g} s: {str(error).splitlines()[0]}\n"
             f"Check that all {launch.size} processes were started, and that MASTER_ADDR and MASTER_PORT name a "
             f"free port of rank 0's machine that the others can reach; {WAYS}"
         ) from error
@@ -305,7 +298,7 @@ def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> It
     After an error on GPUs the process group is not stopped: the other ranks may be waiting in a collective that this
     one will never start, and an orderly stop would wait for them.
     """
-    world = start(device, timeout=timeout)
+    world = start(device, timeout)
     try:
         yield world
     except BaseException:
@@ -349,11 +342,9 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 def on_first(work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0 only; all ranks wait for it and return its picklable value or raise its error."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    made = on_all_ranks(lambda: work() if is_first else None)
     if not dist.is_initialized():
-        return made
-    values = [made]
+        return work()
+    values = [on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -365,13 +356,6 @@ def gather(value: Result) -> list[Result]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.size == 1:
-        return dist.HashStore()
-    assert launch.address is not None and launch.port is not None
-    return meet(launch.rank, launch.size, launch.address, launch.port, timeout)
 
 
 def _set(name: str, value: str) -> None:

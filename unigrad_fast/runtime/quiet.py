@@ -1,11 +1,14 @@
-"""Silences library warnings that users cannot act on. Imports nothing that may be missing."""
+"""Silences what libraries print that users cannot act on. Imports at its top nothing that may be missing."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 
 
 @contextlib.contextmanager
@@ -19,3 +22,36 @@ def without_warnings() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def quiet_deepspeed(verbose: bool = False) -> ModuleType:
+    """Import DeepSpeed so that it needs no compiler and prints nothing but errors.
+
+    Must come before any other import of DeepSpeed. Without a GPU, or if `process_group` chose the CPU, it selects
+    DeepSpeed's CPU accelerator.
+
+    Args:
+        verbose: show its warnings, and its log from level INFO up.
+
+    Returns:
+        The module `deepspeed`.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with contextlib.nullcontext() if verbose else without_warnings():
+        import deepspeed
+        import deepspeed.ops
+
+        if os.environ.get("DS_ACCELERATOR") == "cpu":
+            # Asking which operators could be compiled makes some of them print to stdout.
+            with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+                compilable = deepspeed.ops.__compatible_ops__
+            compilable["deepspeed_shm_comm"] = False  # compiling it takes 40 s and a compiler; gloo does its work
+    if not verbose:  # otherwise every run at stages 1 and 2 warns about functions that torch renamed
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logger = logging.getLogger("DeepSpeed")
+    for each in (logger, *logger.handlers):
+        each.setLevel(logging.INFO if verbose else logging.ERROR)
+    return deepspeed

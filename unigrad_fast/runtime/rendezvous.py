@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
@@ -43,7 +43,7 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
 
 
 def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, timeout: timedelta) -> None:
-    store.set(_key(rank), "")
+    store.set(f"here/{rank}", "")
     if store.add("number", 1) == size:
         store.set("all", "")
     noticed, pause = False, 0.005
@@ -65,9 +65,9 @@ def _gather(store: dist.Store, rank: int, size: int, place: str, begun: float, t
 
 
 @contextmanager
-def told(what: str | Callable[[], str]) -> Iterator[None]:
+def told(what: str) -> Iterator[None]:
     """Prints a message on stderr if the work inside takes more than NOTICE_SECONDS."""
-    timer = threading.Timer(NOTICE_SECONDS, lambda: say(what if isinstance(what, str) else what()))
+    timer = threading.Timer(NOTICE_SECONDS, say, (what,))
     timer.daemon = True
     timer.start()
     try:
@@ -100,12 +100,8 @@ def _resolved(rank: int, size: int, address: str, port: int) -> Iterator[None]:
         done.set()
 
 
-def _key(rank: int) -> str:
-    return f"here/{rank}"
-
-
 def _missing(store: dist.Store, size: int) -> list[int]:
-    return [rank for rank in range(size) if not store.check([_key(rank)])]
+    return [rank for rank in range(size) if not store.check([f"here/{rank}"])]
 
 
 def _named(ranks: list[int]) -> str:

@@ -23,8 +23,7 @@ from typing import Any
 from unigrad_fast.pipelines.listing import marks
 from unigrad_fast.runtime.errors import Preempted, RankLost, RunStopped, UserError
 from unigrad_fast.runtime.fallback import printable
-from unigrad_fast.runtime.links import dangling_link
-from unigrad_fast.runtime.whole_file import write_whole
+from unigrad_fast.runtime.files import dangling_link, write_whole
 from unigrad_fast.runtime.wording import byte_size
 
 NEW_RUN = "to start a new run, choose another --output"

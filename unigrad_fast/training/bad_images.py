@@ -100,9 +100,7 @@ class BadImages:
 
     def told_at_start(self) -> str | None:
         """A message about images that are bad from the start; None if all can be used."""
-        if not self.images:
-            return None
-        return f"{self._some('cannot be used')}; replaced by others"
+        return f"{self._some('cannot be used')}; replaced by others" if self.images else None
 
     def _list(self, what: str) -> str:
         return (

@@ -176,8 +176,8 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         UserError: on all ranks, if the checkpoint is damaged or the configuration contradicts it.
     """
     run, damaged = config.output, []
-    pointer = on_first(lambda: _dangling_pointer(run) if fall_back else None)
-    for folder in on_first(lambda: _candidates(run, fall_back)):
+    folders, ignored = on_first(lambda: _candidates(run, fall_back))
+    for folder in folders:
         try:
             reader = on_all_ranks(lambda: _verified(folder, world))  # noqa: B023
         except UserError as error:
@@ -186,30 +186,23 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
             damaged.append(str(error).partition("; ")[0])
             continue
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
-        return reader, [
-            f"{said}; ignored, resuming from step {reader.about['step']}"
-            for said in (*filter(None, [pointer]), *damaged)
-        ]
+        return reader, [f"{said}; ignored, resuming from step {reader.about['step']}" for said in ignored + damaged]
     if damaged:
         raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {NEW_RUN}"]))
     return None, []
 
 
-def _dangling_pointer(run: Path) -> str | None:
-    """What is wrong with the pointer to the newest checkpoint; None if it is valid."""
+def _candidates(run: Path, fall_back: bool) -> tuple[list[Path], list[str]]:
+    """Checkpoints to resume from, in order of preference; and what is wrong with the pointer to the newest one."""
     try:
-        files.latest(run)
+        newest, ignored = files.latest(run), []
     except UserError as error:
-        return str(error).partition("; ")[0]
-    return None
-
-
-def _candidates(run: Path, fall_back: bool) -> list[Path]:
-    """Checkpoints to resume from, in order of preference."""
+        if not fall_back:
+            raise
+        newest, ignored = None, [str(error).partition("; ")[0]]
     if fall_back:
-        return RunFolder(run).complete_checkpoints()[::-1]
-    newest = files.latest(run)
-    return [] if newest is None else [newest]
+        return RunFolder(run).complete_checkpoints()[::-1], ignored
+    return [] if newest is None else [newest], ignored
 
 
 def _verified(folder: Path, world: World) -> Reader:

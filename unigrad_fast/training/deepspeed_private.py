@@ -7,23 +7,9 @@ which one an installed DeepSpeed lacks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-
-
-class Place(NamedTuple):
-    """Location of this rank's piece of a parameter.
-
-    Attributes:
-        start: its first element in the parameter.
-        in_flat, numel: its first element in this rank's flat tensor, and its number of elements.
-    """
-
-    start: int
-    in_flat: int
-    numel: int
 
 
 def flat_masters(zero) -> list[Tensor]:
@@ -36,13 +22,16 @@ def parameter_groups(zero) -> list[list[Tensor]]:
     return zero.bit16_groups
 
 
-def place_of(parameter: Tensor) -> Place | None:
-    """Location of this rank's piece of a network parameter; None if it has none."""
+def place_of(parameter: Tensor) -> tuple[int, int, int] | None:
+    """Of this rank's piece of a parameter: first element in the parameter and in the flat tensor, number of elements.
+
+    None if the rank has no piece of it.
+    """
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
     there = mapping.hp_fragment_address
-    return Place(mapping.lp_fragment_address.start, there.start, there.numel)
+    return mapping.lp_fragment_address.start, there.start, there.numel
 
 
 def gradient_parts(optimizer) -> Mapping[int, Sequence[Tensor]]:

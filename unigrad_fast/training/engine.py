@@ -10,7 +10,7 @@ from torch import nn
 from unigrad_fast import config
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime import process_group
-from unigrad_fast.runtime.deepspeed_import import quiet_deepspeed
+from unigrad_fast.runtime.quiet import quiet_deepspeed
 
 BUCKET = 50_000_000  # elements that DeepSpeed reduces or gathers per call; its default of 5e8 takes 1.9 GiB of fp32
 

@@ -88,8 +88,9 @@ class PartitionedFragments:
         for flat, group in zip(self.flats, deepspeed_private.parameter_groups(self.zero), strict=True):
             for parameter in group:
                 if place := deepspeed_private.place_of(parameter):
-                    self.stretches.append(Stretch(flat, place.in_flat, place.numel, number_of[id(parameter)]))
-                    self.starts.append(place.start)
+                    start, in_flat, numel = place
+                    self.stretches.append(Stretch(flat, in_flat, numel, number_of[id(parameter)]))
+                    self.starts.append(start)
         optimizer.divide(self.stretches, len(self.named))
 
     def parameters(self) -> Iterator[Fragment]:
@@ -155,8 +156,6 @@ def build_fragments(engine, optimizer: Gated) -> Fragments:
     for name, on in refused.items():
         if on:
             raise UserError(f"DeepSpeed's {name} is on: {reasons[name]}; remove it from the configuration")
-    if stage not in (0, 1, 2):
-        raise UserError(f"ZeRO stage {stage}: must be 0, 1 or 2")
     fragments, places, problem = None, {}, None
     try:
         fragments = WholeFragments(engine, optimizer) if stage == 0 else PartitionedFragments(engine, optimizer)

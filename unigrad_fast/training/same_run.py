@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unigrad_fast.config import Config
+from unigrad_fast.config import Config, Scope, scope_of
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World, gather
 from unigrad_fast.runtime.run_folder import NEW_RUN, RunFolder
-from unigrad_fast.runtime.scopes import Scope, scope_of
 from unigrad_fast.runtime.validation import leaves, shown, validate
 
 SHOWN = 10  # differences between ranks
@@ -26,7 +25,7 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
     return [
         f"{key} = {shown(value)}: {whose} has {shown(before.get(key))}"
         for key, value in now
-        if value != before.get(key) and Scope.MACHINE not in scope_of(Config, key)
+        if value != before.get(key) and Scope.MACHINE not in scope_of(key)
     ]
 
 
@@ -46,7 +45,7 @@ def require_same_everywhere(config: Config, world: World) -> None:
         f"rank 0 ({world.hosts[0]}) has {shown(first.get(key))}"
         for rank, settings in enumerate(others, start=1)
         for key, value in settings.items()
-        if value != first.get(key) and Scope.RANK not in scope_of(Config, key)
+        if value != first.get(key) and Scope.RANK not in scope_of(key)
     ]
     if differing:
         raise UserError("\n".join([*differing[:SHOWN], "start all ranks of a run with the same command"]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -145,14 +145,10 @@ def _empty_like(batch: Batch, device: torch.device) -> Batch:
     views = [torch.empty_like(view, device=device) for view in batch.views]
     mix = None
     if batch.mix is not None:
-        mix = Mix(*(torch.empty_like(each, device=device) for each in _of_mix(batch.mix)))
+        mix = Mix(*(torch.empty_like(each, device=device) for each in vars(batch.mix).values()))
     return replace(batch, views=views, mix=mix)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a batch that the device reads."""
-    return [*batch.views, *([] if batch.mix is None else _of_mix(batch.mix))]
-
-
-def _of_mix(mix: Mix) -> list[Tensor]:
-    return [getattr(mix, field.name) for field in fields(mix)]
+    return [*batch.views, *([] if batch.mix is None else vars(batch.mix).values())]

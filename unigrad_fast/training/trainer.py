@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -23,7 +25,7 @@ from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
-from unigrad_fast.training import compilation, needs, step_graph
+from unigrad_fast.training import needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
 from unigrad_fast.training.branches import WithPredictor, build_branch, build_predictor
 from unigrad_fast.training.engine import build_engine
@@ -69,7 +71,7 @@ class Trainer:
         except ValueError as error:
             raise UserError(str(error)) from None
         if config.engine.compile:
-            compilation.require(config, world.size)
+            require_compiler(config, world.size)
         if config.engine.cuda_graph:
             step_graph.require(world)
         self.accumulation = config.engine.accumulation_steps
@@ -284,6 +286,17 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def require_compiler(config: Config, ranks: int) -> None:
+    """Raises UserError if the networks cannot be compiled."""
+    config.check_world(ranks)
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"engine.compile = true: C++ compiler {compiler} not found; install one, name yours in CXX, or omit "
+            "engine.compile"
+        )
 
 
 def build_objective(config: Config, world: World, predictor: Predictor | None = None) -> nn.Module:

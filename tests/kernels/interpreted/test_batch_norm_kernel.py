@@ -120,6 +120,7 @@ def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affin
     assert error(y, y64) < 1e-5
     if relu and add:
         assert torch.equal(mask, mask64)
+    mask, mask64 = (mask, mask64) if relu and add else (None, None)
     arguments, arguments64 = (dy, x, *narrow, mask), (dy.double(), x64, *wide, mask64)
     sums, dparameters = kernel.sums(*arguments, **settings)
     sums64, dparameters64 = reference.sums(*arguments64, **settings)
@@ -138,6 +139,7 @@ def test_in_place_writes_the_same_over_its_input():
     x, _, mean, variance, _, weight, bias = batch(2, (4, 40, 3, 5), torch.float16)
     arguments = (mean.float(), variance.float(), weight, bias, random(*x.shape, dtype=torch.float16))
     y, _ = kernel.normalise(x, *arguments, eps=EPS, relu=True, keep_mask=False)
+    x = x.contiguous(memory_format=torch.channels_last)
     kernel.normalise_(x, *arguments, eps=EPS, relu=True)
     assert torch.equal(x, y) and y.dtype == torch.float16
 

@@ -20,7 +20,7 @@ from unigrad_fast.kernels import (
     update_correlation_,
 )
 from unigrad_fast.kernels import gradient as kernel
-from unigrad_fast.kernels.heuristics import TABLE, TRIANGLE, RowTile, Tile, working_scale
+from unigrad_fast.kernels.heuristics import TABLE, TRIANGLE, Tile, working_scale
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -43,7 +43,7 @@ def tile(request, monkeypatch):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows in blocks of 16 channels, as rows too long for the registers are taken."""
-    monkeypatch.setattr(kernel, "row_tile", lambda *_, **__: RowTile(block=16, warps=1))
+    monkeypatch.setattr(kernel, "row_tile", lambda *_, **__: (16, 1))
 
 
 def pairs_of(views: int, images: int, mixed: bool = False) -> tuple:

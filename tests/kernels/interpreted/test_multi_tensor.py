@@ -63,7 +63,7 @@ def lars_reference(weights, gradients, velocities, *, lr, momentum, weight_decay
 def test_the_target_update_is_the_moving_average(weight):
     targets, onlines = draw(0), draw(1)
     expected = [t.double().lerp(o.double(), weight) for t, o in zip(targets, onlines, strict=True)]
-    lerp_(targets, onlines, momentum=share(weight), skip=torch.tensor(0.0))
+    lerp_(targets, onlines, (), momentum=share(weight), skip=torch.tensor(0.0))
     assert_close(targets, expected)
     if weight == 1:
         assert_equal(targets, onlines)
@@ -74,7 +74,7 @@ def test_a_dropped_step_leaves_the_target_bitwise_unchanged(dtype):
     targets, onlines = draw(0), [torch.full(shape, torch.nan) for shape in SHAPES]
     targets[0][0] = -0.0
     (before,) = copies(targets)
-    lerp_(targets, onlines, momentum=share(0.5), skip=torch.ones((), dtype=dtype))
+    lerp_(targets, onlines, (), momentum=share(0.5), skip=torch.ones((), dtype=dtype))
     assert_equal(targets, before)
 
 
@@ -101,14 +101,14 @@ def test_the_target_update_follows_memory_in_channels_last():
     pairs = list(zip(targets, onlines, strict=True))
     assert split(pairs) == (pairs, [])
     expected = [t.double().lerp(o.double(), 0.25) for t, o in pairs]
-    lerp_(targets, onlines, momentum=share(0.25), skip=torch.tensor(0.0))
+    lerp_(targets, onlines, (), momentum=share(0.25), skip=torch.tensor(0.0))
     assert_close(targets, expected)
 
 
 def test_no_byte_outside_the_tensors_is_written():
     whole = torch.full((CHUNK + 64,), 5.0)
     inside = whole[16 : 16 + CHUNK + 9]  # ends between two boundaries of 16 bytes
-    lerp_([inside], [torch.zeros_like(inside)], momentum=share(1.0), skip=torch.tensor(0.0))
+    lerp_([inside], [torch.zeros_like(inside)], (), momentum=share(1.0), skip=torch.tensor(0.0))
     assert not inside.any()
     assert (whole[:16] == 5).all() and (whole[16 + CHUNK + 9 :] == 5).all()
 
@@ -216,7 +216,7 @@ def test_tables_of_a_captured_graph_are_written_once_it_is_captured():
 
 def test_autograd_is_told_of_the_change():
     targets, onlines, velocities = draw(0), draw(1), draw(2)
-    lerp_(targets, onlines, momentum=share(0.5), skip=torch.tensor(0.0))
+    lerp_(targets, onlines, (), momentum=share(0.5), skip=torch.tensor(0.0))
     assert all(t._version == 1 for t in targets)
     lars_(targets, onlines, velocities, **SETTINGS, adapt=True)
     assert all(t._version == 2 for t in targets) and all(v._version == 1 for v in velocities)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unigrad_fast.kernels import heuristics, unit_embeddings, update_correlation_
-from unigrad_fast.kernels.structures import tail_rows
+from unigrad_fast.kernels.reference import tail_rows
 from unigrad_fast.objectives import UniGrad, ranks
 
 GATES = {torch.float32: 1e-6, torch.float16: 1e-3}  # relative norm of the gradient's error

@@ -20,20 +20,16 @@ from torch import Tensor
 from unigrad_fast.kernels import attach_gradient, functional
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.catalogue import require_target
-from unigrad_fast.objectives.checks import require_whole
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
 from unigrad_fast.objectives.forms import negatives, reported
 from unigrad_fast.objectives.forms.negatives import Negative
-from unigrad_fast.objectives.forms.normalised import Normalised, Units, normalise, through_normalisation, units
+from unigrad_fast.objectives.forms.normalised import Normalised, normalise, through_normalisation
 from unigrad_fast.objectives.forms.rows import Row
-from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, require_mix, require_views
-from unigrad_fast.objectives.output import ObjectiveOutput
+from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, layout_of, positives, require_mix, require_views
+from unigrad_fast.objectives.output import TERMS, ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import Gathered, OverRanks
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
-
-METRICS = ("objective", "positive_cosine", "negative_term", "surrogate")
 
 
 class GradientForm(OverRanks):
@@ -61,12 +57,11 @@ class GradientForm(OverRanks):
         process_group: dist.ProcessGroup | None = None,
         most_images: int | None = None,
     ):
-        super().__init__(process_group, most_images)
-        require_whole("width", width)
+        super().__init__(width, process_group, most_images)
         require_target("gradient form with a predictor", target, collapses=row.positive == "predictor")
         if row.both_terms and target == "momentum":
             raise ValueError("both_terms needs shared weights; use target='weight_sharing'")
-        self.width, self.row, self.target = int(width), row, target
+        self.row, self.target = row, target
         self.average = MovingCorrelation(self.width) if row.negative == "moving_average" else None
         self.direct = EigenPredictor(self.width) if row.positive == "predictor" else None
         self.bank = Bank(row.bank_size, self.width) if row.samples == "bank" else None
@@ -96,40 +91,25 @@ class GradientForm(OverRanks):
         if self.training:
             require_no_recomputation()
         with torch.no_grad(), without_autocast(layout.device):
-            found = units(online, target, layout)
-            batch = normalise(
-                self.row.normalisation,
-                self._needs(len(online)),
-                online,
-                target,
-                found,
-                layout,
-                partial(self.gather, raised=layout.raised),
-            )
+            batch = normalise(self.row, online, target, layout, partial(self.gather, raised=layout.raised))
             negative = self._negative(batch, layout, mix)
-            if self._is_plain:
-                gradient_MC, terms = self._fused(found, negative, layout, mix)
+            if self.row.normalisation == "l2" and self.row.positive == "identity" and not self.row.centred:
+                gradient_MC, terms = self._fused(batch, negative, layout, mix)
             else:
-                gradient_MC, terms = self._composed(batch, found, negative, mix)
+                gradient_MC, terms = self._composed(batch, negative, mix)
             if self.training and self.bank is not None:
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
         # `data` is not a view to autograd: changing one metric in place does not invalidate the others.
-        named = dict(zip(METRICS, (term.data for term in terms.unbind()), strict=True))
+        named = dict(zip(TERMS, (term.data for term in terms.unbind()), strict=True))
         nonfinite = batch.gathered.raised[0].to(terms.dtype)
-        unit_MC = found.online[: 2 * layout.images]
+        unit_MC = batch.unit_online[: 2 * layout.images]
         return ObjectiveOutput(loss, named, nonfinite, unit_MC, self.over_ranks, self.process_group)
 
     @property
     def updates(self) -> Tensor:
         state = self.average or self.bank
         return super().updates if state is None else state.updates
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether UniGrad's gradient kernel can compute the row: −f·m⁺ + λ·negative with ℓ2-normalised embeddings."""
-        row = self.row
-        return row.normalisation == "l2" and row.positive == "identity" and not row.centred
 
     @property
     def _flag(self) -> int:
@@ -167,16 +147,17 @@ class GradientForm(OverRanks):
         matrix_CC = self.direct.follow(operand, average.updates, row.every, row.predictor, row.epsilon)
         return (online_MC.to(batch.exact) @ matrix_CC).view(batch.online.shape)
 
-    def _fused(self, found: Units, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
+    def _fused(self, batch: Normalised, negative: Negative, layout: Layout, mix: Mix | None) -> tuple[Tensor, Tensor]:
+        """The gradient and the terms by UniGrad's kernel: −f·m⁺ + λ·negative with ℓ2-normalised embeddings."""
         row, rows = self.row, max(1, layout.rows)
         factor = row.positive_factor * (2 if row.both_terms else 1)
         scale = reported.constant_scale(row)
         first, second, ratio = layout.positives(mix)
         gradient_MC, sums = functional.embedding_gradient(
             negative.gradient.flatten(0, 1),
-            found.online,
-            found.inverse_norm,
-            found.target,
+            batch.unit_online,
+            batch.inverse_norm,
+            batch.unit_target,
             balance=row.weight / factor,
             scale=factor * scale / rows,
             first=first,
@@ -189,7 +170,7 @@ class GradientForm(OverRanks):
         objective = reported.of_means(row, cosine * row.positive_factor, product, negative)
         return gradient_MC, torch.stack([objective, cosine, product, surrogate])
 
-    def _composed(self, batch: Normalised, found: Units, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
+    def _composed(self, batch: Normalised, negative: Negative, mix: Mix | None) -> tuple[Tensor, Tensor]:
         row, rows = self.row, max(1, batch.online.shape[0] * batch.online.shape[1])
         online_VNC, positive_VNC = batch.online.to(batch.exact), self._positives(batch, mix)
         scale: Tensor | float = reported.constant_scale(row)
@@ -201,17 +182,21 @@ class GradientForm(OverRanks):
                 length_VN1 = torch.linalg.vector_norm(negative.gradient, dim=-1, keepdim=True)
                 scale = torch.where(length_VN1 > 0, 1 / length_VN1, 0.0)
         else:
-            towards_VNC = self._pulled(positive_VNC, negative)
+            if negative.diagonal is None:
+                towards_VNC = row.positive_factor * positive_VNC
+            else:
+                towards_VNC = positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
             along_VN1 = (online_VNC * towards_VNC).sum(-1, keepdim=True)
             product_VN1 = (online_VNC * negative.gradient).sum(-1, keepdim=True)
             step_VNC = row.weight * negative.gradient - towards_VNC
-        if negative.centred is not None:
-            step_VNC += online_VNC - row.weight * reported.variance_term(row, batch, negative.centred)
+        if negative.centred is not None and negative.variance is not None:
+            term_VNC = reported.variance_term(row, batch, negative.centred, negative.variance)
+            step_VNC += online_VNC - row.weight * term_VNC
         step_VNC *= scale
-        gradient_MC = through_normalisation(step_VNC, batch, found, 1 / rows, self._total)
+        gradient_MC = through_normalisation(row, step_VNC, batch, 1 / rows, self._total)
         objective = reported.of_rows(row, batch, positive_VNC, along_VN1, product_VN1, scale, negative)
-        unit_2NC = found.target.to(batch.exact).view_as(batch.target)
-        unit_VNC = found.online.to(batch.exact).view_as(online_VNC)
+        unit_2NC = batch.unit_target.to(batch.exact).view_as(batch.target)
+        unit_VNC = batch.unit_online.to(batch.exact).view_as(online_VNC)
         cosine = (unit_VNC * positives(unit_2NC, len(online_VNC), mix)).sum() / rows
         surrogate = (online_VNC * step_VNC).sum() / rows
         return gradient_MC, torch.stack([objective, cosine, product_VN1.sum() / rows, surrogate])
@@ -236,23 +221,10 @@ class GradientForm(OverRanks):
         step_VNC += weight * constant * online_VNC
         return step_VNC, along_VN1, product_VN1
 
-    def _pulled(self, positive_VNC: Tensor, negative: Negative) -> Tensor:
-        """The positive gradient."""
-        row = self.row
-        if negative.diagonal is not None:
-            return positive_VNC * (1 - (1 - row.weight) * negative.diagonal)
-        return row.positive_factor * positive_VNC
-
     def _samples(self, batch: Normalised) -> Gathered:
         """Both global views on all ranks, from the branch the samples come from."""
         rows_2KC = batch.all_online[:2] if self.row.source == "online" else batch.all_target
         return replace(batch.gathered, rows=rows_2KC)
-
-    def _needs(self, views: int) -> tuple[int, int]:
-        """Number of online and target views that the row needs from all ranks."""
-        if self.row.negative in ("cross_batch", "own_batch"):
-            return views, 2 if self.row.negative == "cross_batch" else 0
-        return (2, 0) if self.row.source == "online" else (0, 2)
 
     def _total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks."""

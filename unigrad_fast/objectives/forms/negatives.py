@@ -14,17 +14,9 @@ from torch import Tensor
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
+from unigrad_fast.objectives.layout import positives
 from unigrad_fast.objectives.over_ranks import Gathered
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.weighted_sums import Own, similarity_sum, softmax_of_samples, softmax_sum
-
-
-@dataclass
-class Centred:
-    """ũ [V, N, C], and unbiased variances [V, 1, C] (divided by N−1) over the images of all ranks."""
-
-    online: Tensor
-    variance: Tensor
 
 
 @dataclass
@@ -35,13 +27,15 @@ class Negative:
         gradient: [V, N, C].
         log_VN: log Σ exp(u·v/τ), for a softmax.
         diagonal: [V, 1, C], diag(W) = Σ u·m⁺/N, for positive "diagonal".
-        centred: for a centred row.
+        centred: ũ [V, N, C], for a centred row.
+        variance: [V, 1, C], unbiased (divided by N−1) over the images of all ranks, for a centred row.
     """
 
     gradient: Tensor
     log_VN: Tensor | None = None
     diagonal: Tensor | None = None
-    centred: Centred | None = None
+    centred: Tensor | None = None
+    variance: Tensor | None = None
 
 
 def softmax_of_bank(row: Row, batch: Normalised, positive_VNC: Tensor, bank: Bank) -> Negative:
@@ -93,13 +87,15 @@ def cross_batch(row: Row, batch: Normalised) -> Negative:
 
 def own_batch(row: Row, batch: Normalised) -> Negative:
     """Σ (u·v)/N·v; for a centred row with the mean subtracted from u and v."""
-    own_VNC, all_VKC, centred = batch.online, batch.all_online, None
+    own_VNC, all_VKC = batch.online, batch.all_online
+    centred_VNC = variance_V1C = None
     count = batch.gathered.count.clamp_min(2 if row.centred else 1)
     if row.centred:
         mean_V1C = all_VKC.sum(1, keepdim=True) / count
-        own_VNC, all_VKC = own_VNC - mean_V1C, all_VKC - mean_V1C
+        own_VNC = centred_VNC = own_VNC - mean_V1C
+        all_VKC = all_VKC - mean_V1C
         if batch.gathered.is_image is not None:
             all_VKC = all_VKC * batch.gathered.is_image[:, None]
-        centred = Centred(own_VNC, all_VKC.square().sum(1, keepdim=True) / (count - 1))
+        variance_V1C = all_VKC.square().sum(1, keepdim=True) / (count - 1)
     sums = [similarity_sum(own, samples, samples) for own, samples in zip(own_VNC, all_VKC, strict=True)]
-    return Negative(torch.stack(sums).div_(count), centred=centred)
+    return Negative(torch.stack(sums).div_(count), centred=centred_VNC, variance=variance_V1C)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unigrad_fast.objectives.forms.negatives import Centred, Negative
+from unigrad_fast.objectives.forms.negatives import Negative
 from unigrad_fast.objectives.forms.normalised import Normalised
 from unigrad_fast.objectives.forms.rows import Row
 
@@ -55,11 +55,12 @@ def of_rows(
         diagonal_VC = negative.diagonal.squeeze(1)
         pulled = (diagonal_VC - 1).square().sum(-1).mean() - row.weight * diagonal_VC.square().sum(-1).mean()
         return scale / 2 * (pulled + row.weight * product)
-    if negative.centred is not None:
-        variance_VC, width = negative.centred.variance.squeeze(1), batch.online.shape[-1]
+    if negative.variance is not None:
+        variance_VC, width = negative.variance.squeeze(1), batch.online.shape[-1]
         distance = (batch.online - positive_VNC).square().sum() / rows
         distance += 2 * (1 / row.positive_factor - 1) * along_VN1.sum() / rows  # ‖u‖² − 2·f·u·m⁺ + ‖m⁺‖²
-        off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * _squared(variance_VC)
+        squares = variance_VC.square().sum(-1).mean()
+        off_diagonal = row.weight / 2 * product - covariance_weight(row, batch) / width * squares
         hinge = torch.relu(row.floor - (variance_VC + row.variance_epsilon).sqrt()).mean()
         return scale / 2 * (distance + off_diagonal + row.variance * hinge)
     return of_means(row, along_VN1.sum() / rows, product, negative)
@@ -71,14 +72,10 @@ def covariance_weight(row: Row, batch: Normalised) -> Tensor:
     return row.weight * batch.online.shape[-1] * (count - 1).square() / (2 * count.square())
 
 
-def variance_term(row: Row, batch: Normalised, centred: Centred) -> Tensor:
+def variance_term(row: Row, batch: Normalised, centred_VNC: Tensor, variance_V1C: Tensor) -> Tensor:
     """B·ũ in the paper's gradient of VICReg, B = N/(λ·C·(N−1)) · (2·λ₁·diag(W′) + λ₂/2·[std < γ]/std)."""
     count, width = batch.gathered.count.clamp_min(2), batch.online.shape[-1]
-    deviation_V1C = (centred.variance + row.variance_epsilon).sqrt()
+    deviation_V1C = (variance_V1C + row.variance_epsilon).sqrt()
     hinge_V1C = torch.where(deviation_V1C < row.floor, 1 / deviation_V1C, 0.0)
-    diagonal_V1C = 2 * covariance_weight(row, batch) * centred.variance + row.variance / 2 * hinge_V1C
-    return centred.online * diagonal_V1C * (count / (row.weight * width * (count - 1)))
-
-
-def _squared(variance_VC: Tensor) -> Tensor:
-    return variance_VC.square().sum(-1).mean()
+    diagonal_V1C = 2 * covariance_weight(row, batch) * variance_V1C + row.variance / 2 * hinge_V1C
+    return centred_VNC * diagonal_V1C * (count / (row.weight * width * (count - 1)))

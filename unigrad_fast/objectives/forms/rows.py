@@ -19,7 +19,7 @@ N is the number of images on all ranks; no scale contains the 1/N of the mean ov
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -87,46 +87,34 @@ class Row:
     negative_target: Literal["target", "stop_gradient"] = "target"
 
     def __post_init__(self) -> None:
-        self._require_values()
-        for fault, remedy in (
-            (
-                self.samples not in SAMPLES[self.negative] and f"samples {self.samples!r}",
-                f"negative {self.negative!r} takes {' or '.join(SAMPLES[self.negative])}",
-            ),
-            (
-                self.positive == "predictor" and self.negative != "moving_average" and "positive 'predictor'",
-                "W_h is computed from F; use negative 'moving_average'",
-            ),
-            (
-                self.positive == "diagonal" and self.negative != "cross_batch" and "positive 'diagonal'",
-                "A is computed from W; use negative 'cross_batch'",
-            ),
-            (
-                self.balance == "dynamic" and self.positive != "predictor" and "balance 'dynamic'",
-                "it needs W_h; use positive 'predictor', or a number",
-            ),
-            (
-                self.scale == "predictor" and self.positive != "predictor" and "scale 'predictor'",
-                "it is 1/‖W_h·u‖; use positive 'predictor'",
-            ),
-            (
-                self.centred and (self.negative != "own_batch" or self.balance == 0) and "centred",
-                "use negative 'own_batch' with a balance above 0",
-            ),
-            (
-                self.both_terms and self.samples != "batch_without_self" and "both_terms",
-                "use samples 'batch_without_self'",
-            ),
-            (
-                self.negative == "moving_average"
-                and self.negative_target == "stop_gradient"
-                and self.correlation_source == "target"
-                and "correlation_source 'target'",
-                "with negative_target 'stop_gradient' F comes from online embeddings; leave one of the two out",
-            ),
-        ):
-            if fault:
-                raise ValueError(f"{fault} does not fit: {remedy}")
+        if isinstance(self.balance, str) and self.balance != "dynamic":
+            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or 'dynamic' with a predictor")
+        hints = get_type_hints(type(self))
+        for name in PARTS:
+            require_among(name, getattr(self, name), get_args(hints[name]))
+        apart = (*PARTS, "centred", *(["balance"] if self.balance == "dynamic" else []))
+        require({key: value for key, value in vars(self).items() if key not in apart})
+        if self.samples not in SAMPLES[self.negative]:
+            known = " or ".join(SAMPLES[self.negative])
+            raise ValueError(f"samples {self.samples!r} does not fit: negative {self.negative!r} takes {known}")
+        if self.positive == "predictor" and self.negative != "moving_average":
+            raise ValueError("positive 'predictor' does not fit: W_h is computed from F; use negative 'moving_average'")
+        if self.positive == "diagonal" and self.negative != "cross_batch":
+            raise ValueError("positive 'diagonal' does not fit: A is computed from W; use negative 'cross_batch'")
+        if self.balance == "dynamic" and self.positive != "predictor":
+            raise ValueError("balance 'dynamic' does not fit: it needs W_h; use positive 'predictor', or a number")
+        if self.scale == "predictor" and self.positive != "predictor":
+            raise ValueError("scale 'predictor' does not fit: it is 1/‖W_h·u‖; use positive 'predictor'")
+        if self.centred and (self.negative != "own_batch" or self.balance == 0):
+            raise ValueError("centred does not fit: use negative 'own_batch' with a balance above 0")
+        if self.both_terms and self.samples != "batch_without_self":
+            raise ValueError("both_terms does not fit: use samples 'batch_without_self'")
+        online = self.negative == "moving_average" and self.negative_target == "stop_gradient"
+        if online and self.correlation_source == "target":
+            raise ValueError(
+                "correlation_source 'target' does not fit: with negative_target 'stop_gradient' F comes from online "
+                "embeddings; leave one of the two out"
+            )
 
     @property
     def weight(self) -> float:
@@ -139,16 +127,6 @@ class Row:
         if self.negative == "own_batch" or self.negative_target == "stop_gradient":
             return "online"
         return self.correlation_source if self.negative == "moving_average" else "target"
-
-    def _require_values(self) -> None:
-        hints = get_type_hints(type(self))
-        if isinstance(self.balance, str) and self.balance != "dynamic":
-            raise ValueError(f"balance {self.balance!r} is unknown; use a number, or 'dynamic' with a predictor")
-        for field in fields(self):
-            if field.name in PARTS:
-                require_among(field.name, getattr(self, field.name), get_args(hints[field.name]))
-        apart = (*PARTS, "centred", *(["balance"] if self.balance == "dynamic" else []))
-        require({key: value for key, value in vars(self).items() if key not in apart})
 
 
 def _row(form: str, normalisation: Any, positive: Any, negative: Any, samples: Any, scale: Any, **more: Any) -> Row:

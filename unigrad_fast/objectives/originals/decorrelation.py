@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
-from unigrad_fast.objectives.shared_sums import sum_over_ranks
+from unigrad_fast.objectives.ranks import sum_over_ranks
 
 
 class BarlowTwins(OriginalLoss, method="barlow_twins"):

@@ -17,11 +17,9 @@ from unigrad_fast.kernels.dispatch import host_may_read
 from unigrad_fast.kernels.reference import SMALLEST_NORM
 from unigrad_fast.objectives import ranks
 from unigrad_fast.objectives.catalogue import FORMS, MIXED, Objective, require_target
-from unigrad_fast.objectives.checks import require_whole
-from unigrad_fast.objectives.layout import Mix, common_dtype, require_mix, require_views
+from unigrad_fast.objectives.layout import Mix, common_dtype, positives, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
 from unigrad_fast.objectives.over_ranks import OverRanks
-from unigrad_fast.objectives.positives import positives
 from unigrad_fast.objectives.surroundings import require_no_recomputation, without_autocast
 
 
@@ -96,9 +94,8 @@ class OriginalLoss(OverRanks):
         most_images: int | None = None,
         **settings: Any,
     ):
-        super().__init__(process_group, most_images)
-        require_whole("width", width)
-        self.width, self.target = int(width), target or self.declared.model_fields["target"].default
+        super().__init__(width, process_group, most_images)
+        self.target = target or self.declared.model_fields["target"].default
         require_target(type(self).__name__, self.target, self.declared.collapses)
         for name, value in self.declared.checked(settings).items():
             setattr(self, name, value)

@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
-from unigrad_fast.training.telemetry.events import Events
+from unigrad_fast.training.telemetry.events import read_lines
 
 COLORS = ("#2166ac", "#d6604d", "#4d9221", "#8073ac", "#b8860b", "#525252")
 GRAY = "#777777"
@@ -37,7 +37,8 @@ def draw(run_dir: Path | str) -> Path:
     rate with the target's momentum.
     """
     run_dir = Path(run_dir)
-    return draw_comparison({_as_text(run_dir.resolve().name): run_dir}, RunFolder(run_dir).curves)
+    name = printable(run_dir.resolve().name).replace("$", r"\$")  # otherwise matplotlib would read a formula
+    return draw_comparison({name: run_dir}, RunFolder(run_dir).curves)
 
 
 def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
@@ -90,7 +91,8 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
     """The events of RUN/metrics.jsonl in order; lines that are not events are skipped."""
-    return [event for _, event in Events(RunFolder(Path(run_dir)).metrics).whole]
+    whole, _ = read_lines(RunFolder(Path(run_dir)).metrics)
+    return [event for _, event in whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:
@@ -231,11 +233,6 @@ def _colors(count: int) -> list[str]:
 
 def _with_values(axes: Axes) -> list[Line2D]:
     return [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), float)).any()]
-
-
-def _as_text(name: str) -> str:
-    """A folder's name as text, with dollar signs escaped so that matplotlib does not read a formula."""
-    return printable(name).replace("$", r"\$")
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -12,26 +12,22 @@ TEXTS = {"knn": ("protocol", "branch"), "warning": ("message",)}
 SHOWN = 60  # characters of a broken line
 
 
-class Events:
-    """The events of a metrics.jsonl in order.
+def read_lines(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], str | None]:
+    """The events of a metrics.jsonl in order, each after its line as in the file, without the line break.
 
-    Attributes:
-        whole: the valid lines as in the file, without the line break, and the event of each.
-        complaint: message about lines that are not events and were ignored; None if there are none. A half-written
-            last line, as a killed process leaves it, is ignored silently.
+    Also a message about lines that are not events and were ignored; None if there are none. A half-written last line,
+    as a killed process leaves it, is ignored silently.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.whole: list[tuple[bytes, dict[str, Any]]] = []
-        broken: list[tuple[int, bytes]] = []
-        lines = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            event = _event(line)
-            if event is not None:
-                self.whole.append((line, event))
-            elif line.strip() and number < len(lines):
-                broken.append((number, line))
-        self.complaint = _complaint(path, broken) if broken else None
+    whole: list[tuple[bytes, dict[str, Any]]] = []
+    broken: list[tuple[int, bytes]] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        event = _event(line)
+        if event is not None:
+            whole.append((line, event))
+        elif line.strip() and number < len(lines):
+            broken.append((number, line))
+    return whole, _complaint(path, broken) if broken else None
 
 
 def _complaint(path: Path, broken: list[tuple[int, bytes]]) -> str:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from unigrad_fast import config
+from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.files import naming
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.whole_file import naming
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training.telemetry.curves import draw
 from unigrad_fast.training.telemetry.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from unigrad_fast.evaluation.knn_probe import KNNProbe
-    from unigrad_fast.training.trainer import Trainer
+from unigrad_fast.training.trainer import Trainer
 
 ENOUGH_IMAGES = 96  # per GPU and micro-batch; ours, from the counts of the dry run
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
+from unigrad_fast.runtime.files import naming, utf8_path, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import program, typed
-from unigrad_fast.runtime.utf8_path import utf8_path
-from unigrad_fast.runtime.whole_file import naming, write_whole
-from unigrad_fast.training.telemetry.events import Events
-from unigrad_fast.training.telemetry.length import Length
+from unigrad_fast.training.telemetry.events import read_lines
+from unigrad_fast.training.telemetry.throughput import Length
 
 
 class Logger:
@@ -60,9 +59,8 @@ class MetricsFile(Logger):
 
     def open(self, start_step: int) -> None:
         if self.path.is_file():
-            found = Events(self.path)
-            self.complaint = found.complaint
-            kept = [(line, event) for line, event in found.whole if event["step"] <= start_step]
+            whole, self.complaint = read_lines(self.path)
+            kept = [(line, event) for line, event in whole if event["step"] <= start_step]
             self.events = [event for _, event in kept]
             write_whole(self.path, b"".join(line + b"\n" for line, _ in kept))
         self.file = self.path.open("a", encoding="utf-8", buffering=1)

@@ -57,15 +57,12 @@ class PhaseClock:
         while self._steps and self._steps[0][0] < before:
             _, marks = self._steps.popleft()
             for (_, begin), (phase, end) in itertools.pairwise(marks):
-                self._sums[phase] += self._milliseconds(begin, end)
+                if self.on_cuda:
+                    end.synchronize()
+                    self._sums[phase] += begin.elapsed_time(end)
+                else:
+                    self._sums[phase] += 1000 * (end - begin)
             self._count += 1
         means = {f"ms_{phase}": total / max(self._count, 1) for phase, total in self._sums.items()}
-        if self._count:
-            self._sums, self._count = dict.fromkeys(PHASES, 0.0), 0
+        self._sums, self._count = dict.fromkeys(PHASES, 0.0), 0
         return means
-
-    def _milliseconds(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if self.on_cuda:
-            end.synchronize()
-            return begin.elapsed_time(end)
-        return 1000 * (end - begin)

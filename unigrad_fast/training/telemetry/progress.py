@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from unigrad_fast.training.telemetry.length import Length
+from unigrad_fast.training.telemetry.throughput import Length
 
 PLAIN_SECONDS = 5.0  # least time between two progress lines without a terminal
 
@@ -30,21 +30,14 @@ class ProgressBar:
     def __init__(self, console: Console, length: Length, step: int) -> None:
         self.length = length
         self.bar = Progress(
-            TextColumn("epoch {task.fields[epoch]:.1f}/{task.fields[epochs]:g}"),
+            TextColumn(f"epoch {{task.fields[epoch]:.1f}}/{length.epoch(length.total_steps):g}"),
             BarColumn(bar_width=20),
             TextColumn("{task.percentage:.0f} %  left {task.fields[left]}  {task.fields[values]}"),
             console=console,
             refresh_per_second=4,
         )
-        self.task = self.bar.add_task(
-            "",
-            total=length.total_steps,
-            completed=step,
-            epoch=length.epoch(step),
-            epochs=length.epochs,
-            left="?",
-            values="",
-        )
+        self.task = self.bar.add_task("", total=length.total_steps)
+        self.update(step, {}, None)
         self.bar.start()
 
     def update(self, step: int, numbers: Mapping[str, float | None], seconds_left: float | None) -> None:

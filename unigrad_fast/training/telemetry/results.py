@@ -14,8 +14,6 @@ from unigrad_fast.runtime.console import fitted
 from unigrad_fast.training.telemetry.phases import PHASES
 from unigrad_fast.training.telemetry.progress import duration
 
-PHASE_METRICS = tuple(f"ms_{phase}" for phase in PHASES)
-
 
 class Results:
     """The latest metrics, the accuracies, and the times of a step's phases.
@@ -31,23 +29,18 @@ class Results:
         self.phase_sums: Counter[str] = Counter()  # milliseconds of the reported steps
         self.reported_steps = 0
 
-    def add_metrics(self, numbers: Mapping[str, Any]) -> None:
-        self.latest |= {name: value for name, value in numbers.items() if value is not None}
-
-    def add_phases(self, numbers: Mapping[str, Any]) -> None:
-        """Add the phase times among the metrics of a reported step."""
-        self.phase_sums.update({name: numbers[name] for name in PHASE_METRICS if name in numbers})
+    def add_step(self, numbers: Mapping[str, Any]) -> None:
+        """Add the metrics of a reported step, with the times of its phases."""
+        self._keep_finite(numbers)
+        self.phase_sums.update({phase: numbers[f"ms_{phase}"] for phase in PHASES if f"ms_{phase}" in numbers})
         self.reported_steps += 1
-
-    def add_accuracy(self, step: int, accuracy: float) -> None:
-        self.accuracies.append((step, accuracy))
 
     def remember(self, event: Mapping[str, Any]) -> None:
         """Take over an event of an earlier process."""
         if event["event"] == "train":
-            self.add_metrics({name: value for name, value in event.items() if name not in ("event", "step", "epoch")})
+            self._keep_finite({name: value for name, value in event.items() if name not in ("event", "step", "epoch")})
         elif event["event"] == "knn":
-            self.add_accuracy(event["step"], event["accuracy"])
+            self.accuracies.append((event["step"], event["accuracy"]))
 
     def final(self) -> dict[str, float | None]:
         """The summary's entries for metrics and accuracies."""
@@ -61,9 +54,11 @@ class Results:
 
     def phases(self) -> str:
         """Mean milliseconds of each phase of a step, in the order of the step."""
-        means = {name: total / self.reported_steps for name, total in self.phase_sums.items()}
-        parts = [f"{name.removeprefix('ms_').replace('_', ' ')} {mean:.1f}" for name, mean in means.items()]
-        return _listed(parts)
+        means = {phase: total / self.reported_steps for phase, total in self.phase_sums.items()}
+        return _listed([f"{phase.replace('_', ' ')} {mean:.1f}" for phase, mean in means.items()])
+
+    def _keep_finite(self, numbers: Mapping[str, Any]) -> None:
+        self.latest |= {name: value for name, value in numbers.items() if value is not None}
 
 
 def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str, run_dir: Path) -> Table:
@@ -100,20 +95,17 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
         label = name.replace("knn_", "kNN ").replace("_", " ")
         rows.append((label, f"{value:{form}}{unit}" if isinstance(value, float) else str(value)))
     evaluation = duration(numbers["evaluation_seconds"])
+    files = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir() if not path.name.startswith("."))
     rows += [
         ("images/s, training", show("images_per_second", ".1f")),
         *([("milliseconds per step", phases)] if phases else []),
         ("wall time", f"{duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
-        ("files", f"{run_dir}/\n{_listed(_files(run_dir))}"),
+        ("files", f"{run_dir}/\n{_listed(files)}"),
     ]
     table = Table(title="Pretraining finished", title_justify="left", show_header=False)
     for row in rows:
         table.add_row(*(Text(fitted(cell)) for cell in row))  # without markup: a folder's name may look like it
     return table
-
-
-def _files(run_dir: Path) -> list[str]:
-    return sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir() if not path.name.startswith("."))
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -12,28 +12,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 import unigrad_fast
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL
+from unigrad_fast.config import Config
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.files import naming, write_whole
+from unigrad_fast.runtime.run_folder import RunFolder, log_line
 from unigrad_fast.runtime.shell import typed
-from unigrad_fast.runtime.whole_file import write_whole
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
-from unigrad_fast.training.telemetry.length import Length
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
-from unigrad_fast.training.telemetry.messages import Messages
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
-from unigrad_fast.training.telemetry.throughput import Throughput
-
-if TYPE_CHECKING:
-    from unigrad_fast.config import Config
-    from unigrad_fast.evaluation.knn import KNNResult
+from unigrad_fast.training.telemetry.throughput import Length, Throughput
 
 
 class Telemetry:
@@ -155,8 +152,7 @@ class Telemetry:
         self.step = max(self.step, step)
         numbers, odd = json_numbers({"memory_gib": memory_gib(), **self.throughput.recent(), **metrics})
         self._write("train", step, numbers)
-        self.results.add_metrics(numbers)
-        self.results.add_phases(numbers)
+        self.results.add_step(numbers)
         if odd:
             self._warn_non_finite(step, odd)
         if message := self.collapse.check(step, numbers):
@@ -173,7 +169,7 @@ class Telemetry:
         accuracies = {"accuracy": result.accuracy} | ({} if result.top5 is None else {"top5": result.top5})
         settings = {"k": result.k, "temperature": result.temperature, "protocol": PROTOCOL, "branch": BRANCH}
         self._write("knn", step, accuracies, settings)
-        self.results.add_accuracy(step, result.accuracy)
+        self.results.accuracies.append((step, result.accuracy))
         first_step, first = self.results.accuracies[0]
         compared = f", {first:.2f} % at step {first_step}" if len(self.results.accuracies) > 1 else ""
         self.say(
@@ -247,3 +243,43 @@ class Telemetry:
         if self.bar is not None:
             numbers = self.results.latest | self.throughput.recent()
             self.bar.update(self.step, numbers, self.throughput.seconds_left(self.step))
+
+
+class Messages:
+    """Lines and warnings on the console and, with the time of day, in RUN/log.txt.
+
+    Text is printed without interpreting markup, because a folder's name may look like it.
+    """
+
+    def __init__(self, console: Console, path: Path) -> None:
+        self.console, self.path = console, path
+
+    def open(self) -> None:
+        self.file = self.path.open("a", encoding="utf-8", errors="surrogateescape", buffering=1)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def say(self, message: str) -> None:
+        self.log(message)
+        self.show(message)
+
+    def warn(self, message: str) -> None:
+        """Shown in a frame if the console is a terminal."""
+        self.log_warning(message)
+        if self.console.is_terminal:
+            self.console.print(Panel(Text(message), title="Warning", title_align="left", border_style="bold yellow"))
+        else:
+            self.show(f"WARNING: {message}")
+
+    def log(self, message: str) -> None:
+        """Write to the file only."""
+        with naming(self.path):
+            self.file.write(log_line(message))
+
+    def log_warning(self, message: str) -> None:
+        self.log(f"WARNING: {message}")
+
+    def show(self, message: str) -> None:
+        """Print on the console only."""
+        self.console.print(message, soft_wrap=True, markup=False, highlight=False)

@@ -1,15 +1,31 @@
-"""Speed of a run: images per second, share of time spent waiting for data, time left."""
+"""Length of a run and its speed: images per second, share of time spent waiting for data, time left."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from unigrad_fast.training.telemetry.length import Length
-
 WINDOW = 50  # steps over which the running throughput is averaged
+
+
+@dataclass(frozen=True)
+class Length:
+    """Optimizer steps of a whole run, of one of its epochs, and from one evaluation to the next."""
+
+    total_steps: int
+    steps_per_epoch: int
+    evaluation_every: int
+
+    def epoch(self, step: int) -> float:
+        """Epochs, with fraction, completed after a step."""
+        return step / self.steps_per_epoch
+
+    def evaluations_left(self, step: int) -> int:
+        return math.ceil((self.total_steps - step) / self.evaluation_every)
 
 
 class Throughput:

@@ -1,0 +1,78 @@
+"""Files and folders: dangling links, files written as a whole, their names in errors and for libraries.
+
+Imports nothing that may be missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unigrad_fast.runtime.errors import UserError
+
+
+def dangling_link(path: Path) -> str | None:
+    """What is wrong with a path that is a dangling link or lies below one; None for any other path."""
+    for place in (path, *path.parents):
+        if os.path.exists(place):
+            break
+        if os.path.islink(place):
+            return f"{place} is a link to {os.readlink(place)}, which does not exist; create it, or give another path"
+    return None
+
+
+def require_folder(output: Path) -> None:
+    """Raises UserError if no folder can be made: the path or a parent is a file, or a dangling link."""
+    if problem := dangling_link(output):
+        raise UserError(f"output = {output}: {problem}")
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"output = {output}: is a file or lies below one; give a folder")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write to a temporary name, flush to disk and rename: after a crash or a full disk the old file is intact."""
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None
+        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, an OSError without a file name, as from a full disk, gets this path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
+@contextmanager
+def utf8_path(path: Path) -> Iterator[str]:
+    """A UTF-8 name of an existing file or folder: its own, or a temporary one, valid only inside this context.
+
+    Raises:
+        OSError: its own name is not UTF-8 and it cannot be opened.
+    """
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        yield name
