@@ -157,19 +157,6 @@ def step(found: Rows) -> Table:
     ]
 
 
-def beside(found: Rows) -> Table:
-    """A step of ours alone and beside a busy program."""
-    ratios = {row["what"].removeprefix("alone / "): row for row in found if row["what"].startswith("alone / ")}
-    table = [["", "compute threads", "images/s", "times slower"]]
-    for what in dict.fromkeys([each.partition(", beside")[0] for each in ratios] + [*ratios]):
-        row = one(found, what=what)
-        chosen = ", as chosen" if what in ratios and what == next(iter(ratios)) else ""
-        name = f"beside a busy program{chosen}" if what in ratios else "alone"
-        slower = spread(ratios[what]) if what in ratios else ""
-        table.append([name, str(row["threads"]), f"{row['median']:.1f}", slower])
-    return table
-
-
 def loader(found: Rows) -> Table:
     """Two columns per set of views."""
     views = list(groups(found, "views"))
@@ -377,7 +364,6 @@ def summary(found: Rows) -> Table:
 TABLES: dict[str, Callable[[Rows], Table]] = {
     "accuracy": accuracy,
     "step": step,
-    "beside": beside,
     "loader": loader,
     "objective": objective,
     "small_convolution": small_convolution,

@@ -40,6 +40,7 @@ def use(threads: int, cores: int = 8, own: float = 0.0, busy: float | None = 0.0
         ([use(1, cores=2)] * 3, "start fewer ranks"),
         ([use(8, quota=2.5)], "the time of 2.5 cores; with 8 threads this run may be many times slower; set THREADS=2"),
         ([use(1, quota=0.5)], None),
+        ([use(2, quota=1.5)], None),
         ([use(4, busy=4.0, own=1.0), use(4, busy=4.0, own=1.0)], "use about 2.0 of 8 cores"),
         ([use(4, busy=2.0, own=1.0), use(4, busy=2.0, own=1.0)], None),  # the other rank
     ],

@@ -137,11 +137,12 @@ def crowded(uses: list[Use], remedy: Callable[[int], str]) -> str | None:
     first = uses[0]
     sharing = [use for use in uses if use.place == first.place]
     ranks, found = len(sharing), room(first, uses)
-    too_many = ranks > max(1, min(len(first.place[1]), first.quota or ranks))
-    fitting = max(1, found.threads)
-    if first.threads <= fitting and not too_many:
+    cores, threads = min(len(first.place[1]), first.quota or float("inf")), sum(use.threads for use in sharing)
+    fitting, too_many = max(1, found.threads), ranks > max(1, cores)
+    nearly = not found.crowded and threads <= cores + TOLERATED  # 2 threads are not slow in the time of 1.5 cores
+    if not too_many and (first.threads <= fitting or nearly):
         return None
-    computing = count(sum(use.threads for use in sharing), "thread") + (f" of {ranks} ranks" if ranks > 1 else "")
+    computing = count(threads, "thread") + (f" of {ranks} ranks" if ranks > 1 else "")
     ways = ["stop those programs"] * found.crowded + ["start fewer ranks" if too_many else remedy(fitting)]
     return f"{found.why}; with {computing} this run may be many times slower; {', or '.join(ways)}"
 
