@@ -20,11 +20,14 @@ from .listing.folders import holds_images, list_folder
 from .listing.labels import number_labels
 from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
-from .shards.archives import Shards, tar_files
+from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
 from .shards.index import Index
 
 _HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
-_TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def _absolute(path: str | os.PathLike) -> str:
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +42,7 @@ class Manifest:
             start tries again; -1, -1 for images that were found unusable.
         labels: int64 [n] positions in `classes`, or None without labels.
         classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
-        fingerprint: hex digest of all names, file sizes and modification times.
+        fingerprint: hex digest of all names, file sizes and modification times, and of the ends of shards.
         total_bytes: size of all encoded images.
         index: positions of the images in shards; None for files.
     """
@@ -63,7 +66,7 @@ class Manifest:
         """Lists the images at a path: a folder, a text file with a list, or tar shards.
 
         A folder with .tar files and no images holds shards. Image sizes, and for shards the index, are read from the
-        headers and cached until a name, size or modification time changes.
+        headers and cached until a name, size or modification time, or an end of a shard, changes.
 
         Args:
             path: as in `from_folder`, `from_list` or `from_shards`.
@@ -73,7 +76,7 @@ class Manifest:
         Raises:
             DataError: the path does not exist, has a mistake, or holds no image that can be read.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         if os.path.isdir(source):
             is_shards = tar_files(source) and not holds_images(source)
             return cls.from_shards(source, cache) if is_shards else cls.from_folder(source, cache)
@@ -81,14 +84,15 @@ class Manifest:
             raise DataError(f"{source} does not exist; give a folder of images, a list of them, or .tar shards")
         if source.lower().endswith(EXTENSIONS):
             raise DataError(f"{source} is an image; give the folder that holds the images, or a list of them")
-        return cls.from_shards(source, cache) if source.endswith(_TARS) else cls.from_list(source, cache)
+        is_tar = source.lower().endswith((ENDING, *COMPRESSED))
+        return cls.from_shards(source, cache) if is_tar else cls.from_list(source, cache)
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads an ImageFolder tree (`CLASS/**/*.jpg`), or a flat folder of images, which has no labels.
 
-        Images are sorted by class and name. Hidden files and folders, and class folders without an image, are ignored;
-        other files are counted in a warning.
+        Images are sorted by class and name. Classes are as in `listing.classes`. Hidden files and folders, and class
+        folders without an image, are ignored; other files are counted in a warning.
 
         Args:
             path: the folder.
@@ -97,7 +101,7 @@ class Manifest:
         Raises:
             DataError: the folder is missing, unreadable or holds no image that can be read.
         """
-        root = os.path.abspath(os.fspath(path))
+        root = _absolute(path)
         classes, counts, names = list_folder(root)
         labels = np.repeat(np.arange(len(classes)), counts) if classes else None
         return cls._of_files(root, root, names, file_states(root, names), labels, classes, cache)
@@ -106,8 +110,8 @@ class Manifest:
     def from_list(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads a text file with the path of an image per line, and keeps its order.
 
-        Paths are relative to the file's folder. A label, an integer or a name, may follow a TAB; if every line ends
-        with one blank and an integer, these are the labels. Blank lines and lines that start with # are skipped.
+        Paths are relative to the file's folder, or to ~. A label, an integer or a name, may follow a TAB; if every line
+        ends with one blank and an integer, these are the labels. Blank lines and lines that start with # are skipped.
 
         Args:
             path: the text file.
@@ -116,7 +120,7 @@ class Manifest:
         Raises:
             DataError: a file is missing, only some lines have labels, or no image can be read.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         root = os.path.dirname(source)
         numbers, names, texts = list_text(source)
         states = file_states(root, names)
@@ -130,9 +134,9 @@ class Manifest:
         """Reads a tar file in the layout of WebDataset, or a folder of them, sorted by name.
 
         Images keep their order within the shards. Labels come from .cls or .json files with the same key, otherwise
-        from the images' folders if there are several; `classes.txt` next to the shards may name the classes, a line
-        each. The headers are scanned once: afterwards the index is in the cache, or next to shards that `unigrad-fast
-        data shard` wrote.
+        from the images' folders, as in a tree; `classes.txt` next to the shards may name the classes, a line each. The
+        headers are scanned once: afterwards the index is in the cache, or next to shards that `unigrad-fast data shard`
+        wrote.
 
         Args:
             path: the .tar file, or the folder.
@@ -141,9 +145,10 @@ class Manifest:
         Raises:
             DataError: a shard is missing, compressed, damaged or without images, or labels are missing or wrong.
         """
-        source = os.path.abspath(os.fspath(path))
+        source = _absolute(path)
         shards = Shards.find(source)
-        fingerprint = digest("\0".join(shards.files).encode("utf-8", "surrogateescape"), shards.states)
+        names = "\0".join(shards.files).encode("utf-8", "surrogateescape")
+        fingerprint = digest(names, shards.states, shards.ends)
         store = cache_file(source, cache)
         index, content, known = list_shards(source, shards, recall(store, fingerprint))
         manifest = cls(
@@ -212,6 +217,11 @@ class Manifest:
     @property
     def has_labels(self) -> bool:
         return self.labels is not None
+
+    @property
+    def used_classes(self) -> int:
+        """Number of classes that have images: integer labels may be far apart."""
+        return 0 if self.labels is None else int(np.count_nonzero(np.bincount(self.labels)))
 
     def path_bytes(self, index: int) -> bytes:
         """Path of one image, in the bytes of the file system; for an image in a shard `SHARD/MEMBER`, for display."""

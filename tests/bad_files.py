@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import os
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 Make = Callable[[Path], None]
 
@@ -72,6 +73,38 @@ def _rotated() -> Image.Exif:
     return exif
 
 
+def _long_text() -> PngImagePlugin.PngInfo:
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Comment", "x" * (1 << 21), zip=True)
+    return text
+
+
+def _tiff_of_floats(big: bool) -> bytes:
+    """Three floats per pixel, which Pillow does not know; `big` is BigTIFF in the other byte order."""
+    order, entry, inline = (">", "HHQ", 8) if big else ("<", "HHI", 4)
+    pixels = np.zeros((36, 48, 3), order + "f4") + 0.5
+    tags = {256: 48, 257: 36, 258: 32, 259: 1, 262: 2, 273: 0, 277: 3, 278: 36, 279: pixels.nbytes, 339: 3}
+    start = 512
+    lists = {258: struct.pack(order + "3H", *[32] * 3), 339: struct.pack(order + "3H", *[3] * 3)}
+    values, behind = [], b""
+    for tag, value in tags.items():
+        if len(lists.get(tag, b"")) > inline:
+            count, field = 3, struct.pack(order + ("Q" if big else "I"), start + len(behind))
+            behind += lists[tag]
+        elif tag in lists:
+            count, field = 3, lists[tag]
+        else:
+            count, field = 1, struct.pack(order + "I", start + 64 if tag == 273 else value)
+        kind = 3 if tag in lists else 4
+        values.append(struct.pack(order + entry, tag, kind, count) + field.ljust(inline, b"\0"))
+    header = (
+        b"MM" + struct.pack(">HHHQQ", 43, 8, 0, 16, len(tags))
+        if big
+        else struct.pack("<2sHIH", b"II", 42, 8, len(tags))
+    )
+    return (header + b"".join(values)).ljust(start, b"\0") + behind.ljust(64, b"\0") + pixels.tobytes()
+
+
 BAD: dict[str, Make] = {
     "truncated": _damaging(lambda content: content[: _middle(content)]),
     "missing end marker": _damaging(lambda content: content[: content.rindex(b"\xff\xd9")]),
@@ -96,4 +129,7 @@ GOOD: dict[str, Make] = {
     "animated": _writing(format="WEBP", save_all=True, append_images=[picture().rotate(180)]),
     "early end marker": _damaging(lambda content: content[: _middle(content)] + b"\xff\xd9"),
     "flipped bits": _damaging(_flip),
+    "long text": _writing(format="PNG", pnginfo=_long_text()),
+    "TIFF of floats": lambda path: _write(path, _tiff_of_floats(big=False)),
+    "BigTIFF": lambda path: _write(path, _tiff_of_floats(big=True)),
 }

@@ -237,9 +237,32 @@ def test_exit_status_and_message(error, status, message, images, capsys, monkeyp
             2,
             "error: /a: No such file or directory; give another path",
         ),
-        (OSError(errno.EFBIG, "File too large", "/a"), 3, "stopped: /a cannot be written: File too large"),
-        (OSError(errno.EFBIG, "File too large"), 3, "stopped: a file cannot be written: File too large"),
-        (OSError(errno.EIO, "Input/output error", "/a"), 3, "stopped: /a: Input/output error"),
+        *(
+            (
+                OSError(errno.EFBIG, "x", name),
+                3,
+                f"stopped: {path} cannot be written: x; raise the limit on file sizes (`ulimit -f`)",
+            )
+            for name, path in (("/a", "/a"), (None, "a file"))
+        ),
+        (OSError(errno.ENOSPC, "x", "/a"), 3, "stopped: /a cannot be written: x; free disk space"),
+        (
+            OSError(errno.EDQUOT, "x", "/a"),
+            3,
+            "stopped: /a cannot be written: x; remove files of yours until your quota allows more (`quota -s`)",
+        ),
+        *(
+            (OSError(code, "x", "/a"), 3, "stopped: /a: x; check the disk and the connection to it (`dmesg`)")
+            for code in (errno.EIO, errno.EREMOTEIO)
+        ),
+        *(
+            (
+                OSError(code, "x", "/a"),
+                3,
+                "stopped: /a: x; mount its file system again, or check the connection to the storage",
+            )
+            for code in (errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN)
+        ),
     ],
 )
 def test_failures_of_files_are_one_line(error, status, message, capsys, monkeypatch):

@@ -557,7 +557,7 @@ OF_THE_MACHINE = {
     },
     *{"evaluation.every", "evaluation.at_start", "evaluation.crop_fraction", "evaluation.batch_size"},
     *{"evaluation.knn.k", "evaluation.knn.temperature"},
-    *{"telemetry.every", "telemetry.tensorboard", "telemetry.effective_rank_every"},
+    *{key for key in keys(Config) if key.startswith("telemetry.")},
     *OF_A_RANK,
 }
 OF_AN_EVALUATION = {

@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torchvision
 from thin import thin
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torchvision.models.resnet import BasicBlock
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.dry_run.cards import Card
@@ -126,22 +128,36 @@ def test_a_value_that_is_read_ends_the_walk_and_a_wait_is_found():
         assert walk(configured(1), 1, CARD).waits == ["torch.cuda.synchronize"]
 
 
+def grouped_resnet18(**settings) -> nn.Module:
+    """A thin network whose second convolution of each block has groups."""
+    with thin():
+        network = torchvision.models.resnet18(**settings)
+    for module in network.modules():
+        if isinstance(module, BasicBlock):
+            width = module.conv2.out_channels
+            module.conv2 = nn.Conv2d(width, width, 3, padding=1, groups=4, bias=False)
+    return network
+
+
 def test_flops_are_those_of_closed_forms():
-    """Of a convolution 2·N·H·W·C·D·k² forward, twice that backward but for the first, which gives no input gradient."""
+    """Of a convolution 2·N·H·W·C·D·k² forward, twice that backward but for the first, which gives no input gradient.
+
+    In G groups it has C/G input channels.
+    """
     config, sums = configured(1, images=4), [0, 0]
 
     def count(module: nn.Conv2d, arguments, output) -> None:
-        flops = 2 * output.numel() * module.in_channels * module.kernel_size[0] ** 2
+        flops = 2 * output.numel() * module.in_channels // module.groups * module.kernel_size[0] ** 2
         sums[0] += flops
         sums[1] += flops * (1 if module.in_channels == 3 else 2)
 
-    with thin():
+    with mock.patch.object(torchvision.models, "resnet18", grouped_resnet18):
         encoder = training.build_encoder(config.model, 0, torch.device("cpu"))
         for module in encoder.modules():
             if isinstance(module, nn.Conv2d):
                 module.register_forward_hook(count)
         encoder([torch.randn(4, 3, 32, 32) for _ in range(2)])
-    found = walked(config, 1)
+        found = walk(config, 1, CARD)
     assert found.parts["convolution"].flops == 2 * sums[0] + sums[1]
     rows, width = 8, 64
     product, update = 2 * rows * width**2, rows * width * (width + 128)

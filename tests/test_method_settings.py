@@ -197,12 +197,17 @@ def test_shared_weights_are_refused_where_they_collapse(method):
     assert "all embeddings become one; use momentum or stop_gradient" in line
 
 
+def test_these_forms_take_samples_from_the_batch_itself():
+    names = {"barlow_twins", "vicreg", "original barlow_twins", "original vicreg", *"fghij"}
+    assert names <= {named for named, form in FORMS.items() if form.mixes_samples}
+
+
 @pytest.mark.parametrize("named", FORMS)
 def test_cutmix_is_refused_where_samples_would_be_of_mixed_images(named):
     mixing = {"data": {"cutmix": {"probability": 1.0}}}
     source = {"correlation_source": "target"} if "correlation_source" in FORMS[named].model_fields else {}
     tree = {**mixing, "objective": {**which(named), **source}}
-    if named.removeprefix(ORIGINAL) in ("barlow_twins", "vicreg", *"fghij"):
+    if FORMS[named].mixes_samples:
         with pytest.raises(UserError, match=r"CutMix is refused .* leave CutMix out"):
             resolve(overrides=tree)
         return

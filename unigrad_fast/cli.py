@@ -21,6 +21,7 @@ from unigrad_fast.runtime import command_help, console, limits, processors
 from unigrad_fast.runtime.command_help import positionals
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
+from unigrad_fast.runtime.file_errors import STORAGE, WRITING, remedy
 from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
 from unigrad_fast.runtime.outputs import require_whole_links
@@ -137,8 +138,8 @@ def explained(error: BaseException) -> tuple[int, str] | None:
     wrong_paths = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
     if error.filename and error.errno in wrong_paths:
         return 2, f"{prefix}: {os.fsdecode(error.filename)}: {error.strerror}; give another path"
-    if error.filename and error.errno == errno.EIO:
-        return 3, f"stopped: {os.fsdecode(error.filename)}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM):
-        return 3, f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}"
+    if error.filename and error.errno in STORAGE:
+        return 3, f"stopped: {os.fsdecode(error.filename)}: {error.strerror}; {remedy(error)}"
+    if error.errno in WRITING:
+        return 3, f"stopped: {error.filename or 'a file'} cannot be written: {error.strerror}; {remedy(error)}"
     return None

@@ -136,7 +136,8 @@ class Data(Node):
     read_timeout: Annotated[float, LOCAL_RANK] = Field(default=60.0, gt=0, le=86_400)
     """Seconds after which a file that cannot be read yet is replaced by another image."""
     max_bad_fraction: Annotated[float, LOCAL] = Field(default=0.01, ge=0, le=1)
-    """Share of the images that may be unusable before the run stops; until then they are replaced (0.01: ours)."""
+    """Share of the images that may be unusable before the run stops; until then they are replaced. Unless it is 0,
+    up to 5 images of a small set, but no more than a tenth, may always be unusable (0.01: ours)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -52,6 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the rows")
     options = parser.parse_args()
+    options.output = options.output.expanduser()
     end = time.monotonic() + options.seconds
     if options.cpu:
         os.environ |= {"TRITON_INTERPRET": "1", "UNIGRAD_KERNELS": "triton"}  # before Triton is imported

@@ -12,7 +12,13 @@ from pathlib import Path
 from unigrad_fast.runtime.console import take_over
 from unigrad_fast.runtime.errors import RunStopped, UserError
 
-KINDS = {"int": int, "str": str, "Path": Path, "Path | None": Path}  # by annotation
+
+def path(text: str) -> Path:
+    """The path that an argument names; ~ is the home folder."""
+    return Path(text).expanduser()
+
+
+KINDS = {"int": int, "str": str, "Path": path, "Path | None": path}  # by annotation
 
 
 def run(main: Callable[..., int | None], arguments: list[str] | None = None) -> int:

@@ -24,13 +24,18 @@ class File:
             close(self.number)
 
 
+def time_of_change(state: os.stat_result) -> int:
+    """Modification time in ns modulo 2**64, which fits int64: file systems and network shares hold times after 2262."""
+    return (state.st_mtime_ns + 2**63) % 2**64 - 2**63
+
+
 # pread has no file position that threads or forked processes would share.
 @lru_cache(_OPEN)
 def opened(path: str, size: int, changed: int) -> File:
-    """An open file with this size and modification time in ns. Raises OSError if these differ or it is gone."""
+    """An open file with this size and time of change. Raises OSError if these differ or it is gone."""
     file = File(path)
     found = os.fstat(file.number)
-    if (found.st_size, found.st_mtime_ns) != (size, changed):
+    if (found.st_size, time_of_change(found)) != (size, changed):
         raise OSError(errno.ESTALE, "It has changed since it was listed", path)
     return file
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .open_files import time_of_change
+
 THREADS = 8  # hides the latency of network storage
 CHUNK = 2048  # files per task of a thread
 
@@ -30,7 +32,7 @@ def spread(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
 
 
 def file_states(root: str, names: list[bytes]) -> np.ndarray:
-    """Sizes in bytes and modification times in ns of files, int64 [n, 2]; -1, -1 where there is no file."""
+    """Sizes in bytes and times of change of files, int64 [n, 2]; -1, -1 where there is no file."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # shorter walks through the file system
 
     def look(start: int) -> np.ndarray:
@@ -41,7 +43,7 @@ def file_states(root: str, names: list[bytes]) -> np.ndarray:
             except (OSError, ValueError):
                 found += (-1, -1)
             else:
-                found += (-1, -1) if stat.S_ISDIR(state.st_mode) else (state.st_size, state.st_mtime_ns)
+                found += (-1, -1) if stat.S_ISDIR(state.st_mode) else (state.st_size, time_of_change(state))
         return np.array(found, np.int64)
 
     try:

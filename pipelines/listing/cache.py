@@ -26,7 +26,7 @@ def digest(*parts: Any) -> str:
 def cache_file(source: str, cache: str | os.PathLike | None) -> Path | None:
     """The cache file of a source, in the given folder or the default one; None if there is no home folder."""
     try:
-        folder = Path(cache or os.environ.get("UNIGRAD_CACHE") or Path.home() / ".cache" / "unigrad-fast")
+        folder = Path(cache or os.environ.get("UNIGRAD_CACHE") or "~/.cache/unigrad-fast").expanduser()
     except RuntimeError:  # a user without a home folder
         return None
     return folder / f"manifest-{hashlib.blake2b(os.fsencode(source), digest_size=8).hexdigest()}.npz"

@@ -2,47 +2,44 @@
 
 import errno
 import os
-import warnings
 from collections import Counter
 
 from ..errors import DataError
 from ..files.headers import ENDINGS, EXTENSIONS, reason
 from ..files.slow_storage import spread
 from . import marks
-from .left_out import ending, tell
+from .classes import classes_of, is_left_alone
+from .left_out import ending, ignored, runs_ignored, tell
 
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
-    """Class names (none for a flat folder), number of images of each, and all names by class; warns of other files."""
+    """Class names (none for a flat folder), images of each, and all names by class; warns of what is ignored."""
     base, runs = os.fsencode(root), []
-    folders, flat, others = _entries(base, b"", runs)
+    inner, flat, others = _entries(base, b"", runs)
     if runs:
         raise DataError(f"{root} is the folder of a run, not of training images; give another folder")
-    folders.sort()
-    trees = spread(lambda folder: _list_class(base, folder, runs), folders)
-    if runs:
-        warnings.warn(
-            f"{root} contains {len(runs)} folders of runs among the images ({os.fsdecode(min(runs))} for one); they "
-            "are ignored",
-            stacklevel=3,
-        )
-    found = [(folder, names) for folder, (names, _) in zip(folders, trees, strict=True) if names]
-    if found and flat:
-        warnings.warn(
-            f"{len(flat)} images lie directly in {root}, next to its class folders; they are ignored", stacklevel=3
-        )
+    trees = spread(lambda folder: _list_tree(base, folder, runs), sorted(inner))
+    folders = {b"": flat, **{folder: names for found, _ in trees for folder, names in found.items()}}
+    folders = {folder: names for folder, names in folders.items() if names}
     others = sum((counts for _, counts in trees), others)
-    if not found and not flat:
+    if not folders:
         raise DataError(_no_image(root, others))
-    tell(root, others)
-    if not found:
+    of, told = classes_of(root, {folder: len(names) for folder, names in folders.items()})
+    tell([*runs_ignored(root, runs), *told, *ignored(root, others)])
+    counts: Counter[bytes] = Counter()
+    for folder, name in of.items():
+        if name is not None:
+            counts[name] += len(folders[folder])
+    if not counts:
         return [], [], flat
-    classes = [os.fsdecode(folder) for folder, _ in found]
-    return classes, [len(names) for _, names in found], [name for _, names in found for name in names]
+    classes = sorted(counts)
+    places = sorted((name, folder) for folder, name in of.items() if name is not None)
+    names = [image for _, folder in places for image in folders[folder]]
+    return list(map(os.fsdecode, classes)), [counts[name] for name in classes], names
 
 
-def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], Counter[bytes]]:
-    """All images under one class folder, at any depth, sorted by folder and name; and counts of its other files.
+def _list_tree(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[dict[bytes, list[bytes]], Counter[bytes]]:
+    """The images in a folder and in each one below it, sorted, and counts of other files.
 
     Folders of runs are skipped and added to `runs`.
     """
@@ -59,7 +56,7 @@ def _list_class(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[byt
         inner, done[here], kinds = _entries(base, here, runs)
         others += kinds
         waiting += [os.path.join(here, name) for name in inner]
-    return [name for here in sorted(done) for name in done[here]], others
+    return done, others
 
 
 def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes], list[bytes], Counter[bytes]]:
@@ -74,7 +71,8 @@ def _entries(base: bytes, folder: bytes, runs: list[bytes]) -> tuple[list[bytes]
                 if name.startswith(b"."):
                     continue
                 if _is_folder(entry):
-                    folders.append(name)
+                    if not is_left_alone(name):
+                        folders.append(name)
                 elif name.lower().endswith(ENDINGS):
                     images.append(prefix + name)
                 else:
@@ -106,7 +104,7 @@ def holds_images(root: str) -> bool:
         if marks.OF_A_RUN and marks.OF_A_RUN.issubset(files):
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(b".")]
+        folders[:] = [name for name in folders if not is_left_alone(name)]
         if any(name.lower().endswith(ENDINGS) and not name.startswith(b".") for name in files):
             return True
     return False

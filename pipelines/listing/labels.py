@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import DataError
+from .classes import composed
 
 _LARGEST = 999_999
 _SHOWN = 20  # characters of a label in a message
@@ -21,12 +22,9 @@ def number_labels(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.n
     """
     if not texts:
         return None, []
-    kinds: dict[bytes, int] = {}
-    ids = np.fromiter((kinds.setdefault(text, len(kinds)) for text in texts), np.int64, len(texts))
+    kinds, ids = _distinct(texts)
     if not all(re.fullmatch(rb"-?\d+", kind) for kind in kinds):
-        names = sorted(kinds)
-        position = {name: number for number, name in enumerate(names)}
-        return np.array([position[kind] for kind in kinds], np.int64)[ids], [os.fsdecode(name) for name in names]
+        return name_labels(texts)
     numbers = []
     for text, kind in kinds.items():
         digits = text.lstrip(b"0") or b"0"
@@ -37,3 +35,17 @@ def number_labels(texts: list[bytes], place: Callable[[int], str]) -> tuple[np.n
             raise DataError(f"{where}: label {label} is out of range; integers must be in 0 to {_LARGEST}")
         numbers.append(int(digits))
     return np.array(numbers, np.int64)[ids], [str(number) for number in range(max(numbers) + 1)]
+
+
+def name_labels(texts: list[bytes]) -> tuple[np.ndarray, list[str]]:
+    """Labels as class indices, int64 [n], and the class names, which are the texts, sorted."""
+    kinds, ids = _distinct(texts)
+    names = sorted({composed(kind) for kind in kinds})
+    position = {name: number for number, name in enumerate(names)}
+    return np.array([position[composed(kind)] for kind in kinds], np.int64)[ids], list(map(os.fsdecode, names))
+
+
+def _distinct(texts: list[bytes]) -> tuple[dict[bytes, int], np.ndarray]:
+    """The distinct texts, numbered in the order in which they occur, and the number of each text."""
+    kinds: dict[bytes, int] = {}
+    return kinds, np.fromiter((kinds.setdefault(text, len(kinds)) for text in texts), np.int64, len(texts))

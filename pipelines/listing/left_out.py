@@ -1,4 +1,4 @@
-"""Counts and reports files among the images that are ignored, by extension."""
+"""What the listing of a source tells the user, such as the files that are ignored, counted by extension."""
 
 import json
 import warnings
@@ -19,26 +19,41 @@ def ending(name: bytes) -> bytes:
     return dot + last.lower() if stem else b""
 
 
-def tell(source: str, counts: Counter[bytes]) -> None:
-    """Warns of ignored files."""
+def ignored(source: str, counts: Counter[bytes]) -> list[str]:
+    """A line about ignored files; none if there are none."""
     if not counts:
-        return
+        return []
     shown = counts.most_common(_SHOWN)
     kinds = [f"{number:,} {text_of(kind) or 'without an extension'}" for kind, number in shown]
     if len(counts) > _SHOWN:
         kinds.append(f"{counts.total() - sum(number for _, number in shown):,} others")
-    warnings.warn(f"{source}: ignored {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}", stacklevel=4)
+    return [f"{source}: ignored {', '.join(kinds)}; images end in {', '.join(EXTENSIONS)}"]
 
 
-def to_array(counts: Counter[bytes]) -> np.ndarray:
-    """Counts as an array for the cache."""
-    texts = {kind.decode("latin-1"): number for kind, number in counts.items()}
-    return np.array(json.dumps(texts))
+def runs_ignored(source: str, runs: list[bytes]) -> list[str]:
+    """A line about folders of runs among the images; none if there are none."""
+    if not runs:
+        return []
+    example = text_of(min(runs))
+    return [f"{source} contains {len(runs)} folders of runs among the images ({example} for one); they are ignored"]
 
 
-def from_array(array: np.ndarray | None) -> Counter[bytes] | None:
-    """Counts from the cache; None if there are none, or they are damaged."""
+def tell(lines: list[str]) -> None:
+    """Warns of each line."""
+    for line in lines:
+        warnings.warn(line, stacklevel=4)
+
+
+def to_array(lines: list[str]) -> np.ndarray:
+    """Lines as an array for the cache."""
+    return np.array(json.dumps(lines))
+
+
+def from_array(array: np.ndarray | None) -> list[str] | None:
+    """Lines from the cache; None if there are none, they are damaged, or an older version wrote something else."""
     with suppress(ValueError, AttributeError, TypeError):
         if array is not None and array.dtype.kind == "U":
-            return Counter({kind.encode("latin-1"): int(n) for kind, n in json.loads(array.item()).items()})
+            lines = json.loads(array.item())
+            if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+                return lines
     return None

@@ -9,11 +9,12 @@ next to files of other kinds, `a/7.seg.png` is not another image but a part of t
 import json
 import os
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,15 @@ from ..files.headers import ENDINGS, EXTENSIONS
 from ..files.tar_format import member, members, text_of
 from ..shards.archives import CLASSES, Shards
 from ..shards.index import INDEX, Index, load, missing
+from . import marks
 from .cache import fits
-from .labels import number_labels
+from .classes import classes_of, lies_in_one_left_alone
+from .labels import name_labels, number_labels
 from .left_out import ending as ending_of
-from .left_out import from_array, tell, to_array
+from .left_out import from_array, ignored, runs_ignored, tell, to_array
 
 _THREADS = 8  # hides the latency of network storage
-LEFT_OUT = "left_out"  # array next to the index in the cache: counts of ignored files; caches without it are older
+LEFT_OUT = "left_out"  # array next to the index in the cache: lines for the user; caches without them are older
 
 
 def list_shards(
@@ -46,9 +49,9 @@ def list_shards(
     Raises:
         DataError: as `_walk` and `Shards.classes`; or shards that the index lists are missing.
     """
-    index, left_out = _index_in(content, shards), from_array(content.get(LEFT_OUT))
-    if index is not None and left_out is not None:
-        tell(source, left_out)
+    index, told = _index_in(content, shards), from_array(content.get(LEFT_OUT))
+    if index is not None and told is not None:
+        tell(told)
         return index, content, True
     beside = Path(shards.root, INDEX)
     if os.path.isdir(source) and (gone := missing(beside, shards)):
@@ -59,12 +62,12 @@ def list_shards(
     content = load(beside, shards) or {}
     index = _index_in(content, shards)
     if index is not None:  # `data shard` wrote the shards, which hold nothing else
-        return index, {**content, LEFT_OUT: to_array(Counter())}, False
+        return index, {**content, LEFT_OUT: to_array([])}, False
     if os.path.isdir(source) and os.path.exists(beside):
         warnings.warn(f"{beside} is damaged or belongs to other shards; it is ignored", stacklevel=3)
-    index, left_out = _from_headers(shards)
-    tell(source, left_out)
-    return index, {LEFT_OUT: to_array(left_out)}, False
+    index, told = _from_headers(source, shards)
+    tell(told)
+    return index, {LEFT_OUT: to_array(told)}, False
 
 
 def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
@@ -77,16 +80,16 @@ def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
     return None
 
 
-def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
-    """The index of some shards, from their headers, and counts of ignored files by extension."""
-    found = _walk(shards)
+def _from_headers(source: str, shards: Shards) -> tuple[Index, list[str]]:
+    """The index of some shards, from their headers, and lines for the user about what is ignored."""
+    found, told, by_folder = _walk(source, shards)
     names = [os.fsencode(tar) + b"/" + name for tar, one in zip(shards.tars, found, strict=True) for name in one.names]
     texts = [text for one in found for text in one.labels]
 
     def place(image: int) -> str:
         return os.fsdecode(os.path.join(os.fsencode(shards.root), names[image]))
 
-    labels, classes = number_labels(texts, place)
+    labels, classes = name_labels(texts) if by_folder else number_labels(texts, place)
     given = shards.classes()
     if labels is not None and given is not None:
         if labels.max() >= len(given):
@@ -106,24 +109,30 @@ def _from_headers(shards: Shards) -> tuple[Index, Counter[bytes]]:
         labels=np.zeros(0, np.int64) if labels is None else labels,
         classes=np.array(classes, np.str_),
     )
-    return index, sum((one.left_out for one in found), Counter())
+    return index, told
 
 
 @dataclass
 class _Found:
-    """Images of one shard: names, offsets, lengths in bytes and texts of labels; and counts of ignored files."""
+    """Images of one shard: names, offsets, lengths in bytes and texts of labels; and what is ignored."""
 
     names: list[bytes] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
     labels: list[bytes] = field(default_factory=list)
     left_out: Counter[bytes] = field(default_factory=Counter)
+    runs: list[bytes] = field(default_factory=list)
+
+    def keep(self, stays: list[bool]) -> None:
+        """Drops the images that do not stay."""
+        for values in (self.names, self.at, self.length):
+            values[:] = list(compress(values, stays))
 
 
-def _walk(shards: Shards) -> list[_Found]:
-    """Images of every shard, from the tar headers.
+def _walk(source: str, shards: Shards) -> tuple[list[_Found], list[str], bool]:
+    """Images of every shard, from the tar headers, lines for the user, and whether the labels are folders.
 
-    If nothing is labelled and the images lie in several folders, the folders are the classes, as in a tar of a tree.
+    If nothing is labelled, the folders are the classes, as in the tree that was packed.
 
     Raises:
         DataError: a shard is compressed, cut off or damaged, has two images with one key or none at all, or only
@@ -136,12 +145,18 @@ def _walk(shards: Shards) -> list[_Found]:
         if bool(one.labels) != bool(found[0].labels):
             which, other = (path, paths[0]) if not one.labels else (paths[0], path)
             raise DataError(f"{which}: its images have no labels, but those of {other} do; label all images or none")
+    told, by_folder = runs_ignored(source, [run for one in found for run in one.runs]), False
     if not found[0].labels:
-        folders = [[name.rpartition(b"/")[0].rpartition(b"/")[2] for name in one.names] for one in found]
-        if len(distinct := {folder for names in folders for folder in names}) > 1 and b"" not in distinct:
+        folders = [[name.rpartition(b"/")[0] for name in one.names] for one in found]
+        of, said = classes_of(source, Counter(chain.from_iterable(folders)))
+        told += said
+        by_folder = any(of.values())
+        if by_folder:
             for one, names in zip(found, folders, strict=True):
-                one.labels = names
-    return found
+                labels = [of[folder] for folder in names]
+                one.keep([label is not None for label in labels])
+                one.labels = [label for label in labels if label is not None]
+    return found, told + ignored(source, sum((one.left_out for one in found), Counter())), by_folder
 
 
 def _walk_shard(path: str) -> _Found:
@@ -150,15 +165,18 @@ def _walk_shard(path: str) -> _Found:
     labels: dict[bytes, dict[bytes, bytes | None]] = {b"cls": {}, b"json": {}}
     unread: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}  # files with two dots that may hold a label
     seen, others = set(), set()  # others: keys of files that are not images
+    marked = defaultdict(set)  # by folder: the files that a run's folder has
     for name, at, length, link, content in members(path):
         folder, slash, base = name.rpartition(b"/")
         stem, dot, ending = base.rpartition(b".")
-        if base.startswith(b"."):  # hidden
+        if base.startswith(b".") or lies_in_one_left_alone(folder):
             continue
         key, ending = folder + slash + stem, ending.lower()
         is_image = bool(dot) and b"." + ending in ENDINGS
         if not is_image:
             others.add(folder + slash + base.partition(b".")[0])
+            if base in marks.OF_A_RUN:
+                marked[folder].add(base)
             if not dot or ending not in labels:
                 found.left_out[ending_of(base)] += 1
                 continue
@@ -178,6 +196,11 @@ def _walk_shard(path: str) -> _Found:
             unread[key, ending] = name, content()
         elif (label := _label(ending, content(), path, name)) is not None:
             labels[ending][key] = label
+    found.runs = [folder for folder, files in marked.items() if files == marks.OF_A_RUN]
+    if found.runs:
+        stays = [not any(key.startswith(run and run + b"/") for run in found.runs) for key in keys]
+        found.keep(stays)
+        keys = list(compress(keys, stays))
     dotted = any(b"." in key.rpartition(b"/")[2] for key in keys)
     if dotted:
         keys = _without_parts(found, keys, seen, others)
@@ -223,9 +246,8 @@ def _without_parts(found: _Found, keys: list[bytes], seen: set[tuple[bytes, byte
     for name, stay in zip(found.names, stays, strict=True):
         if not stay:
             found.left_out[b"." + name.rpartition(b"/")[2].partition(b".")[2].lower()] += 1
-    for values in (found.names, found.at, found.length):
-        values[:] = [value for value, stay in zip(values, stays, strict=True) if stay]
-    return [key for key, stay in zip(keys, stays, strict=True) if stay]
+    found.keep(stays)
+    return list(compress(keys, stays))
 
 
 def _label(ending: bytes, content: bytes, path: str, name: bytes) -> bytes | None:

@@ -30,6 +30,7 @@ def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
     if not lines:
         raise DataError(f"{source}: lists no image; write the path of an image per line")
     names, texts = _split_lines(source, lines)
+    names = [os.path.expanduser(name) if name.startswith(b"~/") else name for name in names]
     return [number for number, _ in lines], names, texts
 
 

@@ -141,11 +141,16 @@ def defects(
     return found
 
 
+def decoded(data: np.ndarray) -> np.ndarray:
+    """The pixels of an encoded image, uint8 [height, width, 3], decoded on the CPU."""
+    images, _ = graph.build_decoder(lambda info: [[data]]).run()
+    return np.array(images[0])  # a copy: the pipeline's memory goes with it
+
+
 def as_png(data: np.ndarray) -> np.ndarray:
     """The image, decoded on the CPU and encoded again without loss."""
     file = io.BytesIO()
-    decoded, _ = graph.build_decoder(lambda info: [[data]]).run()
-    Image.fromarray(np.asarray(decoded[0])).save(file, "PNG", compress_level=1)
+    Image.fromarray(decoded(data)).save(file, "PNG", compress_level=1)
     return np.frombuffer(file.getvalue(), np.uint8)
 
 

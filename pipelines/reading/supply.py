@@ -6,6 +6,12 @@ from typing import Any
 import numpy as np
 
 SILENT = "it could not be read within"  # start of the reason when a file did not answer
+FEW = 5  # bad images that are allowed in a set of at least ten times as many
+
+
+def allowed(images: int, fraction: float) -> float:
+    """How many of a set's images may be bad: this share of them, or a few in a small set; none if it is 0."""
+    return max(fraction * images, min(FEW, images // 10)) if fraction else 0
 
 
 @dataclass(frozen=True)

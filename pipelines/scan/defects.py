@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from ..files.headers import FORMAT_OF, FORMATS, stored_size
+from ..files.headers import FORMAT_OF, FORMATS, declared, size_in, stored_size
 from .decoder import Decoder
 
 
@@ -19,8 +19,18 @@ def find_defect(data: bytes, facts: dict[str, Any], decoder: Decoder) -> str | N
         return "empty"
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
         return _header_defect(data, error)
+    except (OSError, SyntaxError, ValueError) as error:
+        try:
+            size = size_in(io.BytesIO(data))
+            if decoder.decode(data)[0] != size:
+                return _header_defect(data, error)
+        except (OSError, RuntimeError):
+            return _header_defect(data, error)
+        facts |= {"width": size[0], "height": size[1], "format": declared(io.BytesIO(data))[0], "colour": "other"}
+        facts["note"] = "unusual header or pixels"
+        return None
     with image:
         width, height = stored_size(image)
         facts |= {"width": width, "height": height, "format": image.format, "colour": _colour(image)}

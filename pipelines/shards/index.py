@@ -74,7 +74,8 @@ def load(path: Path, shards: Shards) -> dict[str, np.ndarray] | None:
     """
     with suppress(*DAMAGED):
         arrays = read_arrays(path)
-        if arrays["files"].tolist() == shards.files and np.array_equal(arrays["bytes"], shards.states[:, 0]):
+        same = arrays["files"].tolist() == shards.files and np.array_equal(arrays["bytes"], shards.states[:, 0])
+        if same and np.array_equal(arrays["ends"], shards.ends):
             return arrays
     return None
 

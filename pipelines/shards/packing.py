@@ -2,7 +2,8 @@
 
     FOLDER/shard-000000.tar, ...    KEY.jpg and, with labels, KEY.cls; KEY is the image's path without its ending
     FOLDER/classes.txt              names of the classes, a line each, in the order of the labels
-    FOLDER/index.npz                position, size in pixels and digest of each image; a start reads only this
+    FOLDER/index.npz                position, size in pixels and digest of each image; a start reads only this, and the
+                                    ends of the shards, which tell whether it is theirs
     FOLDER/left-out.txt             images that cannot be read or decoded, and why, a line each; control characters
                                     in a name are escaped as in Python
     FOLDER/shards.json              the source of the shards, written first; the digest of the index is added last
@@ -11,14 +12,15 @@ A shard is written under a temporary name, flushed to the disk and renamed, and 
 So an interrupted run continues at the first missing shard and produces the same bytes as one without interruption.
 """
 
+import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from ..files.whole_files import write_whole
 from ..manifest import Manifest
 from ..order import epoch_order
 from ..reading.timed import TimedReader
-from .archives import CLASSES, UNFINISHED
+from .archives import CLASSES, UNFINISHED, digests_of_ends
 from .index import INDEX
 from .writing import ROW, ahead, prepare, read_part, shard_name, write_shard
 
@@ -87,8 +89,8 @@ def pack(
         timeout: seconds after which a file that does not answer is left out.
 
     Raises:
-        DataError: the folder holds something else, the disk is too small, a class has a line break in its name, no
-            image can be decoded, or the storage stops answering.
+        DataError: the folder holds something else or is being written, the disk is too small, a class has a line break
+            in its name, no image can be decoded, or the storage stops answering.
         OSError: the folder cannot be written.
     """
     for name in manifest.classes:
@@ -101,6 +103,22 @@ def pack(
         **asdict(packing),
         "quality": packing.quality if packing.short_side else None,
     }
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise DataError(f"folder = {folder}: is a file; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        return _pack(manifest, folder, packing, threads, told, timeout, description)
+
+
+def _pack(
+    manifest: Manifest,
+    folder: Path,
+    packing: Packing,
+    threads: int,
+    told: Callable[[int], None],
+    timeout: float,
+    description: dict[str, Any],
+) -> Packed:
     done = _begin(folder, description)
     if "index" in done:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # in case the very last step was interrupted
@@ -133,6 +151,25 @@ def pack(
     return _finish(folder, len(parts), manifest, description)
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a folder against another packing; does nothing on a file system without locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DataError(
+            f"folder = {folder}: another `data shard` is writing there; wait for it, or give another folder"
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def read_description(folder: Path) -> dict[str, Any]:
     """The description of the shards in a folder; empty if none were begun."""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -148,8 +185,6 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
     """The description in the folder, which is written if there is none."""
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise DataError(f"folder = {folder}: is a file; give a new folder")
     before = read_description(folder)
     if before:
         differing = [
@@ -163,7 +198,6 @@ def _begin(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
         if differing:
             raise DataError("\n".join([*differing, "continue with the same images and options, or give a new folder"]))
         return before
-    folder.mkdir(parents=True, exist_ok=True)
     if any(not name.startswith(".") for name in os.listdir(folder)):
         raise DataError(f"folder = {folder}: is not empty and holds no shards from `data shard`; give a new folder")
     write_whole(folder / DESCRIPTION, json.dumps(description, indent=1).encode())
@@ -237,6 +271,7 @@ def _finish(folder: Path, count: int, manifest: Manifest, description: dict[str,
         files=np.array(files, np.str_),
         bytes=np.array(sizes, np.int64),
         file_digests=np.stack(digests),
+        ends=digests_of_ends(os.fspath(folder), files),
         names=np.frombuffer(b"".join(names), np.uint8),
         offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))]),
         shard=np.repeat(np.arange(len(used), dtype=np.int32), [len(parts[number]["rows"]) for number in used]),

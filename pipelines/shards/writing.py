@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..files.headers import FORMAT_OF, FORMATS, reason, stored_size
+from ..files.headers import FORMAT_OF, FORMATS, declared, reason, size_in, stored_size
 from ..files.npz_files import read_arrays
 from ..files.tar_format import BLOCK, header_of, padded
 from ..files.whole_files import whole, write_whole
@@ -47,7 +47,15 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
     except OSError as error:
         return Prepared(image, defect=reason(error))
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as decoded:
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        return Prepared(image, defect=str(error))
+    except (OSError, SyntaxError, ValueError) as error:
+        if (kind := _decoded_in_training(content)) is not None:
+            return Prepared(image, content, _ENDINGS[kind[0]], kind[1], len(content))
+        return Prepared(image, defect=reason(error) if isinstance(error, OSError) else str(error))
+    try:
+        with opened as decoded:
             size = stored_size(decoded)
             decoded.load()  # finds damaged images now, not in a training run
             ending, before = _ENDINGS[decoded.format], len(content)
@@ -57,9 +65,22 @@ def prepare(reader: TimedReader, image: int, short: int | None, quality: int) ->
                 content, ending = _smaller(decoded, size, quality), b".jpg"
     except OSError as error:
         return Prepared(image, defect=reason(error))
-    except (SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except (SyntaxError, ValueError, EOFError, struct.error) as error:
         return Prepared(image, defect=str(error) or type(error).__name__)
     return Prepared(image, content, ending, size, before, again)
+
+
+def _decoded_in_training(content: bytes) -> tuple[str, tuple[int, int]] | None:
+    """Format and size of an image whose header Pillow refuses, if the decoder of training reads it; else None."""
+    try:
+        from ..reading.damage import defects
+
+        file = io.BytesIO(content)
+        size = size_in(file)
+        (defect,) = defects([np.frombuffer(content, np.uint8)], sizes=np.array([size]))
+        return None if defect else (declared(file)[0], size)
+    except (ImportError, OSError, struct.error, LookupError, ValueError):  # without DALI Pillow decides
+        return None
 
 
 def _smaller(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:

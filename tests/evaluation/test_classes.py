@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unigrad_fast.evaluation.classes import match
+from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.pipelines import Manifest
 
 
@@ -59,6 +59,18 @@ def test_a_list_without_the_largest_label_is_judged(train, tmp_path):
     assert queries.val.labels.tolist() == [0, 0, 2, 2]
     assert "2 of 4 classes in training have no validation images (1, 3)" in queries.told[0]
     assert match(labelled, labelled).told == () and match(labelled, labelled).val is labelled
+
+
+def test_without_the_classes_that_have_no_images_the_others_keep_their_order_and_numbers(train, tmp_path):
+    images = Path(train.root)
+    labels = {"ant": 203_093, "bee": 17, "cat": 5, "dog": 101_546}
+    far = listed(tmp_path / "far.txt", images, **labels)
+    val = match(far, listed(tmp_path / "val.txt", images, ant=203_093, cat=5)).val
+    used_train, used_val, numbers = without_unused(far, val)
+    assert numbers.tolist() == [5, 17, 101_546, 203_093] and used_train.classes == [str(n) for n in numbers]
+    assert names(used_train) == names(far) and names(used_val) == names(val)
+    assert used_train.labels.max() == 3 and far.used_classes == 4
+    assert without_unused(train, train) == (train, train, None)
 
 
 def test_images_of_a_class_that_training_has_not_are_left_out_and_counted(train, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 
 from unigrad_fast.evaluation.features import LeftOut
-from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
+from unigrad_fast.evaluation.knn import KNNResult, count_hits, sharded_knn
 from unigrad_fast.evaluation.shares import Share, rounded
 from unigrad_fast.runtime.process_group import World
 
@@ -114,6 +114,13 @@ def test_top5_does_not_count_classes_without_a_vote():
     query, truth = torch.tensor([[1.0, 0, 0, 0, 0, 0]]), torch.tensor([5])
     assert weighted_knn(features, labels, query, truth, k=1).top5 == 0.0
     assert weighted_knn(features, labels, query, torch.tensor([0]), k=1).top5 == 100.0
+
+
+def test_labels_that_are_far_apart_take_the_memory_of_those_that_occur():
+    similarity, label = torch.tensor([[0.9, 0.8, 0.7]] * 4), torch.tensor([[0, 1, 1]] * 4)
+    truth = torch.tensor([0, 1, 2, 1])
+    hits = count_hits(similarity, label, truth, 6, 1.0, 2)
+    assert torch.equal(count_hits(similarity, label * 10**12, truth * 10**12, 6 * 10**12, 1.0, 2), hits)
 
 
 def test_small_temperature_does_not_overflow():

@@ -48,7 +48,7 @@ def judged(data: Path, max_bad_fraction: float = 0.1) -> dict[str, KNNResult]:
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"batch_size": 4})})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     manifests = [Manifest.from_folder(folder) for folder in folders.values()]
-    probe = KNNProbe(config, world, *manifests)
+    probe = KNNProbe(config.data, config.evaluation, world, *manifests)
     results = {"mean": probe(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), None)}
     return results | {name: probe(module, None, size, 1.0) for name, (module, size) in BASELINES.items()}
 
@@ -89,7 +89,7 @@ def test_accuracy_is_that_of_the_images_that_can_be_used(data, workers, ranks):
 
 def stopped(data: Path) -> str:
     with pytest.raises(RunStopped) as error:
-        judged(data, max_bad_fraction=0.08)
+        judged(data, max_bad_fraction=0.0)
     return str(error.value)
 
 
@@ -97,5 +97,5 @@ def stopped(data: Path) -> str:
 def test_too_many_unusable_images_stop_all_ranks(data, workers, ranks):
     damage(data)
     messages = workers(ranks).run(stopped, data)
-    start = f"2 of 24 images cannot be used, more than data.max_bad_fraction = 0.08 allows, first {data}/train/0/3.jpg"
+    start = f"2 of 24 images cannot be used, more than data.max_bad_fraction = 0 allows, first {data}/train/0/3.jpg"
     assert messages[0].startswith(start) and len(set(messages)) == 1

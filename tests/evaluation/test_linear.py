@@ -226,8 +226,8 @@ def test_the_papers_protocol_replaces_images_that_cannot_be_used_and_says_so_onc
 
 @pytest.mark.parametrize("protocol", ["quick", "paper", "judge"])
 def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, protocol):
-    messages = workers(2).run(stopped, damaged, Spectrum(), protocol, 1.0, 0.005)
-    assert "cannot be used, more than data.max_bad_fraction = 0.005 allows, first " in messages[0]
+    messages = workers(2).run(stopped, damaged, Spectrum(), protocol, 1.0, 0.0)
+    assert "cannot be used, more than data.max_bad_fraction = 0 allows, first " in messages[0]
     assert messages[0].startswith("RunStopped ") and len(set(messages)) == 1
 
 
@@ -345,6 +345,31 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
 
 
+def test_labels_that_are_far_apart_take_a_classifier_of_those_that_occur_and_keep_their_numbers(run, data, tmp_path):
+    for part in ("train", "val"):
+        files = sorted((data / part).rglob("*.jpg"))
+        lines = (f"{file}\t{20_000 * int(file.parent.name[-1])}\n" for file in files)
+        (tmp_path / f"{part}.txt").write_text("".join(lines))
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    images = ("--data.train", tmp_path / "train.txt", "--data.val", tmp_path / "val.txt")
+    result = command("evaluate", "linear", tmp_path / "run", *images)
+    assert result.returncode == 0, result.stderr
+    assert "6 of 100,001 class numbers have training images" in result.stdout
+    (written,) = (tmp_path / "run/evaluation").glob("linear-quick-epoch1*.safetensors")
+    near = load_file(written)
+    exported = command(
+        *("export", tmp_path / "run", "--with_linear", "true", "--probe", written),
+        *("--output", tmp_path / "model.safetensors"),
+    )
+    assert exported.returncode == 0, exported.stderr
+    assert "100001 classes" in exported.stdout and "(6 of them had training images" in exported.stdout
+    far, numbers = load_file(tmp_path / "model.safetensors"), [20_000 * number for number in range(6)]
+    assert near["weight"].shape[0] == 6 and torch.equal(far["fc.weight"][numbers], near["weight"])
+    assert torch.equal(far["fc.bias"][numbers], near["bias"]) and (far["fc.bias"] > -1e4).sum() == 6
+    about = json.loads((tmp_path / "model.safetensors.json").read_text())["linear"]
+    assert about["numbers"] == numbers and about["classes"] == [str(number) for number in numbers]
+
+
 def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = tmp_path / "run/config.yaml"
@@ -359,7 +384,7 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
     written = json.loads((tmp_path / "run/evaluation/knn-epoch1.json").read_text())
     assert (written["queries"], written["bank"]) == (102, 94)
     assert "102 validation images" in " ".join(result.stdout.split())
-    config.write_text(kept)
+    config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0", kept))
     result = command("evaluate", "knn", tmp_path / "run", *images)
     assert result.returncode == 3 and "2 of 96 images cannot be used, more than" in result.stderr
 

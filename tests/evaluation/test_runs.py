@@ -193,6 +193,17 @@ def test_another_machine_may_need_other_threads_and_says_nothing(run, capsys):
     assert "using the configuration" not in said(capsys, "evaluate", "knn", run)
 
 
+def test_images_that_were_moved_are_named_with_the_options_that_give_their_place(run, images, capsys):
+    (images / "val").rename(images / "moved")
+    try:
+        message = said(capsys, "evaluate", "knn", run, status=2)
+    finally:
+        (images / "moved").rename(images / "val")
+    assert message.startswith(f"error: {images}/val does not exist; ")
+    assert message.endswith("; if this run's images were moved, add --data.val PATH\n")
+    assert "moved" not in said(capsys, "evaluate", "knn", run, "--data.val", images / "typo", status=2)
+
+
 def test_classes_that_one_side_lacks_and_equal_images_are_said(run, images, capsys):
     for protocol in ("knn", "linear"):
         printed = said(capsys, "evaluate", protocol, run, "--data.val", images / "lacking")

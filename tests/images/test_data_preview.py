@@ -298,5 +298,11 @@ def test_images_alone_are_shown_as_pretrain_would_take_them(images, tmp_path, ca
     _, title = previewed(capsys, images, "--images", 1)
     assert title == ["imagenet_100ep (simsiam)", "2 × 224 px", "seed 0", "epoch 0", *["(0.2, 1.0)"] * 2, "0 mixed"]
     (tmp_path / "my.yaml").write_text("data: {image_size: 32}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, title = previewed(capsys, images, "--images", 1, "--recipe=~/my.yaml")
+    assert title[:2] == ["my (simsiam)", "2 × 32 px"]
+    (tmp_path / "moved.yaml").write_text("data: {train: moved}")
+    moved = f"its images, {tmp_path}/moved, do not exist; type `data preview IMAGES --recipe {tmp_path}/moved.yaml`"
+    assert moved in refused(capsys, "moved.yaml")
     said = "my.yaml: this recipe has no data.train; type `data preview IMAGES --recipe"
     assert said in refused(capsys, "my.yaml")

@@ -28,6 +28,9 @@ IMAGES = 12
 BAD = [2, 7]
 
 
+TOO_LARGE = "cannot be written: File too large; raise the limit on file sizes (`ulimit -f`)"
+
+
 @pytest.fixture(autouse=True)
 def width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -223,7 +226,7 @@ def test_a_limit_of_file_sizes_ends_with_status_3_and_the_file(images, tmp_path,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),
     )
     file = {"scan": "manifest.csv", "shard": "shard-000000.tar"}[command]
-    assert result.stderr == f"stopped: {tmp_path}/out/{file} cannot be written: File too large\n"
+    assert result.stderr == f"stopped: {tmp_path}/out/{file} {TOO_LARGE}\n"
     assert result.returncode == 3
 
 
@@ -235,7 +238,7 @@ def test_a_limit_that_the_last_file_meets_names_it(images, tmp_path, capsys, mon
     monkeypatch.setattr(summary, "as_csv", too_large)
     capsys.readouterr()
     assert scan(images, "--output", tmp_path / "found") == 3
-    assert capsys.readouterr().err == f"stopped: {tmp_path}/found/bad.csv cannot be written: File too large\n"
+    assert capsys.readouterr().err == f"stopped: {tmp_path}/found/bad.csv {TOO_LARGE}\n"
 
 
 @pytest.mark.parametrize(

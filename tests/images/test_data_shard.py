@@ -10,6 +10,7 @@ import tarfile
 from collections import namedtuple
 from pathlib import Path
 
+import bad_files
 import numpy as np
 import pytest
 from PIL import Image
@@ -289,6 +290,21 @@ def test_folder_with_something_else_is_refused(tree, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_another_command_is_writing_is_left_to_it(tree, tmp_path, capsys, monkeypatch):
+    original, told = packing._finish, []
+
+    def finish(*arguments):
+        told.append(refused(capsys, tree, tmp_path / "out"))  # flock is per opened file, so within a process too
+        return original(*arguments)
+
+    monkeypatch.setattr(packing, "_finish", finish)
+    assert shard(tree, tmp_path / "out") == 0
+    assert told == [
+        f"error: folder = {tmp_path}/out: another `data shard` is writing there; wait for it, or give another folder\n"
+    ]
+    assert len(Manifest.open(tmp_path / "out")) == 11
+
+
 def test_shards_among_the_images_are_refused(tree, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tree / "a")
     for folder in (tree, tree / "shards", tmp_path / "link/shards"):
@@ -334,6 +350,17 @@ def test_images_that_cannot_be_decoded_are_left_out_by_name(damaged, tmp_path, c
     assert "truncated" in lines[0] and "its header is not one of" in lines[1] and "no such file" in lines[2]
     assert all(f"{damaged / name}: " in out for name in ("a/cut.jpg", "b/text.jpg", "c/gone.jpg"))
     assert len(Manifest.open(tmp_path / "out")) == 11
+
+
+def test_images_that_training_decodes_are_packed_as_they_are_though_pillow_refuses_them(tree, tmp_path):
+    for kind in ("long text", "TIFF of floats"):
+        bad_files.GOOD[kind](tree / f"a/{kind}.jpg")
+    assert shard(tree, tmp_path / "out") == 0 and not (tmp_path / "out/left-out.txt").exists()
+    packed = Manifest.open(tmp_path / "out")
+    places = {Path(packed.path(i)).name: i for i in range(len(packed))}
+    for name, ending in (("long text", "png"), ("TIFF of floats", "tif")):
+        place = places[f"{name}.{ending}"]
+        assert packed.read(place) == (tree / f"a/{name}.jpg").read_bytes() and packed.sizes[place].tolist() == [48, 36]
 
 
 def test_image_with_line_breaks_in_its_name_is_left_out_once(tree, tmp_path, capsys):

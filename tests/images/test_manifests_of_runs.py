@@ -69,6 +69,14 @@ def test_a_folder_that_one_rank_cannot_read_fails_on_all(workers, tmp_path, brok
     assert first.startswith(f"DataError: {folders[broken]} holds no files")
 
 
+def test_an_image_that_is_gone_is_as_bad_among_those_that_are_compared_as_elsewhere(workers, tmp_path):
+    images = folder(tmp_path / "one", [f"a/{number}.jpg" for number in range(3)] + ["b/1.jpg"])
+    for name in ("a/0.jpg", "b/1.jpg"):  # the first and the last are compared
+        Path(images, name).unlink()
+        Path(images, name).symlink_to("/nowhere")
+    assert workers(2).run(read, [images] * 2) == ["4 images, None to validate, []"] * 2
+
+
 def test_warnings_are_handed_on_instead_of_printed(workers, tmp_path):
     images = folder(tmp_path / "one", ["a/1.jpg", "stray.jpg"])
     (said,) = workers(1).run(read, [images])

@@ -211,6 +211,16 @@ def test_unreadable_folder_is_named(tmp_path, monkeypatch, inner):
         Manifest.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("inner", ["", "cat"])
+def test_folders_in_which_storage_keeps_its_own_files_are_not_even_listed(tmp_path, monkeypatch, inner):
+    save(tmp_path / "cat" / "a.jpg")
+    for name in ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found"):
+        save(tmp_path / inner / name / "a.jpg")
+    refuse(monkeypatch, tmp_path / inner / "lost+found")
+    manifest = Manifest.open(tmp_path)
+    assert manifest.classes == ["cat"] and len(manifest) == 1
+
+
 def test_unreadable_header_keeps_its_place(tmp_path):
     save(tmp_path / "a.jpg")
     (tmp_path / "b.jpg").write_bytes(b"")

@@ -106,6 +106,7 @@ NOTES = {
     "animated": "WEBP named .jpg; several pictures in one file",
     "early end marker": "damaged but decodes (premature end of data segment)",
     "flipped bits": "damaged but decodes (extraneous bytes before marker 0xd9)",
+    **dict.fromkeys(("long text", "TIFF of floats", "BigTIFF"), "unusual header or pixels"),
 }
 
 

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import tarfile
 import threading
+import warnings
 from functools import lru_cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -21,7 +22,9 @@ from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines import manifest as manifest_module
 from unigrad_fast.pipelines.files import open_files, slow_storage, tar_format
 from unigrad_fast.pipelines.listing import shards
+from unigrad_fast.pipelines.listing.marks import OF_A_RUN
 from unigrad_fast.pipelines.shards import archives as shards_module
+from unigrad_fast.pipelines.shards import packing
 
 
 def encoded(size=(8, 6), kind="JPEG", colour=(200, 30, 60)):
@@ -140,6 +143,42 @@ def test_change_of_a_shard_or_the_class_names_walks_again(packed, tar_walks, cha
     after = Manifest.open(packed)
     assert len(tar_walks) == 4 and after.fingerprint != before.fingerprint
     assert (after.classes[0] == "a") == (change == "classes")
+
+
+@pytest.mark.parametrize("index", ["cached", "beside the shards"])
+def test_another_shard_of_the_same_size_and_time_is_indexed_anew(tmp_path, index):
+    def members(labels):
+        return [*((f"{key}.jpg", encoded()) for key in "ab"), ("a.cls", labels[0]), ("b.cls", labels[1])]
+
+    path = pack(tmp_path / "given/0.tar", members([b"0", b"1"]))
+    if index == "beside the shards":
+        options = packing.Packing(shuffle_seed=None)
+        packing.pack(Manifest.open(path), "given", tmp_path / "shards", options, 1, lambda images: None)
+        path = tmp_path / "shards/shard-000000.tar"
+    source = path.parent
+    assert Manifest.open(source).labels.tolist() == [0, 1]
+    state = path.stat()
+    other = pack(tmp_path / "other.tar", members([b"1", b"0"])).read_bytes()
+    path.write_bytes(other[: state.st_size])  # zeros behind the end may be fewer
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Manifest.open(source).labels.tolist() == [1, 0]
+    assert len(told) == (index != "cached") and all("belongs to other shards" in str(line.message) for line in told)
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**10, 2**33])
+def test_a_time_of_change_that_64_bits_cannot_hold_is_a_time_like_any_other(tmp_path, seconds):
+    save(tmp_path / "tree/a.jpg")
+    pack(tmp_path / "x.tar", [("a.jpg", encoded())])
+    for path, source in ((tmp_path / "tree/a.jpg", tmp_path / "tree"), (tmp_path / "x.tar", tmp_path / "x.tar")):
+        os.utime(path, (seconds, seconds))
+        if path.stat().st_mtime != seconds:
+            pytest.skip("this file system keeps no such time")
+        manifest = Manifest.open(source)
+        assert manifest.read(0) == encoded() and manifest.fingerprint == Manifest.open(source).fingerprint
+        os.utime(path, (seconds + 1, seconds + 1))
+        assert manifest.fingerprint != Manifest.open(source).fingerprint
 
 
 def test_shard_that_changes_during_a_run_is_not_read(packed):
@@ -434,6 +473,17 @@ def test_label_without_a_class_name(packed):
     refused(packed, r"label 4, but classes\.txt next to the shards names 2 classes")
 
 
+def test_shards_may_end_in_capitals_and_compressed_ones_beside_them_are_announced(tmp_path):
+    for name in ("A.TAR", "b.tar"):
+        pack(tmp_path / name, [(f"{name[0]}.jpg", encoded())])
+    assert len(Manifest.open(tmp_path)) == 2 and len(Manifest.open(tmp_path / "A.TAR")) == 1
+    for name in ("c.tar.GZ", "d.tgz"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b" * 512)
+    with pytest.warns(UserWarning, match=r"ignored 2 compressed archives \(c\.tar\.GZ for one\); unpack them to \.tar"):
+        assert len(Manifest.open(tmp_path)) == 2
+    refused(tmp_path / "c.tar.GZ", r"c\.tar\.GZ: compressed, but images are read by offset; unpack it")
+
+
 def test_tar_files_beside_a_tree_do_not_hide_it(tmp_path):
     save(tmp_path / "cat/a.jpg")
     pack(tmp_path / "cat.tar", [("b.jpg", encoded())])
@@ -457,6 +507,18 @@ def test_forms_of_a_list(tmp_path, text, labels, classes):
     manifest = Manifest.open(tmp_path / "x.lst")
     assert manifest.sizes.tolist() == [[8, 6], [9, 6]] and manifest.classes == classes
     assert (None if manifest.labels is None else manifest.labels.tolist()) == labels
+
+
+def test_a_tilde_is_the_home_folder_in_paths_lists_and_the_place_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("UNIGRAD_CACHE", "~/kept")
+    save(tmp_path / "tree/a.jpg")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/x.txt").write_text("~/tree/a.jpg\n../tree/a.jpg\n")
+    for source in ("~/tree", "~/lists/x.txt"):
+        manifest = Manifest.open(source)
+        assert manifest.read(0) == manifest.read(-1) == encoded() and manifest.path(0) == str(tmp_path / "tree/a.jpg")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
 def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
@@ -547,17 +609,93 @@ def test_copy_of_shards_is_the_same_to_other_machines(packed, tmp_path):
     assert digest(Manifest.open(copy)) == digest(Manifest.open(packed))
 
 
-def test_a_tar_of_a_tree_has_the_trees_classes(tree, tmp_path):
-    subprocess.run(["tar", "-cf", tmp_path / "tree.tar", "-C", tree.parent, tree.name], check=True)
-    packed, files = Manifest.open(tmp_path / "tree.tar"), Manifest.open(tree)
-    assert packed.classes == files.classes
-    by_name = {os.path.basename(files.path(i)): files.labels[i] for i in range(len(files))}
-    assert [by_name[os.path.basename(packed.path(i))] for i in range(len(packed))] == packed.labels.tolist()
+PARTS = st.sampled_from(
+    ["cat", "dog", "train", "007", "12", "a", ".hidden", "@eaDir", "lost+found", "e\u0301", "\u00e9"]
+)
 
 
-def test_images_of_a_tar_in_one_folder_are_not_labelled(tree, tmp_path):
-    subprocess.run(["tar", "-cf", tmp_path / "one.tar", "-C", tree, "class0"], check=True)
-    assert not Manifest.open(tmp_path / "one.tar").has_labels
+@settings(max_examples=40)
+@given(st.lists(st.lists(PARTS, max_size=3), min_size=1, max_size=8), st.booleans())
+def test_a_tar_of_a_tree_has_the_trees_images_and_classes(tmp_path_factory, folders, wrapped):
+    root = tmp_path_factory.mktemp("packed") / "tree"
+    for number, folder in enumerate(folders):
+        save(root.joinpath(*folder) / f"{number}.jpg", size=(8, 6 + number))
+    place = ["-C", root.parent, "tree"] if wrapped else ["-C", root, "."]
+    subprocess.run(["tar", "-cf", root.with_suffix(".tar"), *place], check=True)
+
+    def found(path):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                manifest = Manifest.open(path)
+            except DataError as error:
+                assert "holds no" in str(error)
+                return None
+        named = [
+            (os.path.basename(manifest.path(i)), manifest.classes[manifest.labels[i]] if manifest.has_labels else "")
+            for i in range(len(manifest))
+        ]
+        said = [str(line.message).partition(": ")[2].replace("/tree.tar", "").replace("/tree", "") for line in told]
+        return sorted(named), manifest.classes, len(said)
+
+    packed, files = found(root.with_suffix(".tar")), found(root)
+    if wrapped and files is not None and not files[1]:  # a folder of images is the only class of the tar that has it
+        assert packed[1] == ["tree"] and [name for name, _ in packed[0]] == [name for name, _ in files[0]]
+    elif not wrapped or (files is not None and len(files[1]) > 1):
+        assert packed == files
+
+
+@pytest.mark.parametrize("source", ["tree", "tree.tar", "shards"])
+def test_classes_are_the_folders_below_those_that_lead_to_all_images(tmp_path, source):
+    for number, name in enumerate(["cat/a/0", "cat/b/1", "dog/2", "dog/.ipynb_checkpoints/2", "#recycle/3", "4"]):
+        save(tmp_path / f"tree/train/{name}.jpg", size=(8, 6 + number))
+    subprocess.run(["tar", "-cf", tmp_path / "tree.tar", "-C", tmp_path / "tree", "."], check=True)
+    if source == "shards":
+        with pytest.warns(UserWarning, match="lie directly in"):
+            given = Manifest.open(tmp_path / "tree.tar")
+        packing.pack(given, "tree.tar", tmp_path / source, packing.Packing(), 1, lambda images: None)
+        manifest = Manifest.open(tmp_path / source)
+    else:
+        for _ in range(2):  # from the cache too
+            with pytest.warns(UserWarning) as told:
+                manifest = Manifest.open(tmp_path / source)
+            where = f"{tmp_path / source}/train"
+            assert [str(line.message) for line in told] == [
+                f"1 images lie directly in {where} or above it, next to its class folders; they are ignored",
+                f"{tmp_path / source}: the classes are the folders in {where} (cat, dog); 2 images lie deeper, in "
+                "folders such as train/cat/a",
+            ]
+    named = {(os.path.basename(manifest.path(i)), manifest.classes[manifest.labels[i]]) for i in range(len(manifest))}
+    assert named == {("0.jpg", "cat"), ("1.jpg", "cat"), ("2.jpg", "dog")} and len(manifest) == 3
+
+
+@pytest.mark.parametrize("source", ["tree", "tree.tar", "list.txt", "json.tar", "classes"])
+def test_class_names_of_another_unicode_form_are_one_class(tmp_path, source):
+    names = ["Cafe\u0301", "Caf\u00e9", "The"]  # as macOS and as Linux write it
+    for number, name in enumerate(names):
+        save(tmp_path / f"tree/{name}/{number}.jpg", size=(8, 6 + number))
+    subprocess.run(["tar", "-cf", tmp_path / "tree.tar", "-C", tmp_path / "tree", "."], check=True)
+    (tmp_path / "list.txt").write_text(
+        "".join(f"tree/{name}/{number}.jpg\t{name}\n" for number, name in enumerate(names))
+    )
+    images = [(f"{number}.jpg", encoded((8, 6 + number))) for number in range(3)]
+    labels = [(f"{number}.json", json.dumps({"label": name}).encode()) for number, name in enumerate(names)]
+    pack(tmp_path / "json.tar", images + labels)
+    pack(tmp_path / "classes/0.tar", [*images, *((f"{number}.cls", str(number // 2).encode()) for number in range(3))])
+    (tmp_path / "classes/classes.txt").write_text("Cafe\u0301\nThe\n")
+    manifest = Manifest.open(tmp_path / source)
+    assert manifest.classes == ["Caf\u00e9", "The"]
+    by_size = dict(zip(manifest.sizes[:, 1].tolist(), manifest.labels.tolist(), strict=True))
+    assert by_size == {6: 0, 7: 0, 8: 1}
+
+
+def test_pictures_of_a_run_in_a_tar_are_no_images(tmp_path):
+    names = ["cat/0.jpg", "dog/1.jpg", "run/curves.png", "run/export/preview.png"]
+    marks = [(f"run/{name.decode()}", b"") for name in OF_A_RUN] + [("cat/config.yaml", b"")]
+    path = pack(tmp_path / "x.tar", [*((name, encoded()) for name in names), *marks])
+    with pytest.warns(UserWarning, match=r"x\.tar contains 1 folders of runs among the images \(run for one\)"):
+        manifest = Manifest.open(path)
+    assert manifest.classes == ["cat", "dog"] and len(manifest) == 2
 
 
 @pytest.mark.timeout(60)

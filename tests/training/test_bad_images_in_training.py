@@ -18,6 +18,7 @@ from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.pipelines import Failure, Manifest
+from unigrad_fast.pipelines.reading.supply import allowed
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.training import checkpoint, loop
@@ -89,12 +90,22 @@ def test_a_job_with_too_many_bad_files_stops_on_all_ranks_with_the_list(data, tm
     assert "allows" in (output / "stopped.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("images", "share", "most"),
+    [(2, 0.01, 0), (10, 0.01, 1), (50, 0.01, 5), (400, 0.01, 5), (2000, 0.01, 20), (50, 0.5, 25), (50, 0, 0)],
+)
+def test_a_few_images_of_a_small_set_may_be_bad(images, share, most):
+    assert int(allowed(images, share)) == most
+
+
 def test_a_folder_with_too_many_bad_files_is_refused_before_any_work(data, tmp_path):
     for path in images_of(data)[::8]:
         BAD["garbage"](path)
     statuses, said = Run(data, tmp_path / "run").end()
     assert statuses == [2], said
     assert "12 of 96 images" in said and str(images_of(data)[0]) in said
+    assert "`unigrad-fast data scan` lists all of them; repair or remove them, or go on without them with" in said
+    assert "--data.max_bad_fraction 0.13" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -55,11 +55,12 @@ def test_the_configuration_takes_it_with_its_settings_and_no_others(made_up, tmp
     assert resolve(tmp_path / "printed.yaml") == config == Config(**config.model_dump())
     assert pickle.loads(pickle.dumps(config)) == config
     assert "cifar_subset_made_up" in recipe_names()
+    others = {form.names["method"]: None for form in FORMS.values() if "temperature" in form.model_fields}
     for arguments, message in (
         (
             "--objective.method made_up --objective.temperature 0.1",
             "objective.temperature = 0.1: does not apply to the original of made_up; leave it out (it takes sharpness; "
-            "temperature belongs to moco, simclr)",
+            f"temperature belongs to {', '.join(others)})",
         ),
         (
             "--objective.sharpness 2",

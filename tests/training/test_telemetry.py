@@ -32,10 +32,10 @@ class Clock:
 class Run:
     """A telemetry of 100 steps in 10 epochs, its clock and what its console shows."""
 
-    def __init__(self, folder, terminal: bool = False, rank: int = 0, tensorboard: bool = False) -> None:
+    def __init__(self, folder, terminal: bool = False, rank: int = 0, **telemetry: bool) -> None:
         self.folder, self.clock, self.screen = folder, Clock(), io.StringIO()
         config = Config.model_validate(
-            {"telemetry": {"tensorboard": tensorboard}, "schedule": {"epochs": 10, "warmup_epochs": 1}}
+            {"telemetry": {"tensorboard": False, **telemetry}, "schedule": {"epochs": 10, "warmup_epochs": 1}}
         )
         console = Console(file=self.screen, force_terminal=terminal, width=120 if terminal else 80)
         self.telemetry = Telemetry(folder, config, 100, 10, rank=rank, console=console, clock=self.clock)

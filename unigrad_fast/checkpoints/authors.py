@@ -150,7 +150,7 @@ def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
 
 def _load(file: Path) -> Mapping[str, Any]:
     try:
-        if file.suffix == ".safetensors":
+        if file.suffix.lower() == ".safetensors":
             with utf8_path(file) as name:
                 return load_file(name)
         with torch.serialization.safe_globals(NUMPY_NUMBER), warnings.catch_warnings():

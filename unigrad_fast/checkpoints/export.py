@@ -28,6 +28,7 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 
 Format = Literal["torchvision", "safetensors"]
+NEVER = -1e4  # a bias below every value of a trained output; half precision can hold it
 ENDINGS: dict[str, Format] = {".safetensors": "safetensors", ".pth": "torchvision", ".pt": "torchvision"}
 
 
@@ -80,14 +81,15 @@ def export(
     folder = _writable_folder(run, output)
     for path in () if output is None else (output, _description(output)):
         outputs.require_file(path, run=run)
-    linear, file = {}, None
+    linear, file, of_probe = {}, None, {}
     if with_linear:
         file, linear = find_probe(run, reader, branch, probe)
+        of_probe = {"linear": describe_probe(file)}
+        linear = numbered(linear, of_probe["linear"])
     state = load_branch(reader, f"{branch}.backbone") | {f"fc.{name}": tensor for name, tensor in linear.items()}
     head = tuple(linear["weight"].shape) if file else None
     _require_fit(run, state, config, head)
-    about = describe(config, reader.about, branch) | ({"linear": describe_probe(file)} if file else {})
-
+    about = describe(config, reader.about, branch) | of_probe
     ending = next(ending for ending, of in ENDINGS.items() if of == format)
     name = f"{config.model.backbone}-{branch}-epoch{about['epoch']:g}" + ("-linear" if with_linear else "")
     path = output or folder / f"{name}{ending}"
@@ -96,6 +98,8 @@ def export(
     described = json.dumps(about | digest, indent=2).encode() + b"\n"
     outputs.write_files({path: content, _description(path): described}, overwrite)
     added = f", linear probe of {head[0]} classes from {file}" if head else ""
+    if "numbers" in of_probe.get("linear", {}):
+        added += f" ({len(of_probe['linear']['numbers'])} of them had training images; the others are never chosen)"
     print(
         f"{config.model.backbone}, {branch} branch, epoch {about['epoch']:g}, step {about['step']}{added}: "
         f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
@@ -163,6 +167,17 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     path = max(fitting)[-1]
     with utf8_path(path) as name, safe_open(name, framework="pt") as content:
         return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
+
+
+def numbered(linear: dict[str, Tensor], about: dict[str, Any]) -> dict[str, Tensor]:
+    """A probe with an output for each class number: those without training images never have the largest value."""
+    if "numbers" not in about:
+        return linear
+    outputs = int(about["outputs"])
+    weight = linear["weight"].new_zeros(outputs, linear["weight"].shape[1])
+    bias = linear["bias"].new_full((outputs,), NEVER)
+    weight[about["numbers"]], bias[about["numbers"]] = linear["weight"], linear["bias"]
+    return {"weight": weight, "bias": bias}
 
 
 def describe_probe(path: Path) -> dict[str, Any]:

@@ -149,7 +149,10 @@ class Count(TorchDispatchMode):
             read -= sum(map(_bytes, args[2]))
         packet = operator.overloadpacket
         flops = 0
-        if packet in flop_registry:
+        if short == "convolution_backward":  # per pass those of the forward convolution; torch's count ignores groups
+            gradient, weight = args[0], args[2]
+            flops = sum(args[10][:2]) * 2 * (gradient.numel() // gradient.shape[1]) * weight.numel()
+        elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif name == "unigrad_fast::update_correlation_":
             matrix, rows = operands[0], operands[1].shape[0]

@@ -69,6 +69,23 @@ def match(train: Manifest, val: Manifest | None) -> Match:
     return Match(val, told=tuple(told))
 
 
+def without_unused(train: Manifest, val: Manifest) -> tuple[Manifest, Manifest, np.ndarray | None]:
+    """The same images with only the classes of training images, and the positions that these had.
+
+    The positions, int64 [classes], ascending, are None if every class has training images. A classifier of integer
+    labels that are far apart needs no outputs for the integers between them.
+
+    Args:
+        val: labelled with the classes of `train`, each of which has training images; `match` ensures this.
+    """
+    used = np.unique(train.labels)
+    if len(used) == len(train.classes):
+        return train, val, None
+    names = [train.classes[number] for number in used.tolist()]
+    train, val = (part(one, np.arange(len(one)), np.searchsorted(used, one.labels), names) for one in (train, val))
+    return train, val, used
+
+
 def _named(classes: Sequence[str], chosen: np.ndarray) -> str:
     """The first names of the chosen classes, as valid Unicode text."""
     names = [

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
+from unigrad_fast.pipelines.reading.supply import allowed
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
 
@@ -59,7 +60,7 @@ def extract(
         backbone: maps normalised images fp32 [N, 3, S, S] to features [N, D]. It must be on `device`. The mode of its
             modules (training or evaluation) is restored afterwards.
         autocast_dtype: dtype of autocast; None for no autocast.
-        max_bad_fraction: share of the images that may be left out.
+        max_bad_fraction: share of the images that may be left out, as in `allowed`.
         kept: what is kept of features fp32 [N, D] on the device, as many rows.
         new_rows: allocates a tensor of that many rows and columns.
 
@@ -103,14 +104,14 @@ def count_left_out(failures: Iterable[Failure], images: int, most: float) -> Lef
     Args:
         failures: of this rank.
         images: that there are.
-        most: share of them that may be left out.
+        most: share of them that may be left out, as in `allowed`.
 
     Raises RunStopped on all ranks if more than this share, or all, cannot be used.
     """
     own = {failure.image: failure for failure in failures}
     bad = {image: failure for part in gather(own) for image, failure in part.items()}
     left_out = LeftOut(len(bad), images, bad[min(bad)] if bad else None)
-    if bad and (len(bad) > most * images or len(bad) == images):
+    if bad and (len(bad) > allowed(images, most) or len(bad) == images):
         raise RunStopped(
             f"{len(bad):,} of {images:,} images cannot be used"
             + ("" if len(bad) == images else f", more than data.max_bad_fraction = {most:g} allows")

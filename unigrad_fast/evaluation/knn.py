@@ -13,7 +13,8 @@ Beside the shares (16 bits per number: 5.2 GB of ImageNet's training images, ove
 
     8 · chunk · dim  +  44 · chunk²  +  36 · chunk · k  +  48 · chunk · (k + classes)   bytes
 
-and in all sends its queries to the others (2 · dim bytes each), and what it found for theirs back (12 · k bytes each).
+for the classes that occur, and in all sends its queries to the others (2 · dim bytes each), and what it found for
+theirs back (12 · k bytes each).
 
 Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbours.
 """
@@ -198,9 +199,12 @@ def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: in
     # Votes are summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
     similarity, nearest = similarity.sort(dim=1, descending=True, stable=True)
     weight = ((similarity - similarity[:, :1]) / temperature).exp()
-    votes = torch.zeros(len(truth), classes, dtype=torch.float64)
-    votes.scatter_add_(1, label.gather(1, nearest), weight)
-    own = votes.gather(1, truth[:, None])
-    smaller_class = torch.arange(classes) < truth[:, None]
+    # Only classes that occur here, in order: labels may be far apart.
+    occurring, place = torch.cat([label.gather(1, nearest), truth[:, None]], dim=1).unique(return_inverse=True)
+    label, truth = place[:, :-1], place[:, -1:]
+    votes = torch.zeros(len(truth), len(occurring), dtype=torch.float64)
+    votes.scatter_add_(1, label, weight)
+    own = votes.gather(1, truth)
+    smaller_class = torch.arange(len(occurring)) < truth
     rank = ((votes > own) | ((votes == own) & smaller_class)).sum(dim=1)
     return torch.where(own[:, 0] > 0, rank, classes)

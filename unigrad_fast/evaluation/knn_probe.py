@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
 from unigrad_fast.evaluation.shares import own_images, read_share
 from unigrad_fast.pipelines import Manifest
@@ -22,7 +22,8 @@ class KNNProbe:
         val: labelled with the classes of `train`; `classes.match` ensures this.
     """
 
-    config: Config
+    data: config.Data
+    settings: config.Evaluation
     world: World
     train: Manifest
     val: Manifest
@@ -45,14 +46,13 @@ class KNNProbe:
         bank, queries = (
             read_share(
                 backbone,
-                own_images(manifest, self.config, self.world, image_size, crop_fraction),
+                own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction),
                 self.world.device,
                 dtype,
-                self.config.data.max_bad_fraction,
+                self.data.max_bad_fraction,
             )
             for manifest in (self.train, self.val)
         )
-        settings = self.config.evaluation.knn
-        result = sharded_knn(bank, queries, self.world, settings.k, settings.temperature)
+        result = sharded_knn(bank, queries, self.world, self.settings.knn.k, self.settings.knn.temperature)
         told = (*bank.left_out.told("training"), *queries.left_out.told("validation"))
         return replace(result, left_out=told)

@@ -51,7 +51,8 @@ class FrozenEncoder:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        loader, classes = own_images(self.val, self.config, self.world), len(self.train.classes)
+        loader = own_images(self.val, self.config.data, self.config.evaluation, self.world)
+        classes = len(self.train.classes)
         counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
 
         def count() -> None:

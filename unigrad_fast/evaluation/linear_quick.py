@@ -25,7 +25,7 @@ def quick(encoder: FrozenEncoder) -> nn.Linear:
     Raises RunStopped if a feature is not finite or too many images cannot be used.
     """
     device, most = encoder.world.device, encoder.config.data.max_bad_fraction
-    loader = own_images(encoder.train, encoder.config, encoder.world)
+    loader = own_images(encoder.train, encoder.config.data, encoder.config.evaluation, encoder.world)
     features, labels, left_out = extract(encoder.backbone, loader, device, encoder.dtype, most)
     encoder.tell(left_out.told("training"))
     count = len(encoder.train) - left_out.count

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,18 +18,20 @@ from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_en
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
-from unigrad_fast.evaluation.classes import match
+from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.images.manifests import digest, read_manifests
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
@@ -90,7 +93,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
     """
     folder = folder_of(run)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
-        probe = KNNProbe(this.config, this.world, this.train, this.val)
+        probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
             for name, (features, size) in BASELINES.items():
@@ -138,6 +141,15 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
     """
     folder = folder_of(run)
     with opened(run, asked, "a linear classifier") as this:
+        classes: dict[str, Any] = {"classes": this.train.classes}
+        train, val, numbers = without_unused(this.train, this.val)
+        if numbers is not None:
+            outputs = len(this.train.classes)
+            classes = {"classes": train.classes, "numbers": numbers.tolist(), "outputs": outputs}
+            this.say(
+                f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
+            )
+            this = replace(this, train=train, val=val)
         stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
         about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
         if protocol == "quick":
@@ -165,7 +177,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
             {**about, "images": images},
             {**this.paths, "accuracy": accuracy, "top5": top5},
             {"weight": classifier.weight, "bias": classifier.bias},
-            {"classes": this.train.classes},
+            classes,
         )
         if unfinished is not None:
             unfinished.delete()
@@ -208,7 +220,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
-            train, val, said = read_manifests(config.data, world)
+            train, val, said = _manifests(config, asked, world)
             queries = match(train, val)
             if val is None or queries.val is None:
                 raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle}")
@@ -240,6 +252,18 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
         for line in [*filter(None, [threads.warning]), *said, *queries.told]:
             this.say(f"warning: {line}")
         yield this
+
+
+def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
+    """As `read_manifests`; where a path of the run is gone, the error names the option that gives another."""
+    try:
+        return read_manifests(config.data, world)
+    except DataError as error:  # on all ranks
+        paths = {key: getattr(config.data, key) for key in ("train", "val") if getattr(asked, key) is None}
+        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not os.path.exists(path)]
+        if not gone:
+            raise
+        raise DataError(f"{error}; if this run's images were moved, add {' and '.join(gone)}") from None
 
 
 def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], accuracies: int) -> None:

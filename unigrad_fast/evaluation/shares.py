@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from unigrad_fast.config import Config
+from unigrad_fast import config
 from unigrad_fast.evaluation.features import LeftOut, extract
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
@@ -60,7 +60,8 @@ def similarity_to(bank_BD: Tensor, device: torch.device) -> Callable[[Tensor], T
 
 def own_images(
     manifest: Manifest,
-    config: Config,
+    data: config.Data,
+    settings: config.Evaluation,
     world: World,
     image_size: int | None = None,
     crop_fraction: float | None = None,
@@ -70,12 +71,11 @@ def own_images(
     Args:
         image_size, crop_fraction: None takes the configuration's.
     """
-    data, evaluation = config.data, config.evaluation
     return EvaluationLoader(
         manifest,
         image_size or data.image_size,
-        crop_fraction or evaluation.crop_fraction,
-        evaluation.batch_size,
+        crop_fraction or settings.crop_fraction,
+        settings.batch_size,
         rank=world.rank,
         world_size=world.size,
         device=world.device if data.decode != "cpu" else "cpu",

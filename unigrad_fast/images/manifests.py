@@ -57,11 +57,11 @@ def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest 
 
 @dataclass(frozen=True)
 class _Listed:
-    """The images that a rank found in a folder, and inode, bytes and modification time (ns) of some files."""
+    """The images that a rank found in a folder, and traces of some files."""
 
     folder: Path
     manifest: Manifest
-    traces: list[tuple[int, int, int]]
+    traces: list[tuple[int, int, int] | None]
 
 
 def _list(folder: Path) -> _Listed:
@@ -69,24 +69,29 @@ def _list(folder: Path) -> _Listed:
     return _Listed(folder, manifest, _traces(manifest))
 
 
-def _traces(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """Traces of some image files, or of their shards. Raises OSError if one is gone."""
+def _traces(manifest: Manifest) -> list[tuple[int, int, int] | None]:
+    """Inode, bytes and modification time (ns) of some image files, or of their shards; None for one that is gone."""
     some = np.unique(np.linspace(0, len(manifest) - 1, COMPARED).astype(int))
     if manifest.index is None or manifest.shards is None:
         paths = [manifest.path(image) for image in some.tolist()]
     else:
         paths = [manifest.shards.path(shard) for shard in np.unique(manifest.index.shard[some]).tolist()]
-    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, paths)]
+    return [_trace(path) for path in paths]
+
+
+def _trace(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # a bad image like any other
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _sees_others(folders: list[Path], told: list[_Listed], world: World) -> bool:
     """Whether this rank must list the images itself: its paths differ, or it compares for its node and finds others."""
     if folders != [listed.folder for listed in told]:
         return True
-    try:
-        return world.local_rank == 0 and any(_traces(listed.manifest) != listed.traces for listed in told)
-    except OSError:
-        return True
+    return world.local_rank == 0 and any(_traces(listed.manifest) != listed.traces for listed in told)
 
 
 def _taken(told: _Listed, own: _Listed) -> Manifest:

@@ -21,6 +21,7 @@ from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.validation import absolute
 from unigrad_fast.runtime.wording import count
 
 
@@ -127,6 +128,10 @@ def _find_source(
         if shown.data.train is None:
             raise UserError(f"path = {path}: this recipe has no data.train; type `data preview IMAGES --recipe {path}`")
         images = shown.data.train
+        if not os.path.exists(images):
+            raise UserError(
+                f"path = {path}: its images, {images}, do not exist; type `data preview IMAGES --recipe {own}`"
+            )
     if recipe in PRESETS and preset in (None, recipe):
         note(f"--recipe {recipe}", f"--preset {recipe}")
         recipe, preset = None, recipe
@@ -136,7 +141,7 @@ def _find_source(
         name, views, mixing = preset, preset_views(preset, image_size, local_crops=local_crops, **changes), None
     else:
         chosen = recipe or own or DEFAULT_RECIPE
-        if chosen not in recipe_names() and not os.path.isfile(chosen):
+        if chosen not in recipe_names() and not os.path.isfile(absolute(Path(chosen))):
             raise DataError(
                 f"recipe {recipe!r} is unknown; use one of {', '.join(recipe_names())}, the path of a YAML file, or "
                 f"--preset with one of {', '.join(PRESETS)}"

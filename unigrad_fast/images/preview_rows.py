@@ -5,7 +5,6 @@ The boxes come from the function that draws the loader's random numbers. Shapes:
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from PIL import Image
 from unigrad_fast.pipelines import CutMix, Loader, Manifest, View
 from unigrad_fast.pipelines.parameters import Parameters, sample
 from unigrad_fast.pipelines.presets import DEVIATION, GLOBALS, MEAN
+from unigrad_fast.pipelines.reading.damage import decoded
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
@@ -95,8 +95,7 @@ def collect(
     pixels = [_pixels(view) for view in batch.views]
     rows = []
     for place, image in enumerate(index.tolist()):
-        with Image.open(io.BytesIO(manifest.read(image))) as file:
-            original = file.convert("RGB")
+        original = Image.fromarray(decoded(np.frombuffer(manifest.read(image), np.uint8)))
         rows.append(
             Row(
                 name=Path(manifest.path(image)).name,

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.reading.supply import FEW
 from unigrad_fast.pipelines.scan import files, scanning, summary
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.wording import count
@@ -125,8 +126,8 @@ def _report(console: Console, found: summary.Summary, output: Path, images: int,
         console.print(f"and {bad - len(found.first):,} more in {output}/bad.csv", soft_wrap=True)
     if bad:
         console.print(
-            "Training replaces bad images by others, as long as their share is at most data.max_bad_fraction. You can "
-            "remove or repair them, or leave them."
+            "Training replaces bad images by others, as long as their share is at most data.max_bad_fraction, or at "
+            f"most {FEW} images of a small set are bad. You can remove or repair them, or leave them."
         )
     else:
         console.print("Every image decodes.")

@@ -60,7 +60,7 @@ def _pack(source: Path, folder: Path, options: packing.Packing, threads: int, co
         packed = packing.pack(
             manifest, os.fspath(source), folder, options, threads, lambda images: bar.advance(task, images), timeout
         )
-    labels = f"of {count(len(manifest.classes), 'class')}" if manifest.has_labels else "without labels"
+    labels = f"of {count(manifest.used_classes, 'class')}" if manifest.has_labels else "without labels"
     console.print(f"{packed.images:,} images {labels} in {count(packed.shards, 'shard')} in {folder}")
     if packed.left_out:
         _say_left_out(folder, packed.left_out, console)

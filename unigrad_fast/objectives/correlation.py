@@ -54,6 +54,11 @@ class MovingCorrelation(KeptState):
             matrix = torch.zeros(width if rows is None else rows, width, dtype=torch.float32)
             self._become(matrix, torch.zeros((), dtype=torch.int64))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of F and of its working copy on this rank."""
+        return self.correlation.nbytes + (0 if self._working is None else self._working.nbytes)
+
     @torch.no_grad()
     def whole(self) -> Tensor:
         """F [C, C] with both triangles, or this rank's rows of it; the caller may read it and write to it."""

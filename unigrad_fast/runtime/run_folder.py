@@ -60,7 +60,7 @@ class RunFolder:
     """The folder of one run, which need not exist yet."""
 
     configuration = Entry("config.yaml", is_mark=True)
-    metrics = Entry("metrics.jsonl", is_mark=True, is_of_attempt=True)
+    metrics = Entry("metrics.jsonl", is_mark=True)
     log = Entry("log.txt", is_mark=True)
     summary = Entry("summary.json", is_of_attempt=True)
     curves = Entry("curves.png", is_of_attempt=True)
@@ -233,7 +233,10 @@ class RunFolder:
 
 ENTRIES = [each for each in vars(RunFolder).values() if isinstance(each, Entry)]
 OWN = [each for each in ENTRIES if each.is_own]
-OF_AN_ATTEMPT = [*(each.name for each in ENTRIES if each.is_of_attempt), "tensorboard/events.out.tfevents.*"]
+OF_AN_ATTEMPT = [
+    *(each.name for each in ENTRIES if each.is_of_attempt),
+    *("metrics.*", "tensorboard/events.out.tfevents.*"),  # of the loggers
+]
 marks.OF_A_RUN.update(os.fsencode(each.name) for each in ENTRIES if each.is_mark)
 
 

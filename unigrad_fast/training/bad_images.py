@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from unigrad_fast.pipelines import Failure, Manifest
+from unigrad_fast.pipelines.reading.supply import allowed
 from unigrad_fast.runtime.errors import DataError, RunStopped
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.process_group import gather, on_first
@@ -23,7 +25,7 @@ class BadImages:
     Args:
         folder: the run's folder, which may hold the list of an earlier process; None writes nothing.
         manifest: the training images.
-        most: largest share of the images that may be bad.
+        most: largest share of the images that may be bad, as in `allowed`.
         goes_on: the run is resumed, so the earlier list counts.
 
     Raises:
@@ -45,7 +47,7 @@ class BadImages:
 
     @property
     def too_many(self) -> bool:
-        return len(self.images) > self.most * len(self.manifest)
+        return len(self.images) > allowed(len(self.manifest), self.most)
 
     @property
     def total(self) -> int:
@@ -103,9 +105,11 @@ class BadImages:
         return f"{self._some('cannot be used')}; replaced by others" if self.images else None
 
     def _list(self, what: str) -> str:
+        share = math.ceil(100 * len(self.images) / len(self.manifest)) / 100
         return (
             f"{self._some(f'{what}, more than data.max_bad_fraction = {self.most:g} allows')}; "
-            "`unigrad-fast data scan` lists all of them"
+            "`unigrad-fast data scan` lists all of them; repair or remove them, or go on without them with "
+            f"--data.max_bad_fraction {share:g}"
         )
 
     def _some(self, what: str) -> str:

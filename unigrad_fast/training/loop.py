@@ -7,6 +7,7 @@ from collections.abc import Callable
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.file_errors import remedy
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import gather, on_first
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -116,7 +117,8 @@ def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
     try:
         messages = trainer.bad_images.exchange()
     except OSError as error:
-        raise RunStopped(f"{error.filename or trainer.bad_images.path} cannot be written: {error.strerror}") from None
+        path = error.filename or trainer.bad_images.path
+        raise RunStopped(f"{path} cannot be written: {error.strerror}; {remedy(error)}") from None
     trainer.loader.leave_out(trainer.bad_images.latest)
     for message in messages:
         telemetry.warn(message)
@@ -133,9 +135,9 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
         checkpoint.save(trainer, telemetry.progress_so_far())
     except OSError as error:
         if RunFolder(trainer.config.output).complete_checkpoints():
-            left = "earlier ones are unchanged, and the same command resumes from the newest"
+            left = f"earlier ones are unchanged: {remedy(error)}, and the same command resumes from the newest"
         else:
-            left = "there is no earlier one: the same command starts over, so free disk space first"
+            left = f"there is no earlier one: the same command starts over, so {remedy(error)} first"
         raise RunStopped(
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"

@@ -70,7 +70,7 @@ def step(images: int, run: Path | None, done: int) -> AbstractContextManager[Non
 
 def evaluation(probe: KNNProbe, run: Path | None, done: int) -> AbstractContextManager[None]:
     images = len(probe.train) + len(probe.val)
-    what = f"the features of {images:,} images for the evaluation, {probe.config.evaluation.batch_size} at a time"
+    what = f"the features of {images:,} images for the evaluation, {probe.settings.batch_size} at a time"
     remedy = "a smaller evaluation.batch_size needs less; evaluation.every 0 and evaluation.at_start false skip it"
     return memory_for(what, None, remedy, *_loss(run, done))
 

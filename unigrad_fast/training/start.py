@@ -130,7 +130,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
     attempt.warnings += [*said, *queries.told]
     probe = None
     if queries.val is not None:
-        probe = KNNProbe(config, attempt.world, train, queries.val)
+        probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
     return Images(train, probe, queries.obstacle)
 
 

@@ -25,7 +25,7 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
     """Describe the run in a few lines, and warn of settings that cost accuracy."""
     run, world = trainer.config, trainer.world
     projector, images = run.model.projector, run.images_at_once(world.size)
-    classes = f" in {count(len(train.classes), 'class')}" if train.has_labels else ""
+    classes = f" in {count(train.used_classes, 'class')}" if train.has_labels else ""
     parameters = sum(p.numel() for p in trainer.online.module.parameters()) / 1e6
     telemetry.say(
         f"{run.model.backbone}, projector {projector.depth} x {projector.width}, {parameters:.1f} M parameters; "
