@@ -1,8 +1,12 @@
 """The processor cores that this process may use, by its affinity and by the quota of its control groups."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+PROC, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cores(processes: int = 1) -> int:
@@ -23,12 +27,23 @@ def own_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def quota(proc: Path = PROC, root: Path = ROOT) -> float | None:
     """Cores' worth of CPU time that the control groups of a container or a job allow; None if unlimited."""
-    return min(_quotas(proc, root), default=None)
+    return min(_quotas(proc, root), default=(None,))[0]
 
 
-def _quotas(proc: Path, root: Path) -> Iterator[float]:
+def seconds_of_group(proc: Path = PROC, root: Path = ROOT) -> float | None:
+    """CPU time so far of all processes that share this process's quota; None if unlimited, or not recorded there."""
+    for _, folder in sorted(_quotas(proc, root))[:1]:
+        for name, pattern, unit in (("cpu.stat", r"usage_usec (\d+)", 1e6), ("cpuacct.usage", r"(\d+)", 1e9)):
+            with suppress(OSError, ValueError):
+                if found := re.match(pattern, (folder / name).read_text(encoding="ascii")):
+                    return int(found[1]) / unit
+    return None
+
+
+def _quotas(proc: Path, root: Path) -> Iterator[tuple[float, Path]]:
+    """The limits of this process's groups in cores, each with the group's folder."""
     try:
         groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
@@ -41,7 +56,7 @@ def _quotas(proc: Path, root: Path) -> Iterator[float]:
             yield from _along(root / "cpu", path, _first)
 
 
-def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> Iterator[float]:
+def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> Iterator[tuple[float, Path]]:
     """The limits of a group and of its parents; inside a container the mount may start at any of them."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
@@ -49,7 +64,7 @@ def _along(mount: Path, path: str, read: Callable[[Path], tuple[int, int]]) -> I
             try:
                 granted, period = read(folder)
                 if granted > 0 and period > 0:
-                    yield granted / period
+                    yield granted / period, folder
             except (OSError, ValueError):
                 continue
 

@@ -547,7 +547,14 @@ OF_A_RANK = {
 OF_THE_MACHINE = {
     *{"output", "recipe", "data.max_bad_fraction", "objective.placement", "engine.device", "engine.timeout"},
     *{"engine.zero_stage", "engine.recompute_projector", "engine.deterministic", "engine.max_skipped_steps"},
-    *{"engine.target_stream", "engine.cuda_graph", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every"},
+    *{
+        "engine.threads",
+        "engine.target_stream",
+        "engine.cuda_graph",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.keep_every",
+    },
     *{"evaluation.every", "evaluation.at_start", "evaluation.crop_fraction", "evaluation.batch_size"},
     *{"evaluation.knn.k", "evaluation.knn.temperature"},
     *{key for key in keys(Config) if key.startswith("telemetry.")},

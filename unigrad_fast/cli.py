@@ -17,7 +17,7 @@ import unigrad_fast
 from unigrad_fast.commands import COMMANDS, RENAMED
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
-from unigrad_fast.runtime import command_help, console, limits
+from unigrad_fast.runtime import command_help, console, limits, processors
 from unigrad_fast.runtime.command_help import positionals
 from unigrad_fast.runtime.errors import INTERRUPTED, DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.fallback import harmless
@@ -95,6 +95,7 @@ def run(words: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    processors.begin()
     console.take_over()
     words = sys.argv[1:] if arguments is None else arguments
     # The deepspeed launcher adds this argument; LOCAL_RANK has the same value.

@@ -236,6 +236,8 @@ class Schedule(Node):
 class Engine(Node):
     device: Annotated[Literal["auto", "cuda", "cpu"], LOCAL] = "auto"
     """Device of all ranks; auto uses GPUs, or the CPU if the machine has no NVIDIA GPU."""
+    threads: Annotated[int | None, MACHINE] = Field(default=None, ge=1, le=MOST_THREADS)
+    """Compute threads of a rank, which decide rounding; null fits a new run's to the free cores, and is kept in it."""
     timeout: Annotated[float, MACHINE] = Field(default=10.0, ge=0.01, le=1440)
     """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
     zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)

@@ -5,7 +5,6 @@ So a temporary slowdown of the machine hits all variants, and hardly affects rat
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ class Turns:
         return self.repetitions * (self.warmup + self.steps)
 
     def as_row(self) -> dict[str, int]:
-        return {**asdict(self), "threads": len(os.sched_getaffinity(0))}
+        return {**asdict(self), "threads": torch.get_num_threads()}
 
 
 def take_turns(

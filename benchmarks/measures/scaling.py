@@ -68,7 +68,6 @@ class RankWorker(StepWorker):
 
         self.before = process_bytes("VmRSS")
         super().__init__("ours", config)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(launch["WORLD_SIZE"])))
 
     def block(self, warmup: int, steps: int) -> RankBlock:
         """Measures a block of steps, and counts the collectives of one more; all ranks call it together."""
@@ -98,9 +97,10 @@ def configure(config: Config, ranks: int, images: int, placement: str) -> Config
 
     If there are fewer GPUs than ranks, all ranks use the CPU.
     """
+    engine = {"threads": config.engine.threads or max(1, torch.get_num_threads() // ranks)}
     changes = {
         "output": None,
-        **({"engine": {"device": "cpu"}} if torch.cuda.device_count() < ranks else {}),
+        "engine": engine | ({"device": "cpu"} if torch.cuda.device_count() < ranks else {}),
         "data": {"batch_size": ranks * images * config.engine.accumulation_steps},
         "objective": {"placement": placement},
         "telemetry": {"every": SELDOM, "tensorboard": False},

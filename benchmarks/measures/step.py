@@ -6,6 +6,8 @@
               objective in whole-matrix torch expressions, torch's SGD, a target update parameter by parameter
     ours      a step of `pretrain` as shipped: DALI, channels-last memory, our objective, DeepSpeed, all reports
     ceiling   only our networks, on images in memory: target forward, online forward, backward of a sum
+    beside    with `--neighbour true`: ours while another program keeps a core busy, with the compute threads that a run
+              chooses there, and with as many as alone
 
 All start from the same weights and read the same images. Each variant runs in its own process, and they take turns:
 one block of steps each per round, where each block starts with unmeasured steps. After its block a process may still
@@ -29,7 +31,7 @@ from unigrad_fast.benchmarks.harness.images import link_images, source, spread_e
 from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, ratio_row, spread
-from unigrad_fast.benchmarks.measures.step_blocks import SUBJECTS, Block, Case, Subject, measure
+from unigrad_fast.benchmarks.measures.step_blocks import Block, Case, Subject, fitting_beside, measure
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.precision import autocast_dtype
@@ -50,7 +52,8 @@ def rows_of(blocks: dict[Subject, list[Block]], shipped: str) -> list[dict]:
         phases = {key: statistics.median(block.phases[key] for block in measured) for key in measured[-1].phases}
         speed = spread([block.images_per_s for block in measured])
         peak = measured[-1].peak_gib
-        rows.append({"what": str(subject), "unit": "images/s", **speed, "peak_gib": peak, "phases": phases})
+        threads = {"threads": subject.threads_beside} if subject.threads_beside else {}
+        rows.append({"what": str(subject), "unit": "images/s", **threads, **speed, "peak_gib": peak, "phases": phases})
     ratios = {
         f"ours as shipped ({shipped}) / authors, fp32": (("ours", shipped), ("authors", "fp32")),
         "ours / authors, bf16": (("ours", "bf16"), ("authors", "bf16")),
@@ -58,6 +61,7 @@ def rows_of(blocks: dict[Subject, list[Block]], shipped: str) -> list[dict]:
         "ours / ceiling, bf16": (("ours", "bf16"), ("ceiling", "bf16")),
         "ours / ceiling, fp32": (("ours", "fp32"), ("ceiling", "fp32")),
     }
+    ratios |= {f"alone / {each}": (each[:2], each) for each in blocks if each.threads_beside}
     for name, pair in ratios.items():
         rows.append(ratio_row(name, *([block.images_per_s for block in blocks[Subject(*each)]] for each in pair)))
     return rows
@@ -68,7 +72,7 @@ def show(console: Console, title: str, rows: list[dict]) -> None:
     for row in rows:
         peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else ""
         table.add_row(row["what"], *median_and_range(row, digits=2 if row["unit"] == "ratio" else 1), peak)
-        table.rows[-1].end_section = row is rows[len(SUBJECTS) - 1]
+        table.rows[-1].end_section = row["unit"] != "ratio" and rows[rows.index(row) + 1]["unit"] == "ratio"
     console.print(table)
     for row in rows:
         if row.get("phases"):
@@ -83,7 +87,13 @@ def link_tree(found: Manifest, folder: Path, count: int) -> Path:
 
 
 def main(
-    case: str, photographs: Path | None, batch_size: int | None, image_size: int | None, turns: Turns, output: Path
+    case: str,
+    photographs: Path | None,
+    batch_size: int | None,
+    image_size: int | None,
+    turns: Turns,
+    output: Path,
+    neighbour: bool = False,
 ) -> None:
     """Measure, print the table and append the rows, with the options of `unigrad-fast bench step`.
 
@@ -96,6 +106,8 @@ def main(
     console = new_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shipped = "fp32" if autocast_dtype("auto", device) is None else "bf16"
+    numbers = dict.fromkeys((fitting_beside(), torch.get_num_threads())) if neighbour else ()
+    beside = [Subject("ours", shipped, threads) for threads in numbers]
     with tempfile.TemporaryDirectory() as folder:
         images, what = source(photographs, Path(folder))
         found = Manifest.open(images)
@@ -108,7 +120,7 @@ def main(
             count = max(LEAST_BATCHES * batch, min(needed, len(found)))
             linked = link_tree(found, Path(folder, name), count)
             with console.status("starting") as status:
-                blocks = measure(chosen, linked, turns, status.update)
+                blocks = measure(chosen, linked, turns, status.update, beside)
             rows = rows_of(blocks, shipped)
             title = f"{chosen.backbone}, {chosen.image_size} px, batch {batch}, {what}"
             show(console, title, rows)

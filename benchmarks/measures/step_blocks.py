@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,22 +12,27 @@ from typing import NamedTuple
 import torch
 
 from unigrad_fast.benchmarks.harness.memory import give_back_free_memory, process_bytes
+from unigrad_fast.benchmarks.harness.neighbour import Neighbour
 from unigrad_fast.benchmarks.harness.processes import in_processes, new_process, rest
 from unigrad_fast.benchmarks.harness.turns import Turns, seconds, take_turns
 from unigrad_fast.benchmarks.peers.step import VARIANTS
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.precision import fastest_convolutions, tensor_float32
+from unigrad_fast.runtime.processors import compute_threads
+from unigrad_fast.runtime.wording import count
 
 
 class Subject(NamedTuple):
-    """A variant in a precision."""
+    """A variant in a precision, alone or beside a busy program with a number of compute threads of its own."""
 
     who: str
     precision: str
+    threads_beside: int = 0
 
     def __str__(self) -> str:
-        return f"{self.who}, {self.precision}"
+        beside = f", beside: {count(self.threads_beside, 'thread')}" if self.threads_beside else ""
+        return f"{self.who}, {self.precision}{beside}"
 
 
 SUBJECTS = [Subject(who, precision) for who in VARIANTS for precision in ("fp32", "bf16")]
@@ -56,10 +60,10 @@ class StepWorker:
     """A variant in its own process."""
 
     def __init__(self, who: str, config: Config):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
         with ExitStack() as session:  # closed here if the variant cannot be made, because others may wait for this one
             world = session.enter_context(process_group.session(config.engine.device))
             self.device = world.device
+            session.enter_context(compute_threads(world.device, config.engine.threads))
             session.enter_context(tensor_float32(config.engine.tf32))
             session.enter_context(fastest_convolutions(world.device))
             self.variant = VARIANTS[who](config, world)
@@ -94,7 +98,7 @@ class StepWorker:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else process_bytes("VmHWM")
 
 
-def configure(case: Case, images: Path, precision: str, least_steps: int) -> Config:
+def configure(case: Case, images: Path, precision: str, least_steps: int, threads: int) -> Config:
     """The recipe `imagenet_100ep` with enough epochs for `least_steps`; every step reports metrics."""
     per_epoch = len(list(images.glob("*/*"))) // case.batch_size
     return resolve(
@@ -103,18 +107,32 @@ def configure(case: Case, images: Path, precision: str, least_steps: int) -> Con
             "data": {"train": images, "batch_size": case.batch_size, "image_size": case.image_size},
             "model": {"backbone": case.backbone},
             "schedule": {"epochs": max(100, -(-least_steps // per_epoch))},
-            "engine": {"precision": precision},
+            "engine": {"precision": precision, "threads": threads},
             "telemetry": {"every": 1},
         },
     )
 
 
-def measure(case: Case, images: Path, turns: Turns, report: Callable[[str], None]) -> dict[Subject, list[Block]]:
-    """The blocks of every variant, one per round."""
-    workers = {
-        subject: partial(StepWorker, subject.who, configure(case, images, subject.precision, turns.all_steps))
-        for subject in SUBJECTS
-    }
-    with in_processes(workers, new_process) as blocks:
-        each = {subject: partial(block, turns.warmup, turns.steps) for subject, block in blocks.items()}
+def measure(
+    case: Case, images: Path, turns: Turns, report: Callable[[str], None], beside: Sequence[Subject] = ()
+) -> dict[Subject, list[Block]]:
+    """The blocks of every variant, one per round; those of `beside` are measured while another program computes."""
+    workers = {}
+    for subject in (*SUBJECTS, *beside):
+        threads = subject.threads_beside or torch.get_num_threads()
+        config = configure(case, images, subject.precision, turns.all_steps, threads)
+        workers[subject] = partial(StepWorker, subject.who, config)
+    with in_processes(workers, new_process) as blocks, Neighbour() as neighbour:
+
+        def measured(subject: Subject) -> Block:
+            with neighbour.busy() if subject.threads_beside else nullcontext():
+                return blocks[subject](turns.warmup, turns.steps)
+
+        each = {subject: partial(measured, subject) for subject in workers}
         return take_turns(each, turns.repetitions, report=lambda what: report(f"{case.backbone}, {what}"))
+
+
+def fitting_beside() -> int:
+    """The number of compute threads that a run chooses beside a busy program."""
+    with Neighbour() as neighbour, neighbour.busy(), compute_threads(torch.device("cpu")):
+        return torch.get_num_threads()

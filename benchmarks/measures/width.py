@@ -77,7 +77,8 @@ def that_fit(config: Config, widths: Sequence[int] | None, free: int) -> list[in
 def measure(config: Config, widths: Sequence[int], turns: Turns, report) -> dict:
     """The blocks of every width, one per round; every step reports metrics, for its phases."""
     reports = {"every": 1, "effective_rank_every": SELDOM, "tensorboard": False}
-    config = long_enough(changed(config, {"output": None, "telemetry": reports}), turns.all_steps)
+    engine = {"threads": torch.get_num_threads()}
+    config = long_enough(changed(config, {"output": None, "engine": engine, "telemetry": reports}), turns.all_steps)
     workers = {width: partial(StepWorker, "ours", at_width(config, width)) for width in widths}
     with in_processes(workers, new_process) as blocks:
         each = {width: partial(block, turns.warmup, turns.steps) for width, block in blocks.items()}

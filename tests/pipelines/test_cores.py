@@ -39,6 +39,22 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path, mount):
     assert cores.quota(proc, tmp_path) == 2
 
 
+def test_what_the_group_of_the_smallest_quota_used_is_read_in_either_version(tmp_path):
+    proc = tmp_path / "cgroup"
+    proc.write_text("0::/job/step\n")
+    assert cores.seconds_of_group(proc, tmp_path) is None
+    write(tmp_path / "job" / "step", cpu__max="max 100000", cpu__stat="usage_usec 9000000\nuser_usec 1")
+    assert cores.seconds_of_group(proc, tmp_path) is None  # it limits nothing
+    write(tmp_path / "job", cpu__max="150000 100000", cpu__stat="usage_usec 2500000\nuser_usec 1")
+    assert cores.seconds_of_group(proc, tmp_path) == 2.5
+    proc.write_text("2:cpu,cpuacct:/\n")
+    first = tmp_path / "cpu,cpuacct"
+    write(first, cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000", cpu__stat="nr_periods 3")
+    assert cores.seconds_of_group(proc, tmp_path) is None
+    write(first, cpuacct__usage="1500000000")
+    assert cores.seconds_of_group(proc, tmp_path) == 1.5
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\n", b"nothing\n", b"0::/x\n"])
 def test_what_is_no_group_limits_nothing(tmp_path, content):
     (tmp_path / "cgroup").write_bytes(content)

@@ -15,9 +15,9 @@ from thin import thin
 
 from unigrad_fast import cli
 from unigrad_fast.evaluation.knn_probe import KNNProbe
+from unigrad_fast.runtime import processors
 from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 from unigrad_fast.runtime.out_of_memory import is_out_of_memory, memory_for
-from unigrad_fast.runtime.processors import Watch
 from unigrad_fast.training.trainer import Trainer
 
 RECIPE = """
@@ -77,7 +77,7 @@ def test_memory_that_ends_in_a_step_says_what_is_kept(images, tmp_path, capsys, 
         return whole(self, number, batches)
 
     monkeypatch.setattr(Trainer, "step", fail)
-    monkeypatch.setattr(Watch, "crowded", lambda self: "too many threads")
+    monkeypatch.setattr(processors, "crowded", lambda uses, remedy: "too many threads")
     with thin():
         assert cli.main(arguments(images, tmp_path, 32)) == status
     shown = capsys.readouterr()

@@ -42,6 +42,8 @@ class BenchStep(Node):
     """Rounds; in each, every variant is measured once."""
     steps: Steps = 2
     warmup: Warmup = 1
+    neighbour: bool = False
+    """Also measure ours on the CPU beside a program that keeps one core busy."""
     dry_run: DryRun = False
     ranks: CountedRanks = 8
     images: CountedImages = 128
@@ -64,10 +66,12 @@ def bench_step(options: BenchStep) -> None:
         step.main(**{key: getattr(options, key) for key in (*COUNTED, "output")})
         return
     require_dali()
+    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import step
 
     images = options.photographs, options.batch_size, options.image_size
-    step.main(options.case, *images, _turns(options), options.output)
+    with fitting_threads():
+        step.main(options.case, *images, _turns(options), options.output, options.neighbour)
 
 
 class BenchLoader(Node):
@@ -148,9 +152,11 @@ def bench_kernels(options: BenchKernels) -> None:
 
         compiled.main(options.output)
         return
+    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import objective
 
-    objective.main(**{key: getattr(options, key) for key in others})
+    with fitting_threads():
+        objective.main(**{key: getattr(options, key) for key in others})
 
 
 class BenchMethods(Node):
@@ -175,9 +181,11 @@ class BenchMethods(Node):
 
 
 def bench_methods(options: BenchMethods) -> None:
+    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import methods
 
-    methods.main(**dict(options))
+    with fitting_threads():
+        methods.main(**dict(options))
 
 
 class BenchWidth(Config):
@@ -211,9 +219,11 @@ def bench_width(options: BenchWidth) -> None:
         width.main(config, options.widths, options.ranks, options.images, options.card, options.output)
         return
     config = _with_openable_images(config, judged=options.train)
+    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import width
 
-    width.main(config, options.widths, _turns(options), options.train, options.output)
+    with fitting_threads(config.engine.threads, "engine.threads"):
+        width.main(config, options.widths, _turns(options), options.train, options.output)
 
 
 class BenchScaling(Config):
@@ -235,9 +245,11 @@ class BenchScaling(Config):
 
 def bench_scaling(options: BenchScaling) -> None:
     config = _with_openable_images(_configuration(options), judged=False)
+    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import scaling
 
-    scaling.main(config, options.ranks, options.images, _turns(options), options.output)
+    with fitting_threads(config.engine.threads, "engine.threads"):
+        scaling.main(config, options.ranks, options.images, _turns(options), options.output)
 
 
 def _not_used(options: BenchStep | BenchWidth) -> str:

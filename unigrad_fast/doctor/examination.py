@@ -44,6 +44,7 @@ def examine(smoke: bool, verbose: bool) -> None:
             refuse(found)
 
         from unigrad_fast.runtime import process_group
+        from unigrad_fast.runtime.processors import compute_threads
 
         with contextlib.ExitStack() as stack:
             unusable_gpu = any(each.name == "GPU" and each.is_problem for each in found)  # a run would refuse it
@@ -58,6 +59,7 @@ def examine(smoke: bool, verbose: bool) -> None:
                     traceback.print_exc()
                 found.append(Finding("process group", first_line(error), "failed", parts.NETWORK))
                 refuse(found)
+            stack.enter_context(compute_threads(world.device))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unigrad-doctor-")))
             scene = parts.prepare(world, folder)
             used = choices.findings(scene, launch.launcher, unusable)

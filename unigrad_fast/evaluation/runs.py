@@ -32,6 +32,7 @@ from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.processors import compute_threads
 
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
@@ -210,6 +211,7 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             config, told = configuration(run, reader)
             world = stack.enter_context(process_group.session(config.engine.device))
         stack.push(preemption.settle)
+        threads = stack.enter_context(compute_threads(world.device))
         console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was computed yet"):
             for line in told:
@@ -245,7 +247,9 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             console=console,
             preemption=preemption,
         )
-        for line in [*said, *queries.told]:
+        if threads.said:
+            this.say(threads.said)
+        for line in [*filter(None, [threads.warning]), *said, *queries.told]:
             this.say(f"warning: {line}")
         yield this
 

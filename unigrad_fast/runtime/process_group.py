@@ -24,7 +24,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from unigrad_fast.pipelines.cores import usable_cores
 from unigrad_fast.runtime import devices, torch_private
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.limits import require_limits
@@ -249,7 +248,6 @@ def start(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> World:
         _set("GLOO_SOCKET_IFNAME", (launch.size > 1 and os.environ.get("GLOO_SOCKET_IFNAME")) or "lo")
         if launch.size == 1:  # it talks to nobody, whatever a cluster's profile says
             _set("NCCL_SOCKET_IFNAME", "lo")
-    _take_fair_share(launch.local_size)
     try:
         place = launch.rank, launch.size, launch.address, launch.port
         try:
@@ -309,13 +307,6 @@ def _no_interface(names: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def _take_fair_share(ranks: int) -> None:
-    """Limit torch's threads to this rank's share of the cores, unless the user chose a number."""
-    chosen = any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-    if not chosen and torch.get_num_threads() > usable_cores(ranks):
-        torch.set_num_threads(usable_cores(ranks))
 
 
 def stop() -> None:

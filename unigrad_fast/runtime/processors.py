@@ -1,20 +1,34 @@
-"""Warns of too many compute threads for the available cores, which can be several times slower than one thread."""
+"""Chooses the number of compute threads from the cores that are free, and warns if other programs take them later.
+
+Threads that meet after every operator are as slow as the one that waits for a core. Beside one busy program on two
+cores, one thread is faster than two (docs/measurements.md). The number decides the order of sums, so a run keeps it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from unigrad_fast.pipelines.cores import own_cores, quota
-from unigrad_fast.runtime.process_group import gather
+from unigrad_fast.pipelines.cores import own_cores, quota, seconds_of_group
 from unigrad_fast.runtime.wording import count
 
-TOLERATED = 0.5  # cores
+if TYPE_CHECKING:
+    import torch
+
+TOLERATED = 0.5  # cores that other programs may use
+LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0  # of watching before a number is chosen
+LATER_SECONDS = 10.0  # between two looks at the cores during a run
+VARIABLE = "OMP_NUM_THREADS"
+CHOSEN_BY = (  # with one of these variables a user or a launcher decides the number of threads, or their cores
+    *(VARIABLE, "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY"),
+    *("MKL_NUM_THREADS", "MKL_DOMAIN_NUM_THREADS", "MKL_DYNAMIC"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class Use:
         threads: torch's compute threads.
         own: mean number of cores that this process kept busy.
         busy: mean number of its cores that were busy with any process; None if the system does not say.
+        group: mean number of cores used by all processes that share the quota; None if the system does not say.
     """
 
     place: tuple[str, tuple[int, ...]]
@@ -34,6 +49,7 @@ class Use:
     threads: int
     own: float
     busy: float | None
+    group: float | None = None
 
 
 class Watch:
@@ -41,54 +57,187 @@ class Watch:
 
     def __init__(self) -> None:
         self.cores = own_cores()
-        self.begun = time.monotonic(), _own_seconds(), _busy_seconds(self.cores)
+        self.begun = time.monotonic()
+        self.before = self._readings()
+
+    def seconds(self) -> float:
+        """How long it has been watching."""
+        return time.monotonic() - self.begun
 
     def use(self) -> Use:
-        begun, own, busy = self.begun
-        seconds = max(time.monotonic() - begun, 1e-9)
-        now = _busy_seconds(self.cores)
-        return Use(
-            (socket.gethostname(), tuple(sorted(self.cores))),
-            quota(),
-            torch.get_num_threads(),
-            (_own_seconds() - own) / seconds,
-            None if busy is None or now is None else (now - busy) / seconds,
+        import torch
+
+        seconds = max(self.seconds(), 1e-9)
+        own, busy, group = (
+            None if before is None or now is None else (now - before) / seconds
+            for before, now in zip(self.before, self._readings(), strict=True)
         )
+        place = socket.gethostname(), tuple(sorted(self.cores))
+        return Use(place, quota(), torch.get_num_threads(), own or 0.0, busy, group)
 
-    def crowded(self) -> str | None:
-        """A warning if rank 0's cores are overloaded; all ranks call this together."""
-        return crowded(gather(self.use()))
+    def _readings(self) -> tuple[float | None, ...]:
+        return sum(os.times()[:4]), _busy_seconds(self.cores), seconds_of_group()
 
 
-def crowded(uses: list[Use]) -> str | None:
+_watch: Watch | None = None
+
+
+def begin() -> None:
+    """Begins to watch the cores for `compute_threads`: before torch is imported, as that takes the seconds it needs."""
+    global _watch
+    if _watch is None or _watch.seconds() > MOST_SECONDS:
+        _watch = Watch()
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a machine has room for.
+
+    Attributes:
+        threads: number of threads per rank that get a core each; 0 if there are more ranks than free cores.
+        why: what decides it.
+        crowded: other programs are part of the reason.
+    """
+
+    threads: int
+    why: str
+    crowded: bool
+
+
+def room(rank: Use, uses: list[Use]) -> Room:
+    """What there is room for on a rank's machine, given the uses of all ranks."""
+    sharing = [use for use in uses if use.place == rank.place]
+    others = 0.0 if rank.busy is None else rank.busy - sum(use.own for use in sharing)
+    cores = count(len(rank.place[1]), "core")
+    why = f"other programs use about {others:.1f} of {cores}" if others > TOLERATED else f"{cores} can be used"
+    found = _room(len(rank.place[1]), others, len(sharing), why)
+    if rank.quota is None:
+        return found
+    sharing = [use for use in uses if use.place[0] == rank.place[0]]  # also those that are bound to other cores
+    others = 0.0 if rank.group is None else rank.group - sum(use.own for use in sharing)
+    why = f"a control group allows the time of {rank.quota:g} core{'' if rank.quota == 1 else 's'}"
+    if others > TOLERATED:
+        why += f", of which other programs use about {others:.1f}"
+    return min(found, _room(rank.quota, others, len(sharing), why), key=lambda each: each.threads)
+
+
+def _room(cores: float, others: float, ranks: int, why: str) -> Room:
+    crowded = others > TOLERATED
+    left = max(0, int(cores - others + TOLERATED if crowded else cores))
+    return Room(left // ranks, f"{why} by {ranks} ranks" if ranks > 1 and not crowded else why, crowded)
+
+
+def crowded(uses: list[Use], remedy: Callable[[int], str]) -> str | None:
     """A warning with a remedy if ranks on rank 0's cores have too few cores, also because of other programs; else None.
 
     Args:
         uses: one per rank, rank 0's first.
+        remedy: how to compute with a number of threads.
     """
     first = uses[0]
     sharing = [use for use in uses if use.place == first.place]
-    ranks, threads = len(sharing), sum(use.threads for use in sharing)
-    cores = min(len(first.place[1]), first.quota or float("inf"))
+    ranks, found = len(sharing), room(first, uses)
+    cores, threads = min(len(first.place[1]), first.quota or float("inf")), sum(use.threads for use in sharing)
+    fitting, too_many = max(1, found.threads), ranks > max(1, cores)
+    nearly = not found.crowded and threads <= cores + TOLERATED  # 2 threads are not slow in the time of 1.5 cores
+    if not too_many and (first.threads <= fitting or nearly):
+        return None
     computing = count(threads, "thread") + (f" of {ranks} ranks" if ranks > 1 else "")
-    found = f"the time of {cores:g} core{'' if cores == 1 else 's'}"
-    if threads > max(cores, 1) + TOLERATED:
-        remedy = f"set OMP_NUM_THREADS={max(1, int(cores) // ranks)}" if ranks <= cores else "start fewer ranks"
-        return f"{computing} share {found}, so this run may be many times slower; {remedy}"
-    if first.busy is None or first.threads == 1:
-        return None
-    others = first.busy - sum(use.own for use in sharing)
-    fitting = max(1, int(cores - others + TOLERATED) // ranks)
-    if others <= TOLERATED or fitting >= first.threads:
-        return None
-    return (
-        f"other programs use about {others:.1f} of {cores:g} core{'' if cores == 1 else 's'}; with {computing} this "
-        f"run may be many times slower; set OMP_NUM_THREADS={fitting} or stop those programs"
-    )
+    ways = ["stop those programs"] * found.crowded + ["start fewer ranks" if too_many else remedy(fitting)]
+    return f"{found.why}; with {computing} this run may be many times slower; {', or '.join(ways)}"
 
 
-def _own_seconds() -> float:
-    return sum(os.times()[:4])
+class Threads:
+    """The compute threads of this process, once chosen.
+
+    Attributes:
+        said: a line that says how many and why, if the user did not choose them.
+        warning: a line that says that they are too many, if they are.
+    """
+
+    def __init__(self, said: str | None = None, warning: str | None = None, ranks: int = 0) -> None:
+        self.said, self.warning = said, warning
+        self._ranks = 0 if warning else ranks  # that share this machine's cores; 0 when there is nothing more to watch
+        self._was_crowded = False  # when last looked at
+        self._watch = Watch()
+
+    def newly_crowded(self, remedy: Callable[[int], str]) -> str | None:
+        """A warning, once, if other programs came to need the cores; may be called often, on any rank.
+
+        They have to be there at two looks, because a process that was suspended finds the cores used meanwhile.
+        """
+        if not self._ranks or self._watch.seconds() < LATER_SECONDS:
+            return None
+        found, before = crowded([self._watch.use()] * self._ranks, remedy), self._was_crowded
+        self._watch, self._was_crowded = Watch(), bool(found)
+        if not (found and before):
+            return None
+        self._ranks = 0
+        return found
+
+
+@contextmanager
+def compute_threads(
+    device: torch.device, asked: int | None = None, kept: int | None = None, key: str = VARIABLE
+) -> Iterator[Threads]:
+    """Inside, torch computes with the number of threads that the user asked for, that the run has, or that fits.
+
+    All ranks call this together and get the same number, unless a variable of `CHOSEN_BY` decides it on a rank.
+
+    Args:
+        device: if it is a GPU, other programs are not looked at, and nothing is said.
+        asked: `engine.threads`; it precedes the variables, which launchers set too.
+        kept: number of threads with which the run was computed so far.
+        key: what a user sets to get another number: a configuration key or a variable.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        threads = _choose(device.type == "cpu", asked, kept, key)
+        yield threads
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> Threads:
+    import torch
+
+    from unigrad_fast.runtime.process_group import gather
+
+    global _watch
+    begin()
+    watch, _watch = _watch, None
+    is_given = bool(asked or any(os.environ.get(name) for name in CHOSEN_BY))
+    if watched and not is_given:
+        time.sleep(max(0.0, LEAST_SECONDS - watch.seconds()))
+    seen = watched and watch.seconds() >= LEAST_SECONDS
+    use = watch.use() if seen else replace(watch.use(), own=0.0, busy=None, group=None)
+    uses = gather(use)
+    found = min((room(each, uses) for each in uses), key=lambda each: each.threads)
+    fitting = max(1, min(found.threads, *(each.threads for each in uses)))
+    number = asked or (use.threads if is_given else kept if kept and watched else fitting)
+    if number != use.threads:
+        torch.set_num_threads(number)
+    if not watched:
+        return Threads()
+    said, computing = None, f"computing with {count(number, 'thread')}"
+    if kept and number != kept:
+        said = f"{computing}; this run began with {kept}, so its numbers change by rounding"
+    elif asked or (kept and not is_given):
+        said = f"{computing}, as {key} says" if asked else f"{computing}, as this run began"
+        if number < fitting:
+            said += f"; {found.why}: {_set_to(key, fitting)} may be faster, but rounds differently"
+    elif not is_given:
+        said = f"{computing}: {found.why}; set {key} to change it"
+    each = [replace(each, threads=number) for each in uses]
+    ranks = sum(each.place == use.place for each in uses)
+    return Threads(said, crowded(each, lambda fitting: f"set {_set_to(key, fitting)}"), ranks)
+
+
+def _set_to(key: str, threads: int) -> str:
+    return f"{key}={threads}" if key == VARIABLE else f"{key} {threads}"
 
 
 def _busy_seconds(cores: set[int]) -> float | None:

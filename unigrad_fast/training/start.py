@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
+
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, to_yaml
@@ -21,6 +23,7 @@ from unigrad_fast.runtime.errors import Preempted
 from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
+from unigrad_fast.runtime.processors import Threads, compute_threads
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.training import checkpoint
@@ -39,21 +42,33 @@ class Attempt:
         numbered: the run is new and takes the first free folder of its name.
         at: call it with the stage that this rank has reached.
         folder: the run's folder, once it is locked.
+        kept_threads: compute threads of the run so far, if it resumes with as many ranks.
+        threads: its compute threads, once chosen.
         warnings: warnings to show when the run begins.
     """
 
     preemption: Preemption
-    watch: processors.Watch
     numbered: bool
     world: World = field(init=False)
     at: Callable[..., None] = field(init=False)
     folder: RunFolder | None = None
+    kept_threads: int | None = None
+    threads: Threads = field(default_factory=Threads)
     warnings: list[str] = field(default_factory=list)
 
     def note_loss(self, said: str) -> None:
         """Record in the run's log that a rank was lost."""
         if self.folder is not None and self.world.rank == 0:
             self.folder.log_loss(said)
+
+    def newly_crowded(self) -> str | None:
+        """A warning, once, if other programs came to need the cores that this run computes on."""
+        return self.threads.newly_crowded(
+            lambda fitting: (
+                "press Ctrl-C, which saves, and continue with fewer threads: the same command with "
+                + typed("--output", self.folder.path, "--engine.threads", str(fitting))
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -68,10 +83,11 @@ class Images:
 @contextmanager
 def join(config: Config, numbered: bool) -> Iterator[Attempt]:
     """Connects the ranks; inside, they watch for signals and for lost ranks."""
-    timeout, watch = timedelta(minutes=config.engine.timeout), processors.Watch()
+    processors.begin()
+    timeout = timedelta(minutes=config.engine.timeout)
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
-        attempt = Attempt(preemption, watch, numbered)
+        attempt = Attempt(preemption, numbered)
         if not numbered:
             preemption.note = RunFolder(config.output).note_preemption
         with preemption.nothing_to_save("stopped before ranks connected"):
@@ -97,6 +113,8 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
     attempt.warnings += warnings
     if saved is None:
         on_all_ranks(lambda: require_same_run(config))
+    elif saved.about["ranks"] == attempt.world.size:
+        attempt.kept_threads = saved.about["config"]["engine"].get("threads")
     return saved
 
 
@@ -121,6 +139,9 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
     world, engine = attempt.world, config.engine
     attempt.at("setting up the training", alone=True)
     with ExitStack() as stack:
+        attempt.threads = stack.enter_context(
+            compute_threads(world.device, engine.threads, attempt.kept_threads, "engine.threads")
+        )
         stack.enter_context(tensor_float32(engine.tf32))
         stack.enter_context(deterministic(engine.deterministic))
         stack.enter_context(fastest_convolutions(world.device))
@@ -128,11 +149,12 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         attempt.folder = folder = stack.enter_context(RunFolder(config.output).occupied(attempt.numbered))
         stack.enter_context(folder.noted())
         attempt.preemption.note = folder.note_preemption
-        config = config.model_copy(update={"output": folder.path})
+        if world.device.type == "cpu":  # the number decides bits
+            engine = engine.model_copy(update={"threads": torch.get_num_threads()})
+        config = config.model_copy(update={"output": folder.path, "engine": engine})
         trainer = Trainer(config, world, images.train, verbose, goes_on)
         process_group.limit(process_group.UNLIMITED)  # also in DeepSpeed's own groups, which exist by now
-        if world.device.type != "cuda":
-            attempt.warnings += filter(None, [attempt.watch.crowded()])
+        attempt.warnings += filter(None, [attempt.threads.warning])
         try:
             yield trainer
         except Preempted as error:
@@ -160,6 +182,8 @@ def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | 
     lengths = trainer.total_steps, trainer.steps_per_epoch
     with Telemetry(folder.path, config, *lengths, attempt.world.rank, trainer.steps_done, progress) as telemetry:
         introduce(telemetry, trainer, images.train, images.obstacle)
+        if attempt.threads.said:
+            telemetry.say(attempt.threads.said)
         if begins_again:
             telemetry.say("starting over: the previous attempt in this folder saved no checkpoint")
         for warning in attempt.warnings:
