@@ -76,5 +76,7 @@ def too_few(manifest: Manifest, batch_size: int, parts: int) -> str:
     count = len(manifest)
     found = f"{manifest.root}: {count} image{'s' if count > 1 else ''} cannot fill a batch of {batch_size}"
     largest = count // parts * parts
-    remedy = f"a batch size of {largest} or less, or" if largest else ""
-    return f"{found}; use {remedy} at least {batch_size} images".replace("  ", " ")
+    if largest < 2:
+        return f"{found}; use at least {batch_size} images"
+    smaller = " or less" if largest > max(parts, 2) else ""
+    return f"{found}; use a batch size of {largest}{smaller}, or at least {batch_size} images"

@@ -284,7 +284,9 @@ def test_override_changes_every_view_of_a_preset(manifest):
         (dict(batch_size=12.0), r"batch_size 12\.0 is not an integer"),
         (dict(rank="0"), "rank '0' is not an integer"),
         (dict(batch_size=104), "103 images cannot fill a batch of 104; use a batch size of 103 or less"),
-        (dict(batch_size=104, world_size=4), "use a batch size of 100 or less"),
+        (dict(batch_size=104, world_size=4), "use a batch size of 100 or less, or at least 104 images$"),
+        (dict(batch_size=200, world_size=100), "use a batch size of 100, or at least 200 images$"),
+        (dict(batch_size=104, world_size=104), "cannot fill a batch of 104; use at least 104 images$"),
         (dict(rank=2, world_size=2), "rank 2 of 2"),
         (dict(threads=0), "0 threads"),
         (dict(prefetch=0), "prefetch 0"),
@@ -301,6 +303,15 @@ def test_override_changes_every_view_of_a_preset(manifest):
 def test_wrong_option_is_refused_with_a_remedy(manifest, options, message):
     with pytest.raises(DataError, match=message):
         loader(manifest, **options)
+
+
+def test_the_remedy_for_too_few_images_is_never_a_batch_of_one(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"1 image cannot fill a batch of 3; use at least 3 images$"):
+        loader(Manifest.from_folder(tmp_path), batch_size=3)
+    Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
+    with pytest.raises(DataError, match=r"use a batch size of 2, or at least 3 images$"):
+        loader(Manifest.from_folder(tmp_path), batch_size=3)
 
 
 def test_recipe_is_the_older_name_of_preset(manifest):

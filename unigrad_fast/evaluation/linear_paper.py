@@ -63,9 +63,11 @@ def paper(
     """
     data, world = encoder.config.data, encoder.world
     if schedule.batch_size > len(encoder.train):
+        largest = len(encoder.train) // world.size * world.size
+        smaller = " or less" if largest > world.size else ""
         raise UserError(
             f"batch_size = {schedule.batch_size}: there are only {count(len(encoder.train), 'training image')}; "
-            f"give --batch_size {len(encoder.train) // world.size * world.size} or less"
+            + (f"give --batch_size {largest}{smaller}" if largest else f"use at most {len(encoder.train)} ranks")
         )
     parts = micro_batches(schedule.batch_size, world.size, encoder.config.evaluation.batch_size)
     loader = Loader(
