@@ -432,6 +432,24 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("data: &d\n  train: *d", "recipe = FILE: not valid YAML in line 2, column 10: alias *d is inside its own"),
         (LAUGHS, "recipe = FILE: not valid YAML in line 5, column 36: more than 100,000 values, counting those that"),
         ("a: " + "[" * 5000, "recipe = FILE: not valid YAML: nested too deeply"),
+        (
+            "seed: 010",
+            "recipe = FILE: not valid YAML in line 1, column 7: YAML reads 010 as 8, in base 8; write 8, or 10, or "
+            "'010' in quotes for text",
+        ),
+        (
+            "model: {width: -0_17}",
+            "recipe = FILE: not valid YAML in line 1, column 16: YAML reads -0_17 as -15, in base 8; ",
+        ),
+        (
+            "engine:\n  timeout: 1:30",
+            "recipe = FILE: not valid YAML in line 2, column 12: YAML reads 1:30 as 90, in base 60; write 90, or "
+            "'1:30' in quotes for text",
+        ),
+        (
+            "1:30.5: 2",
+            "recipe = FILE: not valid YAML in line 1, column 1: YAML reads 1:30.5 as 90.5, in base 60",
+        ),
         ("seed: 2020-13-45", "recipe = FILE: not valid YAML: month must be in 1..12"),
     ],
 )
@@ -439,6 +457,15 @@ def test_recipe_files_are_refused_in_the_same_words(text, message, tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     assert refusal("--recipe", str(file))[0].replace(str(file), "FILE").startswith(message)
+
+
+def test_numbers_that_mean_the_same_to_a_reader_and_to_yaml_are_taken(tmp_path):
+    file = tmp_path / "numbers.yaml"
+    file.write_text(
+        "seed: 0\ndata: {batch_size: 1_024}\nmodel: {projector: {width: 0x400}}\noptimizer: {base_lr: 00.5}"
+    )
+    config = resolve(file, {"output": "/nowhere", "data": {"train": "/nowhere"}})
+    assert (config.data.batch_size, config.model.projector.width, config.optimizer.base_lr) == (1024, 1024, 0.5)
 
 
 def test_binary_recipe_file_is_refused(tmp_path):

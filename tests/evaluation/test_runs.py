@@ -172,6 +172,7 @@ def test_a_probe_of_a_run_that_began_again_is_not_exported(run, capsys):
         ("export", lambda text: "", "is empty"),
         ("export", lambda text: "model: [", "is damaged"),
         ("export", lambda text: "a: &a {b: *a}", "is damaged"),
+        ("export", lambda text: f"{text}\nsubject: 010", "is damaged (not valid YAML in line "),
         ("export", lambda text: "hi", "is not a tree of keys and values"),
         ("export", lambda text: text.replace("threads: 1", "threads: many"), "has data.threads = many: must be"),
         ("export", lambda text: text.replace("resnet18", "resnet50"), "has model.backbone = resnet50 instead of"),

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, Scope, resolve, scope_of
+from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.trees import merge
@@ -84,12 +84,12 @@ def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
 def _given(path: Path) -> Mapping[str, Any]:
     """Raises ValueError with a text for the user if the file holds no tree."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = strict_yaml.read(path.read_text(encoding="utf-8"))
         list(leaves(tree))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    except (ValueError, yaml.YAMLError, RecursionError):
-        raise ValueError("is damaged") from None
+    except (ValueError, UserError, RecursionError) as error:
+        raise ValueError(f"is damaged ({error})") from None
     if not tree:
         raise ValueError("is empty")
     if not isinstance(tree, dict):

@@ -117,14 +117,14 @@ class RunFolder:
 
     def saved_configuration(self) -> dict[str, Any] | None:
         """The tree in config.yaml, unchecked; None without that file. Raises UserError if it is damaged."""
-        import yaml
+        from unigrad_fast.runtime import strict_yaml
 
         path = self.configuration
         if not path.is_file():
             return None
         try:
-            saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            saved = strict_yaml.read(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, UserError) as error:
             raise UserError(f"{path}: cannot be read ({error}); {NEW_RUN}") from None
         if not isinstance(saved, dict):
             raise UserError(f"{path}: not a run's configuration; {NEW_RUN}")

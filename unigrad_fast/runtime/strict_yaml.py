@@ -1,4 +1,7 @@
-"""Strict reader for hand-written YAML: refuses a repeated key, which the usual reader accepts silently."""
+"""Strict reader for YAML that people write or edit: refuses what the usual reader silently takes in another sense.
+
+That is a repeated key, and the numbers of YAML 1.1 that mean something else to a reader: 010 is 8, and 1:30 is 90.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def read(text: str) -> Any:
     """The value of a YAML text, which may contain undecodable bytes as `surrogateescape` reads them.
 
     Raises:
-        UserError: names the problem and the line: not valid YAML, a repeated key, an alias inside its own anchor.
+        UserError: names the problem and the line: not valid YAML, a repeated key, an alias inside its own anchor, a
+            number in base 8 or 60.
     """
     try:
         return yaml.load(text, _Loader)
@@ -72,5 +76,23 @@ class _Loader(yaml.SafeLoader):
                 lines[name] = line
         return node
 
+    def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
+        """An integer or a float, unless YAML's value of it differs from the decimal one."""
+        is_integer = node.tag == "tag:yaml.org,2002:int"
+        value = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
+        for base, pattern in ((60, "[^:]+(:[^:]+)+"), (8, "[-+]?0[0-7_]*[1-7][0-7_]*")):
+            if re.fullmatch(pattern, node.value) and (is_integer or base == 60):
+                decimal = f", or {int(node.value)}" if base == 8 else ""
+                self._refuse(
+                    f"YAML reads {node.value} as {value}, in base {base}; write {value}{decimal}, or "
+                    f"'{node.value}' in quotes for text",
+                    node,
+                )
+        return value
+
     def _refuse(self, problem: str, where: Any) -> None:
         raise yaml.composer.ComposerError(None, None, problem, where.start_mark)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_decimal)
