@@ -102,7 +102,7 @@ class Data(Node):
     train: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
     """Training images: a tree CLASS/*.jpg, a flat folder, a text file that lists them, or .tar shards."""
     val: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
-    """Labelled validation images for kNN, given like data.train; without them evaluation is off."""
+    """Labelled validation images for kNN, given like data.train; null turns evaluation off."""
     preset: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
     """Augmentation preset, see `unigrad-fast data presets` (paper: as in SimSiam; multicrop adds local crops)."""
     batch_size: int = Field(default=1024, ge=2, le=2**24)

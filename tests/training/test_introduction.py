@@ -19,7 +19,7 @@ def warnings(ranks: int, device: str, **changes) -> list[str]:
     trainer.steps_done, trainer.total_steps, trainer.steps_per_epoch = 0, 10, 10
     trainer.bad_images.told_at_start.return_value = None
     telemetry = MagicMock()
-    introduce(telemetry, trainer, MagicMock(has_labels=False, __len__=lambda _: 5000), None)
+    introduce(telemetry, trainer, MagicMock(has_labels=False, __len__=lambda _: 5000))
     return [call.args[0] for call in telemetry.warn.call_args_list]
 
 

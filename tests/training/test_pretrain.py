@@ -168,25 +168,33 @@ def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished
             "the training images have no labels",
         ),
         (
+            lambda data: ["--data.train", data / "train", "--data.val", data / "flat"],
+            "the validation images have no labels",
+        ),
+        (
             lambda data: ["--data.train", data, "--data.val", data / "val"],
             "training and validation images have different classes (training flat, train, val; validation class0, ",
         ),
-        (lambda data: [], "no validation images"),
     ],
-    ids=["no labels", "other classes", "no validation set"],
+    ids=["no labels in training", "no labels in validation", "other classes"],
 )
-def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_path, change, said):
-    result = pretrain(data, tmp_path / "run", *change(data), "--schedule.epochs", "1", "--schedule.warmup_epochs", "0")
+def test_validation_images_that_cannot_be_used_are_refused_before_the_start(data, tmp_path, change, said):
+    given = ("--recipe", data / "small.yaml", "--output", tmp_path / "run", *change(data))
+    refused = command("pretrain", *given)
+    assert refused.returncode == 2 and f"error: data.val = {given[-1]}: {said}" in refused.stderr
+    assert "; give labelled validation images of the training classes, or --data.val null to train" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_path):
+    short = ("--schedule.epochs", "1", "--schedule.warmup_epochs", "0")
+    result = pretrain(data, tmp_path / "run", "--data.train", data / "flat", "--data.val", "null", *short)
     assert result.returncode == 0, result.stderr
-    if said == "no validation images":
-        assert f"evaluation is off: {said}" in result.stdout
-    else:
-        (warning,) = (each for each in events(tmp_path / "run", "warning") if ": ignored " not in each["message"])
-        assert warning["message"].startswith(f"evaluation is off although data.val is given: {said}")
+    assert "evaluation is off: no validation images" in result.stdout
     assert events(tmp_path / "run", "knn") == []
     assert "evaluate knn" not in result.stdout
     refused = command("evaluate", "knn", tmp_path / "run")
-    assert refused.returncode == 2 and said in refused.stderr
+    assert refused.returncode == 2 and "no validation images" in refused.stderr
 
 
 def test_validation_that_lacks_a_class_is_judged_during_training(data, tmp_path):

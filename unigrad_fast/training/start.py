@@ -19,7 +19,7 @@ from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.attendance import attended
-from unigrad_fast.runtime.errors import Preempted
+from unigrad_fast.runtime.errors import Preempted, UserError
 from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
@@ -73,11 +73,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Images:
-    """The training images, the kNN probe that uses them, and, if `probe` is None, why."""
+    """The training images, and the kNN probe that uses them; None without validation images."""
 
     train: Manifest
     probe: KNNProbe | None
-    obstacle: str | None
 
 
 @contextmanager
@@ -119,18 +118,27 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
 
 
 def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Images:
-    """Lists the images; all ranks must find the same ones, and a resumed run those it began with."""
+    """Lists the images; all ranks must find the same ones, and a resumed run those it began with.
+
+    Raises:
+        UserError: also if the validation images were given but cannot be used.
+    """
     doing = "stopped while listing images; nothing was written"
     with attempt.preemption.nothing_to_save(doing):
         train, val, said = read_manifests(config.data, attempt.world)
     if saved is not None:
         on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
     queries = match(train, val)
+    if val is not None and queries.val is None:
+        raise UserError(
+            f"data.val = {config.data.val}: {queries.obstacle}; give labelled validation images of the training "
+            "classes, or --data.val null to train without evaluation"
+        )
     attempt.warnings += [*said, *queries.told]
     probe = None
     if queries.val is not None:
         probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
-    return Images(train, probe, queries.obstacle)
+    return Images(train, probe)
 
 
 @contextmanager
@@ -181,7 +189,7 @@ def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | 
         attempt.warnings += filter(None, [folder.little_space(size, config.checkpoint.keep)])
     lengths = trainer.total_steps, trainer.steps_per_epoch
     with Telemetry(folder.path, config, *lengths, attempt.world.rank, trainer.steps_done, progress) as telemetry:
-        introduce(telemetry, trainer, images.train, images.obstacle)
+        introduce(telemetry, trainer, images.train)
         if attempt.threads.said:
             telemetry.say(attempt.threads.said)
         if begins_again:

@@ -20,7 +20,7 @@ from unigrad_fast.training.trainer import Trainer
 ENOUGH_IMAGES = 96  # per GPU and micro-batch; ours, from the counts of the dry run
 
 
-def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle: str | None) -> None:
+def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest) -> None:
     """Describe the run in a few lines, and warn of settings that cost accuracy."""
     run, world = trainer.config, trainer.world
     projector, images = run.model.projector, run.images_at_once(world.size)
@@ -41,10 +41,8 @@ def introduce(telemetry: Telemetry, trainer: Trainer, train: Manifest, obstacle:
         telemetry.resumed()
     if said := trainer.bad_images.told_at_start():
         telemetry.warn(said)
-    if obstacle is not None and run.data.val is None:
-        telemetry.say(f"evaluation is off: {obstacle}")
-    elif obstacle is not None:
-        telemetry.warn(f"evaluation is off although data.val is given: {obstacle}")
+    if run.data.val is None:
+        telemetry.say("evaluation is off: no validation images (data.val)")
     for said in filter(
         None, (few_images(run.data, run.engine, images, world), short_timeout(run.data, run.engine, world))
     ):
