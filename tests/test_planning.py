@@ -101,6 +101,14 @@ def test_remedies_fit_where_the_plan_does_not_and_a_walk_agrees(base):
     assert list(base.remedies(plan, 0.01 * plan.peak)) == []
 
 
+def test_remedies_go_on_to_what_fits(base):
+    """Down to the least memory that the arithmetic knows, something is named."""
+    plan = base.plan()
+    smallest = base.changed(replace(base.setting(), stage=2, placement="sharded", images=2)).peak
+    for usable in (0.5 * plan.peak, 1.2 * smallest, 1.01 * smallest):
+        assert dict(base.remedies(plan, usable)), usable
+
+
 def test_storage_reads_each_image_once_and_a_node_has_its_share(base):
     plan = base.plan(nodes=2)
     around = base.around(plan, images=1000, image_bytes=100.0)
@@ -110,7 +118,7 @@ def test_storage_reads_each_image_once_and_a_node_has_its_share(base):
     assert (
         around["bank"] == 2 * math.ceil(1000 / plan.setting.ranks) * base.found.features
     )  # a rank's, in half precision
-    assert plan.hours(25_600) == pytest.approx(100 * 100 * plan.step / 3600)
+    assert plan.hours(25_600, 7) == pytest.approx(7 * 100 * plan.step / 3600)
 
 
 def test_nodes_that_cannot_share_the_cards_are_refused():

@@ -93,9 +93,9 @@ class Plan:
     def bound_by_latency(self) -> bool:
         return self.waiting > LATENCY_BOUND * self.step
 
-    def hours(self, images: int) -> float:
-        """Expected hours for 100 epochs over so many images, without evaluations."""
-        return 100 * (images // self.setting.batch) * self.step / 3600
+    def hours(self, images: int, epochs: int) -> float:
+        """Expected hours for epochs over so many images, without evaluations."""
+        return epochs * (images // self.setting.batch) * self.step / 3600
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -131,13 +131,8 @@ class Counted:
         """Walks a step; see `dry_run.walk`.
 
         Raises:
-            UserError: as `walk` does, and for an objective other than UniGrad.
+            UserError: as `walk` does.
         """
-        if config.objective.method != "unigrad":
-            raise UserError(
-                f"objective.method = {config.objective.method}: the plan covers UniGrad only; plan the same "
-                "network with --objective.method unigrad"
-            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return cls(config, ranks, card, walk(config, ranks, card, as_cuda))
@@ -150,6 +145,11 @@ class Counted:
     def width(self) -> int:
         return self.config.model.projector.width
 
+    @property
+    def has_correlation(self) -> bool:
+        """Whether the method keeps F; the arithmetic of other settings is known only for these methods."""
+        return bool(self.found.placement)
+
     def setting(self, nodes: int = 1) -> Setting:
         settings, images = self.config.engine, self.config.images_at_once(self.ranks)
         stage, accumulation = settings.zero_stage, settings.accumulation_steps
@@ -161,7 +161,10 @@ class Counted:
         return self._plan(self.setting(nodes), "counted", self.found.peak, transient, self.found.each_collective)
 
     def changed(self, setting: Setting) -> Plan:
-        """The plan of the same networks in another setting, by arithmetic; the stage must not be lower."""
+        """The plan of the same networks in another setting, by arithmetic; the stage must not be lower.
+
+        Only for a method with F.
+        """
         base = self.setting()
         persistent = self._persistent(base, setting)
         transient = [self._transient(phase, kinds, base, setting) for phase, kinds in self.found.fullest.items()]
@@ -170,9 +173,11 @@ class Counted:
     def remedies(self, plan: Plan, usable: float) -> Iterator[tuple[str, Plan]]:
         """Changes of the configuration that make the plan fit, as text and as plans, the cheapest first.
 
-        Tried are the stages and the placement alone, then together, then these with the smallest accumulation that
-        fits, and finally the largest batch that fits with nothing else changed.
+        Tried are the stages and the placement alone, then together; then the smallest accumulation that fits, alone
+        and with these; finally the largest batch that fits, alone or else with these. None for a method without F.
         """
+        if not self.has_correlation:
+            return
         base, width = plan.setting, self.width
         stages = [stage for stage in (1, 2) if stage > base.stage and base.ranks > 1]
         placements = ["sharded"] if base.placement == "replicated" and 1 < base.ranks <= width else []
@@ -180,26 +185,41 @@ class Counted:
         keys += [({"placement": each}, f"objective.placement {each}") for each in placements]
         if stages and placements:
             keys.append(({"stage": 2, "placement": "sharded"}, "engine.zero_stage 2 and objective.placement sharded"))
-        lowest = replace(base, **(keys[-1][0] if keys else {}))
-        also = f"{keys[-1][1]} and " if keys else ""
-        for parts in range(2, base.images // 2 + 1):
-            if base.images % parts or not self._divides(base.images // parts):
-                continue
-            change = {"images": base.images // parts, "accumulation": base.accumulation * parts}
-            if self.changed(replace(lowest, **change)).peak <= usable:
-                key = f"{also}engine.accumulation_steps {change['accumulation']}"
-                keys.append(({**asdict(lowest), **change}, key))
-                break
-        step = 8 if base.images > 16 else 1
-        for images in range((base.images - 1) // step * step, 1, -step):
-            smaller = replace(base, images=images)
-            if self._divides(images) and self.changed(smaller).peak <= usable:
-                keys.append(({"images": images}, f"data.batch_size {smaller.batch}"))
+        starts = [(base, "")]
+        if keys:
+            starts.append((replace(base, **keys[-1][0]), f"{keys[-1][1]} and "))
+        accumulations = set()
+        for start, also in starts:
+            smaller = next((each for each in self._accumulated(start) if self.changed(each).peak <= usable), None)
+            if smaller is not None and smaller.accumulation not in accumulations:
+                accumulations.add(smaller.accumulation)
+                keys.append((asdict(smaller), f"{also}engine.accumulation_steps {smaller.accumulation}"))
+        for start, also in starts:
+            smaller = next((each for each in self._smaller(start) if self.changed(each).peak <= usable), None)
+            if smaller is not None:
+                keys.append((asdict(smaller), f"{also}data.batch_size {smaller.batch}"))
                 break
         for change, key in keys:
             found = self.changed(replace(base, **change))
             if found.peak <= usable and found.peak < plan.peak:
                 yield key, found
+
+    def without_remedy(self) -> str:
+        """What else may make a plan fit, when there are no remedies."""
+        untried = "" if self.has_correlation else "a larger engine.accumulation_steps, a smaller data.batch_size, "
+        return f"{untried}a smaller model.projector.width, or more GPUs"
+
+    def _accumulated(self, start: Setting) -> Iterator[Setting]:
+        """The same batch in more and more micro-batches."""
+        for parts in range(2, start.images // 2 + 1):
+            if start.images % parts == 0 and self._divides(start.images // parts):
+                yield replace(start, images=start.images // parts, accumulation=start.accumulation * parts)
+
+    def _smaller(self, start: Setting) -> Iterator[Setting]:
+        """Smaller and smaller batches; above 16 images per rank, in steps of 8."""
+        for images in range(start.images - 1, 1, -1):
+            if (images % 8 == 0 or images < 8 or start.images <= 16) and self._divides(images):
+                yield replace(start, images=images)
 
     def around(self, plan: Plan, images: int, image_bytes: float) -> dict[str, float]:
         """Further needs of the run: bytes on hosts, on disk and, during kNN evaluation, on a card; reads per second.
@@ -314,6 +334,10 @@ class Counted:
                 seconds[name] = times * max(images * part.seconds, part.launches * self.card.launch)
             elif name == "casts":
                 seconds[name] *= times
+        if new.stage:
+            seconds["optimizer"] *= (base.ranks if base.stage else 1) / new.ranks
+        if not self.has_correlation:
+            return seconds
         # Gathered tensors cross memory about three times: fitted to walks of width 16384 on 64 and 512 cards.
         had, has = (
             each.accumulation * compute_seconds(each.placement, self.width, each.images, self.views, each.ranks)
@@ -321,8 +345,6 @@ class Counted:
             for each in (base, new)
         )
         seconds["objective"] = max(seconds["objective"] + has - had, has)
-        if new.stage:
-            seconds["optimizer"] *= (base.ranks if base.stage else 1) / new.ranks
         return seconds
 
 
@@ -359,7 +381,12 @@ def sweep(
     Each width is walked once, on one node's cards at stage 0; the rest is arithmetic. The stage is the lowest that
     fits, or the highest. F is placed as `objective.placement` says; "auto" is decided for each width and number of
     cards.
+
+    Raises:
+        UserError: the method is not UniGrad.
     """
+    if config.objective.method != "unigrad":
+        raise UserError(f"objective.method = {config.objective.method}: a sweep covers UniGrad only; leave out --sweep")
     walked_on = max(2, per_node)
     for width in widths:
         model = config.model.model_copy(
@@ -399,4 +426,4 @@ def advice_here(config: Config, ranks: int, size: float | None) -> Iterator[str]
     # If the card has more than that, something else was in its memory too.
     usable = min(counted.card.usable_memory, 0.8 * plan.peak)
     remedies = [f"{key} ({byte_size(found.peak)})" for key, found in counted.remedies(plan, usable)]
-    yield f"expected to fit: {'; '.join(remedies) or 'a smaller model.projector.width, or more GPUs'}"
+    yield f"expected to fit: {'; '.join(remedies) or counted.without_remedy()}"

@@ -13,21 +13,19 @@ from pydantic import Field
 from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import require_folder
-from unigrad_fast.runtime.outputs import require_file, write_files
+from unigrad_fast.runtime.outputs import require_file, require_free, write_files
 from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.validation import AbsolutePath
 from unigrad_fast.runtime.wording import byte_size, count
 
 if TYPE_CHECKING:
+    from unigrad_fast.dry_run.cards import Card
     from unigrad_fast.planning import Counted
     from unigrad_fast.planning import Plan as Planned
 
 CARDS_OF_A_NODE = 8
-HEADER = (
-    "| C | GPUs | ZeRO stage | F | GiB of a rank | fits | GB inside a node | GB between nodes | ms | images/s "
-    "| hours for 100 epochs | bound by |"
-)
 
 
 class Plan(Config):
@@ -41,6 +39,8 @@ class Plan(Config):
     """Number of machines, with equally many GPUs in each."""
     card: Literal["h100", "a100"] = "h100"
     """GPU type; figures and sources in cards.json."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of each GPU in GiB, as fast as the card; null is the card's."""
     images: int | None = Field(default=None, ge=2, le=2**16)
     """Images at once on each GPU; replaces data.batch_size; null follows from data.batch_size."""
     dataset_images: int = Field(default=1_281_167, ge=1)
@@ -64,25 +64,57 @@ def plan(options: Plan) -> None:
         tree["data"] = options.data.model_copy(update={"batch_size": batch})
     config = Config(**tree)
     require_folder(options.output)
-    name = f"{Path(config.recipe).stem}-{options.card}"
-    images = config.data.batch_size // options.gpus
-    name += "-sweep" if options.sweep else f"-{options.gpus}x{images}-width{config.model.projector.width}"
-    files = [options.output / f"{name}{ending}" for ending in (".json", *((".md", ".png") if options.sweep else ()))]
+    files = _files(config, options)
     for file in files:
         require_file(file)
-    contents = _sweep(config, options) if options.sweep else _single(config, options)
+    require_free(files, options.overwrite)
+    contents, problem = _sweep(config, options) if options.sweep else _single(config, options)
     options.output.mkdir(parents=True, exist_ok=True)
     write_files(dict(zip(files, contents, strict=True)), options.overwrite)
     print(f"written: {', '.join(map(str, files))}")
+    if problem:
+        raise UserError(problem)
 
 
-def _single(config: Config, options: Plan) -> list[bytes]:
+def _files(config: Config, options: Plan) -> list[Path]:
+    """Files named by what is planned."""
+    engine = config.engine
+    name = f"{Path(config.recipe).stem}-{options.card}"
+    if options.memory_gib is not None:
+        name += f"-{options.memory_gib:g}gib"
+    if options.sweep:
+        name += "-sweep"
+    else:
+        name += f"-{options.gpus}x{config.images_at_once(options.gpus)}"
+        name += f"-nodes{options.nodes}" if options.nodes > 1 else ""
+        name += f"-width{config.model.projector.width}-stage{engine.zero_stage}-accumulation{engine.accumulation_steps}"
+    precision = "bf16" if engine.precision == "auto" else engine.precision  # as it is walked
+    endings = (".json", ".md", ".png") if options.sweep else (".json",)
+    return [options.output / f"{name}-{precision}{ending}" for ending in endings]
+
+
+def _card(options: Plan) -> Card:
     from unigrad_fast.dry_run.cards import Card
+
+    return Card.of(options.card).with_memory(options.memory_gib)
+
+
+def _usable(card: Card) -> str:
+    return f"{card.usable_memory / 2**30:.4g} GiB, nine tenths of a {card.name}"
+
+
+def _single(config: Config, options: Plan) -> tuple[list[bytes], str | None]:
+    """The file's content, and why nothing fits, if so."""
     from unigrad_fast.planning import Counted, require_cluster
     from unigrad_fast.runtime.console import new_console
 
     require_cluster(options.gpus, options.nodes)
-    counted = Counted.of(config, options.gpus, Card.of(options.card))
+    if options.dataset_images < config.data.batch_size:
+        raise UserError(
+            f"dataset_images = {options.dataset_images}: cannot fill a batch of {config.data.batch_size}; "
+            "use a smaller data.batch_size"
+        )
+    counted = Counted.of(config, options.gpus, _card(options))
     found = counted.plan(options.nodes)
     around = counted.around(found, options.dataset_images, 1e3 * options.image_kilobytes)
     usable = counted.card.usable_memory
@@ -99,12 +131,16 @@ def _single(config: Config, options: Plan) -> list[bytes]:
         **found.as_json(),
         "usable_memory": usable,
         "fits": found.peak <= usable,
-        "hours_for_100_epochs": found.hours(options.dataset_images),
+        "epochs": config.schedule.epochs,
+        "hours": found.hours(options.dataset_images, config.schedule.epochs),
         "checkpoint, counted": around.pop("checkpoint"),
         "around, expected": around,
         "would_fit": [{"change": key, **each.as_json()} for key, each in remedies],
     }
-    return [_json(content)]
+    if found.peak <= usable or remedies:
+        return [_json(content)], None
+    tried = "no stage, placement, batch or accumulation fits into" if counted.has_correlation else "does not fit into"
+    return [_json(content)], f"{tried} {_usable(counted.card)}; use {counted.without_remedy()}"
 
 
 def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
@@ -115,7 +151,7 @@ def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
         f"{counted.config.recipe}, width {counted.width}: {setting.ranks} x {card.name} in "
         f"{count(setting.nodes, 'node')}, {setting.images} images at once on each, batch {setting.batch}, "
         f"ZeRO stage {setting.stage}, "
-        f"F {setting.placement}"
+        + (f"F {setting.placement}" if counted.has_correlation else counted.config.objective.method)
     )
     headers = ("memory of a rank, counted", "at the peak of all, GiB", "each kind's own peak, GiB")
     memory = table_of_figures(*headers, title=title, title_justify="left")
@@ -137,9 +173,11 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
         f"counted: {found.collective_count} collectives; a rank sends {found.inside / 1e9:.3f} GB per step inside "
         f"its node, and {found.between / 1e9:.3f} GB to other nodes"
     )
+    epochs = counted.config.schedule.epochs
+    hours = found.hours(options.dataset_images, epochs)
     yield (
-        f"expected: {found.images_per_second:,.0f} images/s; {found.hours(options.dataset_images):.1f} hours for 100 "
-        f"epochs of {options.dataset_images:,} images"
+        f"expected: {found.images_per_second:,.0f} images/s; {hours:.1f} hours for {count(epochs, 'epoch')} of "
+        f"{options.dataset_images:,} images" + (", all with full-size views" if counted.config.data.growth() else "")
     )
     yield (
         f"counted: a checkpoint of {byte_size(around['checkpoint'])}; expected: {byte_size(around['disk'])} of disk "
@@ -163,31 +201,39 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
 
 
 def _verdict(counted: Counted, found: Planned, remedies: Sequence[tuple[str, Planned]]) -> Iterator[str]:
-    usable = f"{counted.card.usable_memory / 2**30:.0f} GiB, nine tenths of a {counted.card.name}"
+    usable = _usable(counted.card)
     if found.peak <= counted.card.usable_memory:
         yield f"fits: {found.peak / 2**30:.2f} of {usable}"
         return
     yield f"does not fit: {found.peak / 2**30:.2f} GiB, but there are {usable}"
     for key, each in remedies:
         yield f"would fit: {key}: {each.peak / 2**30:.2f} GiB and {1e3 * each.step:.0f} ms, expected"
-    if not remedies:
-        yield "no stage, placement, batch or accumulation would fit; use a smaller model.projector.width"
 
 
-def _sweep(config: Config, options: Plan) -> list[bytes]:
-    from unigrad_fast.dry_run.cards import Card
+def header(epochs: int) -> str:
+    """The first row of a sweep's table."""
+    return (
+        "| C | GPUs | ZeRO stage | F | GiB of a rank | fits | GB inside a node | GB between nodes | ms | images/s "
+        f"| hours for {count(epochs, 'epoch')} | bound by |"
+    )
+
+
+def _sweep(config: Config, options: Plan) -> tuple[list[bytes], str | None]:
+    """The files' contents, and why nothing fits, if so."""
     from unigrad_fast.planning import CARDS, WIDTHS, sweep
 
     images = options.images or config.images_at_once(CARDS_OF_A_NODE)
-    card = Card.of(options.card)
-    lines, rows = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)], []
+    card, epochs = _card(options), config.schedule.epochs
+    lines, rows = [header(epochs), "|" + "---|" * (header(epochs).count("|") - 1)], []
     print("\n".join(lines))
     for width, found, fits in sweep(config, WIDTHS, CARDS, images, card, CARDS_OF_A_NODE):
-        hours = found.hours(options.dataset_images)
-        rows.append({"width": width, "fits": fits, "hours_for_100_epochs": hours, **found.as_json()})
+        hours = found.hours(options.dataset_images, epochs)
+        rows.append({"width": width, "fits": fits, "epochs": epochs, "hours": hours, **found.as_json()})
         lines.append(row(width, found, fits, hours))
         print(lines[-1], flush=True)
-    return [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.usable_memory)]
+    contents = [_json(rows), "\n".join([*lines, ""]).encode(), _plot(rows, card.usable_memory)]
+    fits = any(row["fits"] for row in rows)
+    return contents, None if fits else f"no width fits into {_usable(card)}; use fewer --images"
 
 
 def row(width: int, found: Planned, fits: bool, hours: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from unigrad_fast.runtime.errors import UserError
@@ -31,6 +31,10 @@ class Card:
     def usable_memory(self) -> float:
         """Bytes that a step may take by our count; a tenth of the memory is reserved for what is not counted."""
         return 0.9 * self.size
+
+    def with_memory(self, gib: float | None) -> Card:
+        """A card as fast as this one with another memory; None changes nothing."""
+        return self if gib is None else replace(self, name=f"{self.name} with {gib:g} GiB", size=2**30 * gib)
 
     @classmethod
     def of(cls, key: str) -> Card:

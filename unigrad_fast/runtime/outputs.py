@@ -8,7 +8,7 @@ replaces files of a run, and nothing is written among the images or through a da
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unigrad_fast.runtime.errors import UserError
@@ -39,11 +39,16 @@ def write_files(contents: Mapping[Path, bytes], overwrite: bool) -> None:
         UserError: such a file exists.
     """
     wanted = {path: content for path, content in contents.items() if not _holds(path, content)}
-    for path in wanted:
-        if os.path.lexists(path) and not overwrite:
-            raise UserError(f"output = {path}: already exists; give another name, or --overwrite true")
+    require_free(wanted, overwrite)
     for path, content in wanted.items():
         write_whole(path, content)
+
+
+def require_free(paths: Iterable[Path], overwrite: bool) -> None:
+    """Raises UserError if there is a file that must not be replaced."""
+    for path in paths:
+        if os.path.lexists(path) and not overwrite:
+            raise UserError(f"output = {path}: already exists; give another name, or --overwrite true")
 
 
 def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
