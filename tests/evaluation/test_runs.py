@@ -188,6 +188,24 @@ def test_an_edited_configuration_gives_way_to_the_checkpoints(run, command, edit
     assert f"; using the configuration in {run}/checkpoints/step-00000020\n" in printed
 
 
+def test_a_run_that_cannot_be_written_to_is_evaluated_into_another_folder(run, tmp_path, capsys, monkeypatch):
+    whole, access = sorted(run.rglob("*")), os.access
+    # Tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(run) and access(path, mode))
+    refused = said(capsys, "evaluate", "knn", run, status=2)
+    assert f"{run}: not writable, but the result is written there; give another folder with --output" in refused
+    given = ("--output", tmp_path / "new/results")
+    assert f"written to {tmp_path}/new/results/knn-epoch2.json" in said(capsys, "evaluate", "knn", run, *given)
+    said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1, *given)
+    assert sorted(file.name for file in (tmp_path / "new/results").iterdir()) == [
+        "knn-epoch2.json",
+        "linear-paper-epoch2.json",
+        "linear-paper-epoch2.safetensors",
+    ]
+    assert sorted(run.rglob("*")) == whole
+    assert "is inside the run in " in said(capsys, "evaluate", "knn", run, "--output", run / "checkpoints", status=2)
+
+
 def test_another_machine_may_need_other_threads_and_says_nothing(run, capsys):
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("threads: 1", "threads: 2").replace("batch_size: 12", "batch_size: 5"))

@@ -33,6 +33,8 @@ class EvaluateKNN(Node):
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
     data: EvaluationData = EvaluationData()
     """Images."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation."""
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
@@ -40,7 +42,9 @@ def evaluate_knn(options: EvaluateKNN) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, options.k, options.temperature)
+    asked = runs.Asked(
+        options.checkpoint, options.data.train, options.data.val, options.k, options.temperature, options.output
+    )
     runs.evaluate_knn(options.run, options.baselines, asked)
 
 
@@ -61,6 +65,8 @@ class EvaluateLinear(Node):
     """Step of the checkpoint; null is the newest."""
     data: EvaluationData = EvaluationData()
     """Images."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation."""
 
 
 def evaluate_linear(options: EvaluateLinear) -> None:
@@ -74,5 +80,5 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val)
+    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, output=options.output)
     runs.evaluate_linear(options.run, options.protocol, changes, asked)

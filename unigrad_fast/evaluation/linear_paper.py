@@ -251,7 +251,7 @@ class Unfinished:
         return state if settings == self.settings else None
 
     def _save(self, state: dict[str, Any]) -> None:
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         torch.save({"settings": self.settings, "state": state}, content)
         write_whole(self.path, content.getvalue())

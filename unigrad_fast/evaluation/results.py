@@ -1,4 +1,4 @@
-"""Result files in RUN/evaluation: one per protocol, epoch and settings, so that no result replaces another.
+"""Result files in RUN/evaluation or a given folder: one per protocol, epoch and settings; none replaces another.
 
 knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, for instance
 linear-paper-epoch100.json, .safetensors       the result, and the classifier
@@ -19,19 +19,27 @@ from safetensors.torch import save
 from torch import Tensor
 
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import write_whole
+from unigrad_fast.runtime.files import require_folder, write_whole
+from unigrad_fast.runtime.outputs import require_file
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 
 
-def folder_of(run: Path) -> Path:
-    """The folder of a run's results. Raises UserError if it cannot be written."""
+def folder_of(run: Path, output: Path | None = None) -> Path:
+    """The folder of a run's results: `output`, or RUN/evaluation. Raises UserError if it cannot be written."""
     folder = RunFolder(run).evaluation
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise UserError(f"{folder}: is not a folder, but results are written there; move it away")
-    place = folder if os.path.isdir(folder) else run
+    if output is not None and os.path.realpath(output) != os.path.realpath(folder):
+        folder = output
+        require_folder(folder)
+        require_file(folder / "results.json")
+    elif os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UserError(
+            f"{folder}: is not a folder, but results are written there; move it away, or give another folder with "
+            "--output"
+        )
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{place}: not writable, but the result is written there; check its permissions")
+        raise UserError(f"{place}: not writable, but the result is written there; give another folder with --output")
     return folder
 
 
@@ -56,7 +64,7 @@ def write_result(
     Returns:
         A line for the user about the file, the figures that it keeps and a file with other settings.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings, figures = json.loads(json.dumps([settings, figures]))  # as they will be read back
     with _locked(folder):
         passed: list[tuple[Path, Any]] = []

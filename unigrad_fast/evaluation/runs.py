@@ -45,6 +45,7 @@ class Asked:
         checkpoint: step of the checkpoint; None for the newest.
         train, val: paths of the images.
         k, temperature: settings of kNN.
+        output: folder of the results; None for RUN/evaluation.
     """
 
     checkpoint: int | None = None
@@ -52,6 +53,7 @@ class Asked:
     val: Path | None = None
     k: int | Literal["auto"] | None = None
     temperature: float | None = None
+    output: Path | None = None
 
     def of(self, config: Config) -> Config:
         """The configuration with these options applied."""
@@ -80,7 +82,7 @@ class Opened(FrozenEncoder):
 
 
 def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
-    """Print the kNN accuracy of a run's online backbone and write it to RUN/evaluation/knn-epochE.json.
+    """Print the kNN accuracy of a run's online backbone and write it to knn-epochE.json in RUN/evaluation.
 
     Args:
         run: the run folder.
@@ -91,7 +93,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
         UserError: the run has no weights, labels or validation images.
         RunStopped: a feature is not finite, or too many images cannot be used.
     """
-    folder = folder_of(run)
+    folder = folder_of(run, asked.output)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
         probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
@@ -139,7 +141,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
         RunStopped: a feature or the loss is not finite, or too many images cannot be used.
         Preempted: in the paper's protocol, after saving.
     """
-    folder = folder_of(run)
+    folder = folder_of(run, asked.output)
     with opened(run, asked, "a linear classifier") as this:
         classes: dict[str, Any] = {"classes": this.train.classes}
         train, val, numbers = without_unused(this.train, this.val)
