@@ -4,7 +4,8 @@ Folders that lead to all images are skipped, and each folder below them is a cla
 depth. Images that lie beside the class folders, or above them, are left out. If no folder has a second one beside it,
 the first folder is the only class, and images without a folder have no class.
 
-Names that differ only in Unicode form are one class: macOS may write `é` as two characters where Linux writes one.
+Names that differ only in Unicode form are one class: macOS may write an accented letter as two characters where Linux
+writes one.
 """
 
 import unicodedata
