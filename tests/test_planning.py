@@ -103,10 +103,13 @@ def test_remedies_fit_where_the_plan_does_not_and_a_walk_agrees(base):
 
 def test_remedies_go_on_to_what_fits(base):
     """Down to the least memory that the arithmetic knows, something is named."""
-    plan = base.plan()
-    smallest = base.changed(replace(base.setting(), stage=2, placement="sharded", images=2)).peak
-    for usable in (0.5 * plan.peak, 1.2 * smallest, 1.01 * smallest):
-        assert dict(base.remedies(plan, usable)), usable
+    least = replace(base.setting(), images=2)
+    changes = ({}, {"stage": 2, "placement": "sharded"})
+    smallest = min(base.changed(replace(least, **change)).peak for change in changes)
+    for usable in (1.2 * smallest, 1.01 * smallest):
+        found = dict(base.remedies(base.plan(), usable))
+        assert found and all(each.peak <= usable for each in found.values())
+    assert list(base.remedies(base.plan(), 0.99 * smallest)) == []
 
 
 def test_storage_reads_each_image_once_and_a_node_has_its_share(base):
