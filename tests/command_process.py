@@ -70,18 +70,18 @@ def start_ranks(count: int, *arguments: object, **settings) -> list[CommandProce
     return [CommandProcess(*arguments, environment=each, **settings) for each in texts]
 
 
-def command_on_two_ranks(*arguments: object) -> subprocess.CompletedProcess:
+def command_on_two_ranks(*arguments: object, is_thin: bool = False) -> subprocess.CompletedProcess:
     """The higher exit status, and what both printed."""
-    results = [process.end() for process in start_ranks(2, *arguments)]
+    results = [process.end() for process in start_ranks(2, *arguments, is_thin=is_thin)]
     said = ["".join(getattr(result, stream) for result in results) for stream in ("stdout", "stderr")]
     return subprocess.CompletedProcess(arguments, max(result.returncode for result in results), *said)
 
 
-def command(*arguments, launcher: tuple[str, ...] | None = None) -> subprocess.CompletedProcess:
+def command(*arguments, launcher: tuple[str, ...] | None = None, is_thin: bool = False) -> subprocess.CompletedProcess:
     """The command's result; with a launcher, or none (`()`), from a new interpreter."""
     if launcher is None:
-        return CommandProcess(*arguments).end()
-    start = [sys.executable, "-m", *launcher, "unigrad_fast"]
+        return CommandProcess(*arguments, is_thin=is_thin).end()
+    start = [sys.executable, "-m", *launcher, "thin" if is_thin else "unigrad_fast"]
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run([*start, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300)
 

@@ -22,6 +22,7 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1)))
 if "PYTEST_XDIST_WORKER" in os.environ:  # several pytest processes share the cores
     THREADS = 1
 LONGEST = (
+    "kernels/test_interpreted_backward.py",
     "kernels/test_interpreted.py",
     "training/test_interruption.py",
     "training/test_ranks.py",

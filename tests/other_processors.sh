@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 COMPUTE=(
     tests/kernels/test_reference.py tests/kernels/test_ops.py tests/kernels/test_batch_norm_ops.py
     tests/kernels/test_interpreted.py
+    tests/kernels/test_interpreted_backward.py
     tests/objectives tests/networks tests/optimization
     tests/evaluation/test_knn.py tests/evaluation/test_sharded_knn.py tests/evaluation/test_knn_probe.py
     tests/evaluation/test_linear.py tests/evaluation/test_features.py

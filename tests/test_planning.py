@@ -30,7 +30,7 @@ def counted(ranks: int, stage: int = 0, placement: str = "replicated", images: i
     engine = {"zero_stage": stage, "precision": "bf16", "accumulation_steps": parts}
     model = {"backbone": "resnet18", "projector": {"width": 128}}
     config = configured(ranks, images * parts, engine=engine, objective={"placement": placement}, model=model)
-    with thin():
+    with thin(stages=1):
         return Counted.of(config, ranks, CARD)
 
 
@@ -162,7 +162,7 @@ def measured(config: Config) -> tuple[int, int, float, int]:
     """Bytes that last, those that pass at most, bytes sent and collectives of the second step of a real rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before = alive()
-    with thin():
+    with thin(stages=1):
         trainer = walking.build_trainer(config, World(rank, size, rank, size, torch.device("cpu"), "gloo"))
         batches = [walking.batch(config, size) for _ in range(config.engine.accumulation_steps)]
         trainer.step(0, iter(batches))
@@ -191,7 +191,7 @@ def test_memory_and_bytes_are_those_of_two_real_ranks(workers, stage, placement)
     engine = {"zero_stage": stage, "precision": "fp32"}
     model = {"backbone": "resnet18", "projector": {"width": 128}, "batch_statistics": "per_size"}
     config = configured(2, 8, engine=engine, objective={"placement": placement}, model=model)
-    with thin():
+    with thin(stages=1):
         plan = Counted.of(config, 2, CARD, as_cuda=False).plan()
     bucket = BUCKET if stage else 0
     for lasting, passing, moved, count in workers(2).run(measured, config):

@@ -19,8 +19,8 @@ SHARE = 4
 
 
 class ThinResNet(ResNet):
-    def __init__(self, blocks: int, **settings):
-        super().__init__(BasicBlock, [blocks] * 4, **settings)
+    def __init__(self, blocks: int, stages: int, **settings):
+        super().__init__(BasicBlock, [blocks] * stages + [0] * (4 - stages), **settings)
         self.fc = nn.Linear(self.inplanes, settings.get("num_classes", 1000))
         self.__class__ = ResNet
 
@@ -31,12 +31,12 @@ class ThinResNet(ResNet):
         return super()._make_layer(block, planes // SHARE, *arguments, **settings)
 
 
-def thin(blocks: int = 1) -> AbstractContextManager:
-    """`blocks` in each of the four stages; ResNet-18 has 2, with which the names of all weights are its own.
+def thin(blocks: int = 1, stages: int = 4) -> AbstractContextManager:
+    """`blocks` in each of the first stages; ResNet-18 has 2 in 4, with which the names of all weights are its own.
 
-    0 leaves the stem alone.
+    0 blocks leave the stem alone.
     """
-    return mock.patch.object(torchvision.models, "resnet18", partial(ThinResNet, blocks))
+    return mock.patch.object(torchvision.models, "resnet18", partial(ThinResNet, blocks, stages))
 
 
 def smooth_(network: nn.Module) -> None:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_bench_scaling import thin_process
 
 from unigrad_fast import cli
 from unigrad_fast.benchmarks.harness.turns import Turns
@@ -72,7 +72,7 @@ def test_images_are_linked_evenly_or_repeatedly(count, images, drawn, tmp_path):
 
 
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(step_measure, "new_process", forked.new_pool)
+    monkeypatch.setattr(step_measure, "new_process", thin_process)
     monkeypatch.setitem(bench_step.CASES, "tiny", Case("resnet18", 32, 8))
     bench_step.main("tiny", drawn, None, None, Turns(repetitions=1, steps=1), tmp_path / "results", neighbour=True)
     rows = [json.loads(line) for line in (tmp_path / "results/step.jsonl").read_text().splitlines()]

@@ -95,7 +95,7 @@ def test_without_images_those_of_the_quickstart_are_drawn(config, tmp_path, monk
 
 def test_a_dry_run_counts_every_width(tmp_path, capsys):
     words = "bench width --dry_run true --ranks 2 --images 4 --widths 64,128 --model.backbone resnet18"
-    with thin():
+    with thin(stages=1):
         assert cli.main([*words.split(), "--output", str(tmp_path)]) == 0
     narrow, wide = rows_of(tmp_path / "dry_width.jsonl")
     assert (narrow["width"], wide["width"]) == (64, 128)

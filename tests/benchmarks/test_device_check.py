@@ -36,6 +36,7 @@ def check_good(done: subprocess.CompletedProcess, words: tuple[str, ...]) -> Non
         assert any(line.startswith("ok") and word in line for line in verdicts), word
 
 
+@pytest.mark.slow  # by default its checks run in tests/kernels/interpreted, and its first one below
 def test_all_that_the_interpreter_can_do_is_good_without_any_further_package():
     done = dry_run()
     check_good(done, ("dz, ieee", "dz, fp16", "bitwise equal", "LARS", "target update", "batch norm, float16"))

@@ -21,7 +21,7 @@ def counted(folder: Path, recipe: str, *options: str) -> int:
     path = folder / "small.yaml"
     path.write_text(recipe)
     arguments = ("--dry_run", "true", "--recipe", str(path), "--output", str(folder / "results"))
-    with thin():
+    with thin(stages=1):
         return cli.main(["bench", "step", *arguments, *options])
 
 

@@ -27,7 +27,7 @@ model: {backbone: resnet18, projector: {width: 64}}
 def planned(tmp_path: Path) -> Callable[..., int]:
     def call(*options: str) -> int:
         (tmp_path / "small.yaml").write_text(SMALL)
-        with thin():
+        with thin(stages=1):
             return cli.main(
                 ["plan", "--recipe", str(tmp_path / "small.yaml"), "--output", str(tmp_path / "out"), *options]
             )

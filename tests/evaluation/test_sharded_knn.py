@@ -85,7 +85,7 @@ def shared(seed: int, repeated: bool, k: int, chunk: int) -> KNNResult:
     return sharded_knn(*shares, world(), k, chunk=chunk)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_number_of_ranks_gets_the_whole_banks_result(workers, ranks):
     for seed, repeated, k, chunk in [(1, False, 7, 4096), (2, True, 9, 8), (3, True, 200, 5), (4, False, 1, 13)]:
         expected = by_definition(*data(seed, repeated), k, 0.1)

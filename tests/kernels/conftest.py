@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# Triton is in its interpreter or compiles, for the life of a process: `test_interpreted.py` starts one for that folder.
+# Triton is in its interpreter or compiles, for the life of a process: `interpreter.py` starts one for that folder.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
 
 

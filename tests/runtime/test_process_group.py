@@ -338,6 +338,7 @@ def said(output: str) -> list[list]:
 TWO_RANKS = [[0, 2, 0, 2, 3.0], [1, 2, 1, 2, 3.0]]
 
 
+@pytest.mark.slow  # what it sets is tried above, and ranks meet under Slurm's variables below
 def test_deepspeed_launcher_starts_two_ranks(program):
     port = str(free_port())
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
@@ -372,13 +373,16 @@ def test_slurm_starts_two_ranks_without_warnings(program):
 
 
 ENGINE = """
-import torch
+import sys, torch
 from unigrad_fast.runtime.process_group import session
 from unigrad_fast.runtime.quiet import quiet_deepspeed
 torch.set_num_threads(1)
-for _ in range(2):
+for verbose in (False, False, True):
+    if verbose:
+        print("verbose", flush=True)
+        print("verbose", file=sys.stderr, flush=True)
     with session("cpu"):
-        deepspeed = quiet_deepspeed(verbose=VERBOSE)
+        deepspeed = quiet_deepspeed(verbose)
         model = torch.nn.Linear(3, 2)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -389,23 +393,16 @@ for _ in range(2):
 """
 
 
-def run_engine(verbose: bool) -> subprocess.CompletedProcess:
+def test_engine_starts_without_a_compiler_twice_and_silently_and_a_verbose_one_talks():
     environment = clean_environment() | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
     environment.pop("DS_ACCELERATOR", None)
     environment.pop("PYTHONWARNINGS")
-    command = [sys.executable, "-c", ENGINE.replace("VERBOSE", str(verbose))]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_engine_starts_without_a_compiler_twice_and_silently():
-    result = run_engine(verbose=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_verbose_engine_talks():
-    result = run_engine(verbose=True)
+    command = [sys.executable, "-c", ENGINE]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "DeepSpeed Final Optimizer = SGD" in result.stdout
+    printed, logged = (stream.split("verbose\n", 1) for stream in (result.stdout, result.stderr))
+    assert (printed[0], logged[0]) == ("", "")
+    assert "DeepSpeed Final Optimizer = SGD" in printed[1]
 
 
 def rank_and_pid(offset: int) -> tuple[int, int]:

@@ -25,24 +25,30 @@ def mixing(images, run=None, **further):
 
 def stopped_and_continued(settings) -> list[dict]:
     """Differences of a run of four steps to one that is stopped after two, and to one without CutMix."""
-    whole = make_trainer(settings)
+    whole = make_trainer(settings, stages=1)
+    stream = batches(whole)
     for step in range(4):
         if step == 2:
             checkpoint.save(whole, {})
-        whole.step(step, batches(whole, step))
-    continued = make_trainer(settings)
+        whole.step(step, stream)
+    continued = make_trainer(settings, stages=1)
     checkpoint.restore(continued, Reader(latest(settings.output)))
+    stream = batches(continued, 2)
     for step in range(2, 4):
-        continued.step(step, batches(continued, step))
-    plain = make_trainer(
-        settings.model_copy(update={"data": settings.data.model_copy(update={"cutmix": config.CutMixSettings()})})
-    )
+        continued.step(step, stream)
+    data = settings.data.model_copy(update={"cutmix": config.CutMixSettings()})
+    plain = make_trainer(settings.model_copy(update={"data": data}), stages=1)
+    stream = batches(plain)
     for step in range(4):
-        plain.step(step, batches(plain, step))
+        plain.step(step, stream)
     return [changed(state(whole), state(other)) for other in (continued, plain)]
 
 
-@pytest.mark.parametrize("further", [{}, MULTICROP, {**MULTICROP, **GROWING}], ids=["alone", "multicrop", "growing"])
+@pytest.mark.parametrize(
+    "further",
+    [{}, pytest.param(MULTICROP, marks=pytest.mark.slow), {**MULTICROP, **GROWING}],
+    ids=["alone", "multicrop", "growing"],
+)
 def test_a_stopped_run_goes_on_bit_for_bit_and_mixing_matters(images, workers, tmp_path, further):
     ((continued, plain),) = workers(1).run(stopped_and_continued, mixing(images, tmp_path, **further))
     assert continued == {}
@@ -51,7 +57,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_mixing_matters(images, workers, t
 
 def what_the_branches_see(settings) -> bool:
     """Whether the target sees the global views as they are, and the online branch them mixed, then the local ones."""
-    trainer, seen = make_trainer(settings), {}
+    trainer, seen = make_trainer(settings, stages=1), {}
     for name, branch in (("online", trainer.online.module), ("target", trainer.target)):
         branch.register_forward_pre_hook(lambda module, inputs, name=name: seen.__setitem__(name, inputs[0]))
     batch = next(batches(trainer))

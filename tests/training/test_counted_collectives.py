@@ -14,7 +14,7 @@ from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
 
 def spied(images: str, settings: dict) -> tuple[Config, dict[str, Sum]]:
     """The second step of a run; both global views pass together, as they do on a GPU."""
-    trainer = make_trainer(small_config(images, model__batch_statistics="per_size", **settings))
+    trainer = make_trainer(small_config(images, model__batch_statistics="per_size", **settings), stages=1)
     stream = batches(trainer)
     trainer.step(0, stream)
     with CollectiveSpy() as spy:
@@ -41,7 +41,7 @@ def test_collectives_are_those_of_two_ranks_that_meet(images, workers, settings)
     flat = {f"{group}__{key}": value for group, values in settings.items() for key, value in values.items()}
     (config, found), other = workers(2).run(spied, str(images), flat)
     assert other == (config, found)
-    with thin():
+    with thin(stages=1):
         counted = walk(config, 2, Card.of("h100")).collectives
     assert {kind: (each.count, each.bytes) for kind, each in counted.items()} == {
         kind: (each.count, each.bytes) for kind, each in found.items()

@@ -19,7 +19,7 @@ from unigrad_fast.objectives.catalogue import FORMS
 from unigrad_fast.training import checkpoint
 from unigrad_fast.training.trainer import Trainer
 
-FILLED, STEPS = 2, 10  # steps that fill the state at a hundredth of the learning rate, and those that train
+FILLED, STEPS = 2, 5  # steps that fill the state at a hundredth of the learning rate, and those that train
 CUTMIX = {"data__cutmix": {"probability": 1.0, "group": 8}}
 ORIGINAL = "original "
 METHOD = {named: form.names["method"] for named, form in FORMS.items()}
@@ -72,7 +72,7 @@ def judged(trainer: Trainer, batch) -> float:
 
 
 def trained(config: Config) -> tuple[float, float, bool]:
-    """The objective of a batch before and after ten steps on it, and whether all that is kept is finite."""
+    """The objective of a batch before and after some steps on it, and whether all that is kept is finite."""
     trainer = made(config)
     batch = next(batches(trainer))
     stream = itertools.repeat(batch)

@@ -25,7 +25,7 @@ _trainers: dict = {}  # of a worker process, by placement: building one takes lo
 def trainer_at(images: str, output: Path, placement: str):
     if placement not in _trainers:
         changes = {"objective__placement": placement, "data__batch_size": 24, "optimizer__base_lr": 0.4}
-        _trainers[placement] = smooth(make_trainer(small_config(images, **changes)))
+        _trainers[placement] = smooth(make_trainer(small_config(images, **changes), stages=1))
     trainer = _trainers[placement]
     trainer.config = trainer.config.model_copy(update={"output": output})
     return trainer
@@ -39,10 +39,11 @@ def train(images: str, output: Path, placement: str) -> list[str]:
         mock.patch.object(batch_norm, "is_alone", return_value=False),
         mock.patch.object(UniGrad, "begin_update", lambda self, target: begun.append(1) or begin(self, target)),
     ):
+        stream = batches(trainer)
         for step in range(2):
-            trainer.step(step, batches(trainer, step))
+            trainer.step(step, stream)
         checkpoint.save(trainer, {})
-        trainer.step(2, batches(trainer, 2))
+        trainer.step(2, stream)
         expected = state(trainer)
         checkpoint.save(trainer, {})
         checkpoint.restore(trainer, Reader(output / "checkpoints/step-00000002"))
@@ -70,7 +71,7 @@ def read(images: str, source: Path, placement: str) -> tuple[int, Tensor, dict[s
     return average.first_row, rows, errors
 
 
-@pytest.mark.parametrize("source", ["sharded", "replicated"])
+@pytest.mark.parametrize("source", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_between_placements_and_numbers_of_ranks(images, workers, tmp_path, source):
     for differing in workers(2).run(train, str(images), tmp_path, source):
         assert differing == []
@@ -91,7 +92,7 @@ def refused(images: str) -> None:
     config = small_config(images, objective__placement="sharded", model__projector={"depth": 3, "width": 1})
     if dist.get_world_size() > 1:
         with pytest.raises(UserError, match="placement = sharded: 2 ranks cannot share 1 rows; use replicated"):
-            make_trainer(config)
+            make_trainer(config, stages=1)
 
 
 def test_more_ranks_than_rows_are_refused_by_the_key(images, workers):

@@ -34,7 +34,7 @@ from unigrad_fast.training.optimizers import build_optimizer
 from unigrad_fast.training.target import make_target, update_target_
 from unigrad_fast.training.trainer import Trainer, build_loader
 
-STEPS = 8  # more than two epochs
+STEPS = 5  # into a second epoch
 
 MULTICROP_AND_CUTMIX = {
     "data__recipe": "multicrop",
@@ -165,9 +165,9 @@ def recorded(images, workers, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded_with_accumulation(images, workers, tmp_path_factory) -> Path:
-    """4 steps of one rank at stage 0, of two micro-batches each."""
+    """2 steps of one rank at stage 0, of two micro-batches each."""
     folder = tmp_path_factory.mktemp("accumulation")
-    workers(1).run(record, config_at(images, folder, 0, accumulation_steps=2), 4, str(folder))
+    workers(1).run(record, config_at(images, folder, 0, accumulation_steps=2), 2, str(folder))
     return folder
 
 
@@ -210,11 +210,11 @@ def test_each_step_in_fp32_is_the_same_at_every_stage(images, workers, recorded,
         assert worst <= 1e-4
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers, recorded_with_accumulation, stage):
     folder = recorded_with_accumulation
     config = config_at(images, folder, stage, accumulation_steps=2)
-    for loss, gradient, worst in workers(2).run(compare, config, 4, str(folder))[-1]:
+    for loss, gradient, worst in workers(2).run(compare, config, 2, str(folder))[-1]:
         assert loss <= 1e-5
         assert gradient <= 1e-5
         assert worst <= 1e-4
@@ -222,8 +222,8 @@ def test_each_step_with_accumulation_is_the_same_at_every_stage(images, workers,
 
 def test_each_step_with_multicrop_and_cutmix_is_the_same_on_two_ranks(images, workers, tmp_path):
     config = config_at(images, tmp_path, 0, **MULTICROP_AND_CUTMIX)
-    workers(1).run(record, config, 3, str(tmp_path))
-    for loss, gradient, worst in workers(2).run(compare, config, 3, str(tmp_path))[0]:
+    workers(1).run(record, config, 2, str(tmp_path))
+    for loss, gradient, worst in workers(2).run(compare, config, 2, str(tmp_path))[0]:
         assert loss <= 1e-5
         assert gradient <= 1e-5
         assert worst <= 1e-4

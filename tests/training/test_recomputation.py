@@ -26,7 +26,7 @@ def trained(images: str, settings: dict) -> tuple[dict, list[Tensor]]:
     """What differs after two steps with the switch and without; the dropped steps of both."""
     states, dropped = [], []
     for on in (False, True):
-        trainer = make_trainer(small_config(images, engine__recompute_projector=on, **settings))
+        trainer = make_trainer(small_config(images, engine__recompute_projector=on, **settings), stages=1)
         stream = batches(trainer)
         for step in range(2):
             trainer.step(step, chain(nan_image(trainer, stream)[0], stream) if step == SPOILED else stream)

@@ -73,7 +73,7 @@ def unlike(launched: list, replayed: list) -> list:
 
 def both_ways(settings: Config, low_precision: bool = False) -> tuple[list, int, int]:
     """What differs, dropped steps, and how often the step was launched by a trainer that replays."""
-    trainers = make_trainer(settings), make_trainer(settings)
+    trainers = make_trainer(settings, stages=1), make_trainer(settings, stages=1)
     for trainer in trainers if low_precision else ():
         trainer.objective.compute_dtype = torch.bfloat16  # F has a copy then
     launched, replaying = trainers
@@ -110,10 +110,10 @@ def forgetting_rates(settings: Config) -> list:
         for group in trainers[0].optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_share"]
 
-    trainers = [with_graph(make_trainer(settings))]
+    trainers = [with_graph(make_trainer(settings, stages=1))]
     with mock.patch.object(Rates, "send", send):
         replayed = walked(trainers[0])
-    trainers = [make_trainer(settings)]
+    trainers = [make_trainer(settings, stages=1)]
     return unlike(walked(trainers[0]), replayed)
 
 
@@ -135,7 +135,7 @@ def growing(settings: Config) -> tuple[list, list[int]]:
         sizes.append(replaying.compute._batch.views[0].shape[-1])
         return record(compute)
 
-    launched, replaying = make_trainer(settings), with_graph(make_trainer(settings))
+    launched, replaying = make_trainer(settings, stages=1), with_graph(make_trainer(settings, stages=1))
     replaying.compute.record = noting
     steps = 2 * launched.steps_per_epoch
     return unlike(walked(launched, steps), walked(replaying, steps)), sizes
@@ -152,10 +152,11 @@ def continued(settings: Config) -> list[dict]:
     """What differs where a replaying run is saved and a launching one goes on with it, and the other way round."""
     differing = []
     for first, second in ((with_graph, lambda trainer: trainer), (lambda trainer: trainer, with_graph)):
-        before, after = first(make_trainer(settings)), second(make_trainer(settings))
+        before, after = first(make_trainer(settings, stages=1)), second(make_trainer(settings, stages=1))
         middle, end = LAUNCHED + 1, 2 * (LAUNCHED + 1)
+        stream = batches(before)
         for step in range(middle):
-            before.step(step, batches(before, step))
+            before.step(step, stream)
         checkpoint.save(before, {})
         checkpoint.restore(after, Reader(latest(settings.output)))
         for trainer in (before, after):
@@ -173,7 +174,7 @@ def test_a_run_goes_on_bit_for_bit_with_and_without_a_graph(images, workers, tmp
 
 def written_to(settings: Config) -> tuple[list, list[str]]:
     """What differs where somebody writes to F between two steps; and what of F's care was recorded."""
-    trainers = make_trainer(settings), with_graph(make_trainer(settings))
+    trainers = make_trainer(settings, stages=1), with_graph(make_trainer(settings, stages=1))
     for trainer in trainers:
         trainer.objective.compute_dtype = torch.bfloat16
         stream = batches(trainer)
@@ -194,7 +195,7 @@ def test_a_replay_takes_f_as_it_was_left_to_it_and_leaves_its_repair_to_the_host
 def check_on_the_cpu() -> tuple:
     """Findings of the device check; then of one in which replays compute nothing."""
     world, size = World(0, 1, 0, 1, CPU, "gloo"), Size("resnet18", 16, 4, 32)
-    with thin(), mock.patch.multiple(device_check_graph, ROUNDS=1, TIMED=1):
+    with thin(stages=1), mock.patch.multiple(device_check_graph, ROUNDS=1, TIMED=1):
         good = device_check_graph.equal(world, size, record), device_check_graph.timed(world, size, [], record)
         return *good, device_check_graph.equal(world, size, lambda compute: (compute(), lambda: None))
 
@@ -253,7 +254,7 @@ def test_on_one_gpu_and_over_nccl_it_is_taken():
 
 
 def trainer_of(images: str) -> None:
-    make_trainer(small_config(images, engine__cuda_graph=True))
+    make_trainer(small_config(images, engine__cuda_graph=True), stages=1)
 
 
 def test_a_run_without_a_gpu_is_refused(images, workers):

@@ -20,7 +20,9 @@ SETTINGS = {
 
 def warm_up_between_steps(images: str, stage: int) -> dict[str, dict[str, list[str]]]:
     """What differs after it, and after one more step, from a run that had none. Both take the same batches."""
-    warmed, other = (make_trainer(small_config(images, engine__zero_stage=stage, **SETTINGS)) for _ in range(2))
+    warmed, other = (
+        make_trainer(small_config(images, engine__zero_stage=stage, **SETTINGS), stages=1) for _ in range(2)
+    )
     sizes, found = [], {}
     warmed.online.module.register_forward_pre_hook(lambda _, inputs: sizes.append([x.shape[-1] for x in inputs[0]]))
     given = list(islice(batches(warmed), 4))
@@ -42,6 +44,6 @@ def warm_up_between_steps(images: str, stage: int) -> dict[str, dict[str, list[s
     return {what: differing for what, differing in found.items() if differing}
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_warm_up_leaves_no_trace(images, workers, stage):
     assert workers(2).run(warm_up_between_steps, str(images), stage) == [{}] * 2

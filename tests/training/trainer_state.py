@@ -34,11 +34,11 @@ def small_config(images: str, **overrides) -> Config:
     return resolve("cifar_subset", tree)
 
 
-def make_trainer(config: Config, blocks: int = 1) -> Trainer:
+def make_trainer(config: Config, blocks: int = 1, stages: int = 4) -> Trainer:
     """A trainer in the process group of the test's workers, with a thin network."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    with thin(blocks):
+    with thin(blocks, stages):
         return Trainer(config, world, Manifest.from_folder(Path(config.data.train)))
 
 

@@ -73,6 +73,7 @@ def test_without_gradient_numbers_and_buffers_are_the_same_and_the_input_stays(b
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow  # tests/kernels/test_batch_norm_compiled.py compiles the kernels
 def test_a_compiled_block_is_one_graph_with_the_same_numbers(block):
     """Forward and backward, and without gradient."""
     x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")

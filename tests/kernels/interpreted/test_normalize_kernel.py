@@ -106,10 +106,14 @@ def test_a_row_that_is_not_finite_is_flagged_and_zeroed_alone(value, column):
     assert torch.equal(units[others], clean[0][others]) and torch.equal(inverse[others], clean[1][others])
 
 
-# Many images for one dtype alone: the interpreter takes long.
+# Many images take the interpreter long; by default the twin in torch takes them, in tests/kernels/test_reference.py.
 @pytest.mark.parametrize(
     ("images", "width", "dtype"),
-    [(*sizes, dtype) for sizes in SENT for dtype in GATES if sizes[0] < 100 or dtype == torch.float32],
+    [
+        pytest.param(*sizes, dtype, marks=[pytest.mark.slow] if sizes[0] > 100 else [])
+        for sizes in SENT
+        for dtype in GATES
+    ],
 )
 def test_rows_are_sent_with_their_number_and_flags_in_a_tail_that_is_summed_and_cleared(images, width, dtype):
     check_sent_rows(images, width, dtype)

@@ -38,12 +38,12 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-# Many views once for each dtype and each way: the interpreter takes long.
+# Many views once for each dtype and each way, by default once: the interpreter takes long.
 @pytest.mark.parametrize(
     ("dtype", "count", "mix"),
     [
         *((dtype, 2, mix) for dtype in (torch.float32, torch.float16) for mix in (False, True)),
-        (torch.float32, 8, False),
+        pytest.param(torch.float32, 8, False, marks=pytest.mark.slow),
         (torch.float16, 8, True),
     ],
 )
