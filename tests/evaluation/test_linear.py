@@ -29,7 +29,7 @@ from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World
 
-EPOCHS = 24
+EPOCHS = 40
 
 
 @pytest.fixture(scope="module")
