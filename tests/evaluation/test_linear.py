@@ -29,7 +29,7 @@ from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.process_group import World
 
-EPOCHS = 24
+EPOCHS = 40
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +354,7 @@ def test_labels_that_are_far_apart_take_a_classifier_of_those_that_occur_and_kee
         (tmp_path / f"{part}.txt").write_text("".join(lines))
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
     images = ("--data.train", tmp_path / "train.txt", "--data.val", tmp_path / "val.txt")
-    result = command("evaluate", "linear", tmp_path / "run", *images)
+    result = command("evaluate", "linear", tmp_path / "run", *images, is_thin=True)
     assert result.returncode == 0, result.stderr
     assert "6 of 100,001 class numbers have training images" in result.stdout
     (written,) = (tmp_path / "run/evaluation").glob("linear-quick-epoch1*.safetensors")
@@ -362,6 +362,7 @@ def test_labels_that_are_far_apart_take_a_classifier_of_those_that_occur_and_kee
     exported = command(
         *("export", tmp_path / "run", "--with_linear", "true", "--probe", written),
         *("--output", tmp_path / "model.safetensors"),
+        is_thin=True,
     )
     assert exported.returncode == 0, exported.stderr
     assert "100001 classes" in exported.stdout and "(6 of them had training images" in exported.stdout
@@ -400,5 +401,5 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
     ],
 )
 def test_what_cannot_work_is_refused(run, arguments, said):
-    result = command("evaluate", "linear", run, *arguments)
+    result = command("evaluate", "linear", run, *arguments, is_thin=True)
     assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
