@@ -185,10 +185,36 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
             "--objective.target stop_gradient --engine.target_stream true",
             "engine.target_stream = true: with objective.target stop_gradient there is no target branch to overlap",
         ),
+        (
+            "--recipe cifar_subset_simclr --objective.row j",
+            "objective.row = j: belongs to method vicreg, but the recipe trains simclr; add objective.method vicreg, "
+            "or use one of imagenet_100ep_vicreg, cifar_subset_vicreg",
+        ),
+        (
+            "--recipe cifar_subset_simsiam --target.momentum 0.9",
+            "target.momentum = 0.9: has no effect, because with objective.target stop_gradient no branch has momentum",
+        ),
+        (
+            "--data.cutmix.alpha 2",
+            "data.cutmix.alpha = 2: has no effect, because data.cutmix.probability is 0; leave it out",
+        ),
+        (
+            "--data.progressive.epochs 3",
+            "data.progressive.epochs = 3: has no effect, because data.progressive.start_size is null; leave it out",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_with_the_remedy(arguments, message):
     assert refusal(arguments).startswith(message)
+
+
+def test_a_recipe_may_keep_values_that_its_method_does_not_use_and_a_named_method_may_replace_it(tmp_path):
+    assert resolve("cifar_subset", ["--objective.method", "simsiam"]).target.momentum == 0.8
+    assert resolve("cifar_subset_simclr", ["--objective.method", "vicreg", "--objective.row", "j"]).objective.row == "j"
+    file = tmp_path / "printed.yaml"
+    for config in (resolve("cifar_subset_simsiam"), resolve("cifar_subset", ["--objective.row", "j"])):
+        file.write_text(to_yaml(config))
+        assert resolve(file) == config
 
 
 @pytest.mark.parametrize("method", ["byol", "simsiam", "byol_directpred"])

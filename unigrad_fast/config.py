@@ -23,7 +23,7 @@ from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
-from unigrad_fast.runtime.validation import AbsolutePath, Node, group, shown, validate
+from unigrad_fast.runtime.validation import AbsolutePath, Node, group, leaves, shown, validate
 from unigrad_fast.runtime.wording import count
 
 
@@ -359,6 +359,19 @@ class Config(Node):
             raise ValueError("\n".join(problems))
         return self
 
+    def unused(self) -> dict[str, str]:
+        """Keys without an effect in this run: why, and what would use them."""
+        objective, found = self.objective, {}
+        if objective.target != "momentum":
+            reason = f"with objective.target {objective.target} no branch has momentum"
+            found = dict.fromkeys(("target.momentum", "target.final_momentum"), reason)
+        if not self.data.cutmix.probability:
+            reason = "data.cutmix.probability is 0"
+            found |= dict.fromkeys(("data.cutmix.alpha", "data.cutmix.group"), reason)
+        if self.data.progressive.start_size is None:
+            found["data.progressive.epochs"] = "data.progressive.start_size is null"
+        return found
+
     def _engine_problems(self) -> list[str]:
         engine, problems = self.engine, []
         if engine.compile and engine.recompute_projector:
@@ -492,7 +505,22 @@ def resolve(
     tree = load_recipe(given)
     if "name" in model.model_fields:
         tree.setdefault("name", title(given))
-    return validate(model, merge(exchanged(tree, top), top))
+    config = validate(model, merge(exchanged(tree, top), top))
+    _refuse_unused(config)
+    return config
+
+
+def _refuse_unused(config: Config) -> None:
+    """Raises UserError if a key that has no effect in this run has another value than its shipped recipe gives it."""
+    shipped, given = dict(leaves(load_recipe(config.recipe))), dict(leaves(config))
+    usual = {key: shipped.get(key, value) for key, value in leaves(Config())}
+    problems = [
+        f"{key} = {shown(given[key])}: has no effect, because {why}; leave it out"
+        for key, why in config.unused().items()
+        if given[key] != usual[key]
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def to_yaml(config: Node) -> str:

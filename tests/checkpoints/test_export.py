@@ -163,6 +163,9 @@ def test_the_description_says_what_the_file_is(run, capsys):
     assert commit
     assert about == {
         "recipe": "quickstart",
+        "method": "unigrad",
+        "form": "gradient",
+        "row": None,
         "backbone": "resnet18",
         "stem": "imagenet",
         "branch": "online",

@@ -28,6 +28,12 @@ def test_only_what_decides_the_result_forbids_to_go_on():
     ]
 
 
+def test_a_run_that_began_with_a_key_without_effect_goes_on_without_it():
+    config = resolve("cifar_subset_simsiam")
+    began = config.model_dump(mode="json") | {"target": {"momentum": 0.5, "final_momentum": 1.0}}
+    assert contradictions(config, began, "the checkpoint") == []
+
+
 def refusal(settings: list[Config]) -> str:
     rank = dist.get_rank()
     world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo", hosts=("node0", "node1"))

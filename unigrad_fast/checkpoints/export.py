@@ -111,6 +111,7 @@ def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[st
     """The description of the exported weights, JSON values."""
     return {
         "recipe": config.recipe,
+        **config.objective.names,
         "backbone": config.model.backbone,
         "stem": config.model.stem,
         "branch": branch,

@@ -82,7 +82,11 @@ def load_recipe(name_or_path: str | Path, below: tuple[Path, ...] = ()) -> dict[
 
 
 def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe `base`, ready to be merged with `top`: if `top` changes the method, with that method's settings."""
+    """The recipe `base`, ready to be merged with `top`: if `top` changes the method, with that method's settings.
+
+    Raises:
+        UserError: `top` gives a row of another method than `base` names, and not that method.
+    """
     own, over = (tree.get("objective") for tree in (base, top))
     own = own if isinstance(own, Mapping) else {}
     if not isinstance(over, Mapping):
@@ -93,6 +97,12 @@ def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]
     if not {*catalogue.NAMES} & over.keys():
         return dict(base)
     names = {key: over[key] for key in catalogue.NAMES if isinstance(over.get(key), str)}
+    owner = catalogue.rows().get(names.get("row"))
+    if owner and "method" not in over and own.get("method", "unigrad") not in ("unigrad", owner):
+        raise UserError(
+            f"objective.row = {names['row']}: belongs to method {owner}, but the recipe trains {own['method']}; "
+            f"add objective.method {owner}, or use one of {', '.join(_recipes_of(owner))}"
+        )
     if not {"method", "row"} & names.keys():
         names["method"] = own.get("method") or catalogue.rows().get(own.get("row"), "unigrad")
         if own.get("row") and not {"form", "row"} & over.keys():
@@ -100,6 +110,10 @@ def exchanged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]
     if catalogue.name_of(names) == catalogue.name_of(own):
         return dict(base)
     return {**base, "objective": fitted(str(base.get("recipe")), names)}
+
+
+def _recipes_of(method: str) -> list[str]:
+    return [name for name, (_, trained) in derived().items() if trained == method] or list(BASES)
 
 
 def fitted(recipe: str, names: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ def contradictions(config: Config, saved: Mapping[str, Any], whose: str) -> list
         saved: the configuration that the run began with, as JSON values.
         whose: what `saved` belongs to, for the message.
     """
-    before, now = dict(leaves(validate(Config, saved))), leaves(config)
+    before, now, unused = dict(leaves(validate(Config, saved))), leaves(config), config.unused()
     return [
         f"{key} = {shown(value)}: {whose} has {shown(before.get(key))}"
         for key, value in now
-        if value != before.get(key) and Scope.MACHINE not in scope_of(key)
+        if value != before.get(key) and key not in unused and Scope.MACHINE not in scope_of(key)
     ]
 
 
