@@ -15,7 +15,7 @@ from forked import start
 
 from unigrad_fast.pipelines.cores import quota
 from unigrad_fast.runtime import process_group, processors
-from unigrad_fast.runtime.processors import CHOSEN_BY, Threads, Use, Watch, compute_threads, crowded, room
+from unigrad_fast.runtime.processors import CHOSEN_BY, ComputeThreads, Use, Watch, capacity, compute_threads, crowded
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_threads_that_wait_for_each_other_are_told_what_would_fit(uses, said):
     ],
 )
 def test_there_is_room_for_as_many_threads_as_cores_are_left(uses, threads, why):
-    found = room(uses[0], uses)
+    found = capacity(uses[0], uses)
     assert found.threads == threads and why in found.why, found
 
 
@@ -184,7 +184,7 @@ def test_a_neighbour_that_comes_later_is_told_once(machine, monkeypatch):
         assert found.startswith("other programs use about 1.0 of 2 cores; with 2 threads")
         assert found.endswith("stop those programs, or continue with 1")
         assert threads.newly_crowded("continue with {}".format) is None
-    assert Threads(warning="said at the start", ranks=1).newly_crowded("continue with {}".format) is None
+    assert ComputeThreads(warning="said at the start", ranks=1).newly_crowded("continue with {}".format) is None
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +14,7 @@ from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import renamed
+from unigrad_fast.runtime.processors import compute_threads
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
 if TYPE_CHECKING:
@@ -66,11 +69,10 @@ def bench_step(options: BenchStep) -> None:
         step.main(**{key: getattr(options, key) for key in (*COUNTED, "output")})
         return
     require_dali()
-    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import step
 
     images = options.photographs, options.batch_size, options.image_size
-    with fitting_threads():
+    with _fitting_threads():
         step.main(options.case, *images, _turns(options), options.output, options.neighbour)
 
 
@@ -152,10 +154,9 @@ def bench_kernels(options: BenchKernels) -> None:
 
         compiled.main(options.output)
         return
-    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import objective
 
-    with fitting_threads():
+    with _fitting_threads():
         objective.main(**{key: getattr(options, key) for key in others})
 
 
@@ -181,10 +182,9 @@ class BenchMethods(Node):
 
 
 def bench_methods(options: BenchMethods) -> None:
-    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import methods
 
-    with fitting_threads():
+    with _fitting_threads():
         methods.main(**dict(options))
 
 
@@ -219,10 +219,9 @@ def bench_width(options: BenchWidth) -> None:
         width.main(config, options.widths, options.ranks, options.images, options.card, options.output)
         return
     config = _with_openable_images(config, judged=options.train)
-    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import width
 
-    with fitting_threads(config.engine.threads, "engine.threads"):
+    with _fitting_threads(config):
         width.main(config, options.widths, _turns(options), options.train, options.output)
 
 
@@ -245,11 +244,23 @@ class BenchScaling(Config):
 
 def bench_scaling(options: BenchScaling) -> None:
     config = _with_openable_images(_configuration(options), judged=False)
-    from unigrad_fast.benchmarks.harness.threads import fitting_threads
     from unigrad_fast.benchmarks.measures import scaling
 
-    with fitting_threads(config.engine.threads, "engine.threads"):
+    with _fitting_threads(config):
         scaling.main(config, options.ranks, options.images, _turns(options), options.output)
+
+
+@contextmanager
+def _fitting_threads(config: Config | None = None) -> Iterator[None]:
+    """`compute_threads` of a measurement, which its processes share; prints what it says."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = compute_threads(device, config.engine.threads, key="engine.threads") if config else compute_threads(device)
+    with chosen as threads:
+        for line in filter(None, [threads.said, threads.warning]):
+            print(line, flush=True)
+        yield
 
 
 def _not_used(options: BenchStep | BenchWidth) -> str:

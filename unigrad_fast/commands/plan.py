@@ -224,7 +224,8 @@ def _sweep(config: Config, options: Plan) -> tuple[list[bytes], str | None]:
 
     images = options.images or config.images_at_once(CARDS_OF_A_NODE)
     card, epochs = _card(options), config.schedule.epochs
-    lines, rows = [header(epochs), "|" + "---|" * (header(epochs).count("|") - 1)], []
+    first, rows = header(epochs), []
+    lines = [first, "|" + "---|" * (first.count("|") - 1)]
     print("\n".join(lines))
     for width, found, fits in sweep(config, WIDTHS, CARDS, images, card, CARDS_OF_A_NODE):
         hours = found.hours(options.dataset_images, epochs)

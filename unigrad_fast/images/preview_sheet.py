@@ -92,9 +92,7 @@ def _cell(side: int) -> tuple[int, int]:
 @lru_cache
 def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    home = next(
-        iter(find_spec("matplotlib").submodule_search_locations)
-    )  # importing it may fail by the user's settings
+    home = find_spec("matplotlib").submodule_search_locations[0]  # importing it may fail by the user's settings
     return ImageFont.truetype(str(Path(home, "mpl-data/fonts/ttf", name)), size)
 
 

@@ -90,8 +90,8 @@ def begin() -> None:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a machine has room for.
+class Capacity:
+    """The compute threads that a machine can run beside whatever else it does.
 
     Attributes:
         threads: number of threads per rank that get a core each; 0 if there are more ranks than free cores.
@@ -104,13 +104,13 @@ class Room:
     crowded: bool
 
 
-def room(rank: Use, uses: list[Use]) -> Room:
-    """What there is room for on a rank's machine, given the uses of all ranks."""
+def capacity(rank: Use, uses: list[Use]) -> Capacity:
+    """The capacity of a rank's machine, given the uses of all ranks."""
     sharing = [use for use in uses if use.place == rank.place]
     others = 0.0 if rank.busy is None else rank.busy - sum(use.own for use in sharing)
     cores = count(len(rank.place[1]), "core")
     why = f"other programs use about {others:.1f} of {cores}" if others > TOLERATED else f"{cores} can be used"
-    found = _room(len(rank.place[1]), others, len(sharing), why)
+    found = _capacity(len(rank.place[1]), others, len(sharing), why)
     if rank.quota is None:
         return found
     sharing = [use for use in uses if use.place[0] == rank.place[0]]  # also those that are bound to other cores
@@ -118,13 +118,13 @@ def room(rank: Use, uses: list[Use]) -> Room:
     why = f"a control group allows the time of {rank.quota:g} core{'' if rank.quota == 1 else 's'}"
     if others > TOLERATED:
         why += f", of which other programs use about {others:.1f}"
-    return min(found, _room(rank.quota, others, len(sharing), why), key=lambda each: each.threads)
+    return min(found, _capacity(rank.quota, others, len(sharing), why), key=lambda each: each.threads)
 
 
-def _room(cores: float, others: float, ranks: int, why: str) -> Room:
+def _capacity(cores: float, others: float, ranks: int, why: str) -> Capacity:
     crowded = others > TOLERATED
     left = max(0, int(cores - others + TOLERATED if crowded else cores))
-    return Room(left // ranks, f"{why} by {ranks} ranks" if ranks > 1 and not crowded else why, crowded)
+    return Capacity(left // ranks, f"{why} by {ranks} ranks" if ranks > 1 and not crowded else why, crowded)
 
 
 def crowded(uses: list[Use], remedy: Callable[[int], str]) -> str | None:
@@ -136,7 +136,7 @@ def crowded(uses: list[Use], remedy: Callable[[int], str]) -> str | None:
     """
     first = uses[0]
     sharing = [use for use in uses if use.place == first.place]
-    ranks, found = len(sharing), room(first, uses)
+    ranks, found = len(sharing), capacity(first, uses)
     cores, threads = min(len(first.place[1]), first.quota or float("inf")), sum(use.threads for use in sharing)
     fitting, too_many = max(1, found.threads), ranks > max(1, cores)
     nearly = not found.crowded and threads <= cores + TOLERATED  # 2 threads are not slow in the time of 1.5 cores
@@ -147,7 +147,7 @@ def crowded(uses: list[Use], remedy: Callable[[int], str]) -> str | None:
     return f"{found.why}; with {computing} this run may be many times slower; {', or '.join(ways)}"
 
 
-class Threads:
+class ComputeThreads:
     """The compute threads of this process, once chosen.
 
     Attributes:
@@ -179,7 +179,7 @@ class Threads:
 @contextmanager
 def compute_threads(
     device: torch.device, asked: int | None = None, kept: int | None = None, key: str = VARIABLE
-) -> Iterator[Threads]:
+) -> Iterator[ComputeThreads]:
     """Inside, torch computes with the number of threads that the user asked for, that the run has, or that fits.
 
     All ranks call this together and get the same number, unless a variable of `CHOSEN_BY` decides it on a rank.
@@ -201,7 +201,7 @@ def compute_threads(
             torch.set_num_threads(before)
 
 
-def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> Threads:
+def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> ComputeThreads:
     import torch
 
     from unigrad_fast.runtime.process_group import gather
@@ -215,13 +215,13 @@ def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> Thr
     seen = watched and watch.seconds() >= LEAST_SECONDS
     use = watch.use() if seen else replace(watch.use(), own=0.0, busy=None, group=None)
     uses = gather(use)
-    found = min((room(each, uses) for each in uses), key=lambda each: each.threads)
+    found = min((capacity(each, uses) for each in uses), key=lambda each: each.threads)
     fitting = max(1, min(found.threads, *(each.threads for each in uses)))
     number = asked or (use.threads if is_given else kept if kept and watched else fitting)
     if number != use.threads:
         torch.set_num_threads(number)
     if not watched:
-        return Threads()
+        return ComputeThreads()
     said, computing = None, f"computing with {count(number, 'thread')}"
     if kept and number != kept:
         said = f"{computing}; this run began with {kept}, so its numbers change by rounding"
@@ -233,7 +233,7 @@ def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> Thr
         said = f"{computing}: {found.why}; set {key} to change it"
     each = [replace(each, threads=number) for each in uses]
     ranks = sum(each.place == use.place for each in uses)
-    return Threads(said, crowded(each, lambda fitting: f"set {_set_to(key, fitting)}"), ranks)
+    return ComputeThreads(said, crowded(each, lambda fitting: f"set {_set_to(key, fitting)}"), ranks)
 
 
 def _set_to(key: str, threads: int) -> str:

@@ -23,7 +23,7 @@ from unigrad_fast.runtime.errors import Preempted, UserError
 from unigrad_fast.runtime.precision import deterministic, fastest_convolutions, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World, on_all_ranks, on_first
-from unigrad_fast.runtime.processors import Threads, compute_threads
+from unigrad_fast.runtime.processors import ComputeThreads, compute_threads
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.training import checkpoint
@@ -53,7 +53,7 @@ class Attempt:
     at: Callable[..., None] = field(init=False)
     folder: RunFolder | None = None
     kept_threads: int | None = None
-    threads: Threads = field(default_factory=Threads)
+    threads: ComputeThreads = field(default_factory=ComputeThreads)
     warnings: list[str] = field(default_factory=list)
 
     def note_loss(self, said: str) -> None:
