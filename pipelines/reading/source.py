@@ -156,10 +156,11 @@ class Source:
                 reading.results[place] = None
             elif isinstance(result, BaseException):
                 raise result
-        read = [result for result in reading.results if result is not None]
+        gaps = [place for place, result in enumerate(reading.results) if result is None]
+        read = [each for each in reading.results if each is not None and not self._is_bad(each[0], reading.step)]
         if read:
             self._spare = read[0]
-        if self._spare is None or self.damaged.reason(self._spare[0], reading.step):
+        elif gaps and (self._spare is None or self._is_bad(self._spare[0], reading.step)):
             raise DataError(self.lost)
-        for place in np.flatnonzero([result is None for result in reading.results]).tolist():
+        for place in gaps:
             reading.results[place] = read[place % len(read)] if read else self._spare

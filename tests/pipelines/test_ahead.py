@@ -161,7 +161,8 @@ def test_a_newly_found_bad_image_costs_few_passes_and_no_file_is_read_again(copi
     assert len(looked) <= in_flight // TOGETHER + 2 * TOGETHER.bit_length()
 
 
-def test_an_image_that_turns_out_bad_after_it_was_read_ahead_is_replaced_alone(manifest):
+@pytest.mark.parametrize("bad", [8, 9])
+def test_an_image_that_turns_out_bad_after_it_was_read_ahead_is_replaced_alone(manifest, bad):
     damaged, reads = Damaged(manifest), counting_reads(manifest)
     source = Source(
         manifest,
@@ -177,10 +178,10 @@ def test_an_image_that_turns_out_bad_after_it_was_read_ahead_is_replaced_alone(m
     later = source._begun[2]
     with later.changed:
         later.changed.wait_for(lambda: not later._left, 20)
-    damaged.add(9, "it was found in another step")
+    damaged.add(bad, "it was found in another step")
     supply = source.take(2)
-    assert supply.replaced.tolist() == [False, True, False, False]
-    assert [(failure.image, failure.reason) for failure in supply.failures] == [(9, "it was found in another step")]
+    assert supply.replaced.tolist() == [image == bad for image in (8, 9, 10, 11)]
+    assert [(failure.image, failure.reason) for failure in supply.failures] == [(bad, "it was found in another step")]
     assert max(reads[image] for image in (8, 9, 10, 11)) == 1
     source.close()
 
