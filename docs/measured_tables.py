@@ -157,6 +157,16 @@ def step(found: Rows) -> Table:
     ]
 
 
+def beside(found: Rows) -> Table:
+    """A step beside a program that keeps a core busy."""
+    alone = one(found, what="ours, bf16")
+    table = [["ResNet-18, 96 px, batch 64, bf16", "images/s", "times slower"], ["alone, 2 threads", spread(alone), ""]]
+    for threads in ("1 thread", "2 threads"):
+        here, ratio = (one(found, what=f"{what}ours, bf16, beside: {threads}") for what in ("", "alone / "))
+        table.append([f"one core busy, {threads}", spread(here), spread(ratio)])
+    return table
+
+
 def loader(found: Rows) -> Table:
     """Two columns per set of views."""
     views = list(groups(found, "views"))
@@ -364,6 +374,7 @@ def summary(found: Rows) -> Table:
 TABLES: dict[str, Callable[[Rows], Table]] = {
     "accuracy": accuracy,
     "step": step,
+    "beside": beside,
     "loader": loader,
     "objective": objective,
     "small_convolution": small_convolution,
