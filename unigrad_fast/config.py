@@ -292,12 +292,12 @@ class Evaluation(Node):
 
 
 class Telemetry(Node):
-    every: int = Field(default=10, ge=1)
-    """Optimizer steps between two rows of metrics."""
+    every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between two rows of metrics; null: 10, or fewer for 50 rows in a short run; kept on resume."""
     tensorboard: bool = True
     """Whether to write TensorBoard event files into the run folder."""
-    effective_rank_every: int = Field(default=100, ge=1)
-    """Optimizer steps between two computations of the correlation matrix's effective rank."""
+    effective_rank_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between two computations of F's effective rank; null: 100, or fewer, in the same way."""
 
 
 class Config(Node):

@@ -44,6 +44,7 @@ class Attempt:
         folder: the run's folder, once it is locked.
         kept_threads: compute threads of the run so far, if it resumes with as many ranks.
         threads: its compute threads, once chosen.
+        kept_intervals: the keys of `telemetry` that this command leaves open, with their values in the run so far.
         warnings: warnings to show when the run begins.
     """
 
@@ -54,6 +55,7 @@ class Attempt:
     folder: RunFolder | None = None
     kept_threads: int | None = None
     threads: ComputeThreads = field(default_factory=ComputeThreads)
+    kept_intervals: dict[str, int | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def note_loss(self, said: str) -> None:
@@ -112,8 +114,13 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
     attempt.warnings += warnings
     if saved is None:
         on_all_ranks(lambda: require_same_run(config))
-    elif saved.about["ranks"] == attempt.world.size:
-        attempt.kept_threads = saved.about["config"]["engine"].get("threads")
+        return None
+    before = saved.about["config"]
+    if saved.about["ranks"] == attempt.world.size:
+        attempt.kept_threads = before["engine"].get("threads")
+    for key in ("every", "effective_rank_every"):
+        if getattr(config.telemetry, key) is None:
+            attempt.kept_intervals[key] = before["telemetry"].get(key)
     return saved
 
 
@@ -159,7 +166,8 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         attempt.preemption.note = folder.note_preemption
         if world.device.type == "cpu":  # the number decides bits
             engine = engine.model_copy(update={"threads": torch.get_num_threads()})
-        config = config.model_copy(update={"output": folder.path, "engine": engine})
+        telemetry = config.telemetry.model_copy(update=attempt.kept_intervals)
+        config = config.model_copy(update={"output": folder.path, "engine": engine, "telemetry": telemetry})
         trainer = Trainer(config, world, images.train, verbose, goes_on)
         process_group.limit(process_group.UNLIMITED)  # also in DeepSpeed's own groups, which exist by now
         attempt.warnings += filter(None, [attempt.threads.warning])

@@ -39,6 +39,7 @@ from unigrad_fast.training.step_graph import StepGraph
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
+FEWEST_ROWS = 50  # of metrics, for curves
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 
 
@@ -242,6 +243,7 @@ class Trainer:
             named = dict(zip(self.reported, numbers, strict=True))
             if math.isnan(named["effective_rank"]):  # not computed in this step
                 del named["effective_rank"]
+            has_momentum = self.config.objective.target == "momentum"
             yield (
                 step,
                 {
@@ -249,9 +251,16 @@ class Trainer:
                     **named,
                     **self.phases.read(step + 1),
                     "lr": self.learning_rate(step),
-                    "target_momentum": self.momentum(step + 1),
+                    **({"target_momentum": self.momentum(step + 1)} if has_momentum else {}),
                 },
             )
+
+    def reports(self, step: int) -> tuple[bool, bool]:
+        """Whether the metrics of a step are reported, and whether the effective rank is among them."""
+        given, is_end = self.config.telemetry, step in (0, self.total_steps - 1)
+        every = given.every or usual_interval(10, self.total_steps)
+        ranked_every = given.effective_rank_every or usual_interval(100, self.total_steps)
+        return is_end or (step + 1) % every == 0, is_end or (step + 1) % ranked_every < every
 
     def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of a step; records how long the step waited for them."""
@@ -265,10 +274,9 @@ class Trainer:
             yield batch
 
     def _send_numbers(self, step: int, output: ObjectiveOutput) -> None:
-        settings, last = self.config.telemetry, self.total_steps - 1
-        if (step + 1) % settings.every != 0 and step not in (0, last):
+        is_due, ranked = self.reports(step)
+        if not is_due:
             return
-        ranked = (step + 1) % settings.effective_rank_every < settings.every or step in (0, last)
         average = getattr(self.objective, "average", None)  # F, which not every method has
         if ranked and average is not None:
             rank = average.effective_rank(self.objective.process_group)
@@ -286,6 +294,11 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def usual_interval(most: int, total_steps: int) -> int:
+    """Steps between two reports: `most`, or fewer where a whole run would report less than FEWEST_ROWS times."""
+    return max(1, min(most, total_steps // FEWEST_ROWS))
 
 
 def require_compiler(config: Config, ranks: int) -> None:
