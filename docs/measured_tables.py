@@ -273,13 +273,17 @@ def dry_step(found: Rows) -> Table:
         [
             "GPUs, images on each",
             *("counted: launches", "counted: collectives", "counted: TFLOP per GPU", "counted: peak GiB"),
-            *("expected: ms", "expected: images/s"),
+            *("expected: card, ms", "host, ms: launched, replayed", "expected: images/s (range)"),
         ]
     ]
     for row in found:
         parts = row["parts"].values()
         collectives = sum(kind["count"] for kind in row["collectives"].values())
-        speed = row["ranks"] * row["images_per_rank"] / row["seconds"]
+        images = row["ranks"] * row["images_per_rank"]
+        speed, slow, fast = (f"{round(images / each, -2):,.0f}" for each in (row["seconds"], *row["range"]))
+        card, *host = (
+            f"{1e3 * sum(row[key].values()):.1f}" for key in ("card_seconds", "host_seconds", "host_seconds_replayed")
+        )
         multi_crop = ", multi-crop" if "multicrop" in row["recipe"] else ""
         table.append(
             [
@@ -288,8 +292,9 @@ def dry_step(found: Rows) -> Table:
                 str(collectives),
                 f"{sum(part['flops'] for part in parts) / 1e12:.2f}",
                 f"{sum(row['peak'].values()) / 2**30:.1f}",
-                f"{row['seconds'] * 1e3:.1f}",
-                f"{round(speed, -2):,.0f}",
+                card,
+                ", ".join(host),
+                f"{speed} ({slow} to {fast})",
             ]
         )
     return table
@@ -360,7 +365,7 @@ def summary(found: Rows) -> Table:
             "a step of ResNet-50 on 8 × H100, 128 images each, on tensors without content",
             f"{card['counted: launches']} launches, {card['counted: collectives']} collectives, "
             f"{card['counted: peak GiB']} GiB of memory per GPU; expected from these counts: "
-            f"{card['expected: images/s']} images/s",
+            f"{card['expected: images/s (range)']} images/s",
         ],
         [
             "needs GPUs",

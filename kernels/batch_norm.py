@@ -20,7 +20,6 @@ Shape suffixes: G groups, R ranks, C channels.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,33 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .batch_norm_reference import WORD, empty_mask
-
-MOST_CHUNKS = 256  # per group, so that the last program merges them quickly
-PARTS = 16  # chunks that it merges at a time
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How rows are cut: rows and columns per tile, rows per chunk, the grid (chunks, groups, blocks of channels)."""
-
-    rows: int
-    columns: int
-    chunk: int
-    grid: tuple[int, int, int]
-
-
-@functools.cache
-def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
-    """The cut of `rows` rows per group into about `programs` programs.
-
-    Each thread holds 8 adjacent channels, which are 128 bits in bf16.
-    """
-    columns = min(128, max(WORD, triton.next_power_of_2(channels)))
-    tile_rows = 2048 // columns
-    blocks = triton.cdiv(channels, columns)
-    chunks = max(1, min(MOST_CHUNKS, programs // (groups * blocks), triton.cdiv(rows, tile_rows)))
-    chunk = triton.cdiv(triton.cdiv(rows, chunks), tile_rows) * tile_rows
-    return Cut(tile_rows, columns, chunk, (triton.cdiv(rows, chunk), groups, blocks))
+from .heuristics import PARTS, PROGRAMS, Cut, cut
 
 
 @triton.jit
@@ -391,7 +364,7 @@ def statistics(x: Tensor, groups: int) -> Tensor:
     rows, channels = x_RC.shape[0] // groups, x_RC.shape[1]
     if rows == 0:
         return torch.zeros(groups, 3, channels, dtype=torch.float64, device=x.device)
-    cuts = cut(rows, groups, channels, programs=1024)
+    cuts = cut(rows, groups, channels, PROGRAMS["statistics"])
     parts = torch.empty(groups, cuts.grid[0], 2, channels, dtype=torch.float64, device=x.device)
     found_G3C = torch.empty(groups, 3, channels, dtype=torch.float64, device=x.device)
     statistics_kernel[cuts.grid](
@@ -482,7 +455,7 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
     groups, channels = mean_GC.shape
     rows = x_RC.shape[0] // groups
     if rows:
-        cuts = cut(rows, groups, channels, programs=4096)
+        cuts = cut(rows, groups, channels, PROGRAMS["normalise"])
         normalise_kernel[cuts.grid](
             x_RC,
             mean_GC,
@@ -529,7 +502,7 @@ def sums(
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
         return zeros, torch.zeros(2, channels, device=x.device)
-    cuts = cut(rows, groups, channels, programs=1024)
+    cuts = cut(rows, groups, channels, PROGRAMS["sums"])
     parts = torch.empty(groups, cuts.grid[0], 2, channels, device=x.device)
     sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
     dparameters_2C = torch.empty(2, channels, device=x.device)
@@ -579,7 +552,7 @@ def gradient(
     dx_RC = torch.empty_like(x_RC)
     dresidual_RC = torch.empty_like(x_RC) if residual else None
     if rows:
-        cuts = cut(rows, groups, channels, programs=4096)
+        cuts = cut(rows, groups, channels, PROGRAMS["gradient"])
         gradient_kernel[cuts.grid](
             rows_of(dy),
             x_RC,

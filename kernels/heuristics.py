@@ -15,11 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .batch_norm_reference import WORD
+
 TABLE = Path(__file__).with_name("tiles.json")
 TRIANGLE = 128  # rows and columns of the blocks that make up F's upper triangle; whole on the diagonal
 MAX_WIDTH = 65536  # a row of unit embeddings must fit into the registers of one program
 WHOLE_ROW = 16384  # channels up to which three arrays fit
 HALF = (torch.bfloat16, torch.float16)
+MOST_CHUNKS = 256  # of batch norm's rows per group, so that the last program merges them quickly
+PARTS = 16  # chunks that it merges at a time
+PROGRAMS = {"statistics": 1024, "normalise": 4096, "sums": 1024, "gradient": 4096}  # of batch norm's kernels, about
+RESIDENT = 4  # of their programs fit on a multiprocessor: 128 threads with at most 128 registers each, of 65,536
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,28 @@ def working_scale(dtype: torch.dtype, width: int) -> float:
     they fit. bf16 needs no scale because it has the exponent range of fp32.
     """
     return 2.0 ** min(15, width.bit_length() - 1) if dtype == torch.float16 else 1.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batch norm's rows are cut: rows and columns per tile, rows per chunk, and the grid (chunks, groups, blocks of
+    channels)."""
+
+    rows: int
+    columns: int
+    chunk: int
+    grid: tuple[int, int, int]
+
+
+@cache
+def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
+    """The cut of `rows` rows per group into about `programs` programs.
+
+    Each thread holds 8 adjacent channels, which are 128 bits in bf16.
+    """
+    columns = min(128, max(WORD, 1 << (channels - 1).bit_length()))
+    tile_rows = 2048 // columns
+    of_channels = blocks(channels, columns)
+    chunks = max(1, min(MOST_CHUNKS, programs // (groups * of_channels), blocks(rows, tile_rows)))
+    chunk = blocks(blocks(rows, chunks), tile_rows) * tile_rows
+    return Cut(tile_rows, columns, chunk, (blocks(rows, chunk), groups, of_channels))

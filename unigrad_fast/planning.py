@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run.cards import Card, collective_seconds, inside_and_between, latency, sent
+from unigrad_fast.dry_run.cards import Card, Host, collective_seconds, inside_and_between, latency, sent
 from unigrad_fast.dry_run.walked import Collective, Walk
 from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.objectives.placement import choose, compute_seconds, exchanged
@@ -29,7 +29,14 @@ PROCESS = 5 << 30  # host bytes of a rank: torch, CUDA context, DALI's queues, f
 # Share of the step; chosen so that ResNet-50 on 8 H100 is latency-bound below 96 images (0.114; 0.123 at 88), the limit
 # below which a run warns.
 LATENCY_BOUND = 0.12
-PER_IMAGE = ("convolution", "normalisation", "activation", "linear", "other")  # parts proportional to the images
+PER_IMAGE = (
+    "convolution",
+    "normalisation",
+    "activation",
+    "linear",
+    "other",
+    "loader",
+)  # parts proportional to the images
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Plan:
     Attributes:
         origin: whether memory, collectives and bytes are "counted" or "expected".
         memory: bytes of a rank at its peak, by kind; most: bytes of each kind at that kind's own peak.
-        seconds: expected, by part, including collectives; nothing overlaps.
+        seconds: the card's expected, by part, including collectives; nothing overlaps.
+        host: the host's expected seconds, at the stage that was walked; DeepSpeed makes more calls at stages 1 and 2.
         inside, between: bytes that a rank sends inside its node, and its share of what the node sends to others.
         waiting: the part of the seconds that does not depend on the images: launches and latency of collectives.
     """
@@ -71,6 +79,7 @@ class Plan:
     memory: dict[str, int]
     most: dict[str, int]
     seconds: dict[str, float]
+    host: float
     inside: float
     between: float
     collective_count: int
@@ -82,16 +91,19 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Expected seconds per step."""
-        return sum(self.seconds.values())
+        """Expected seconds per step: the card's or the host's, whichever are more."""
+        return max(sum(self.seconds.values()), self.host)
 
     @property
     def images_per_second(self) -> float:
         return self.setting.batch / self.step
 
     @property
-    def bound_by_latency(self) -> bool:
-        return self.waiting > LATENCY_BOUND * self.step
+    def bound_by(self) -> str:
+        """What decides the time of the step: "host", "latency" or "work"."""
+        if self.host > sum(self.seconds.values()):
+            return "host"
+        return "latency" if self.waiting > LATENCY_BOUND * self.step else "work"
 
     def hours(self, images: int, epochs: int) -> float:
         """Expected hours for epochs over so many images, without evaluations."""
@@ -110,20 +122,19 @@ class Plan:
             "meetings": self.collective_count,
             "times": "expected",
             "seconds": self.seconds,
+            "host_seconds": self.host,
             "step_seconds": self.step,
             "images_per_second": self.images_per_second,
             "waiting_seconds": self.waiting,
-            "bound_by_latency": self.bound_by_latency,
+            "bound_by": self.bound_by,
         }
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A walk, with the configuration and the card that it was made for."""
+    """A walk, with the configuration that it was made for."""
 
     config: Config
-    ranks: int
-    card: Card
     found: Walk
 
     @classmethod
@@ -135,11 +146,26 @@ class Counted:
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return cls(config, ranks, card, walk(config, ranks, card, as_cuda))
+            return cls(config, walk(config, ranks, card, as_cuda))
+
+    @property
+    def ranks(self) -> int:
+        return self.found.ranks
+
+    @property
+    def card(self) -> Card:
+        return self.found.card
 
     @property
     def views(self) -> int:
         return len(self.config.data.views())
+
+    def ends(self, plan: Plan) -> tuple[Plan, Plan]:
+        """The same plan at the slow and at the fast end of what is expected of the card."""
+        slow, fast = (replace(self, found=self.found.on(card)) for card in self.card.ends())
+        if plan.origin == "counted":
+            return slow.plan(plan.setting.nodes), fast.plan(plan.setting.nodes)
+        return slow.changed(plan.setting), fast.changed(plan.setting)
 
     @property
     def width(self) -> int:
@@ -310,8 +336,8 @@ class Counted:
         memory = [_by_kind(persistent, transient) for transient in phases]
         fullest = max(memory, key=lambda kinds: sum(kinds.values()))
         most = {kind: max(kinds[kind] for kinds in memory) for kind in fullest}
-        launches = sum(part.launches for part in self.found.parts.values())
         seconds = self._seconds(setting)
+        launches = self.found.launches - self.found.collective_count
         floor, inside, between = launches * card.launch, 0.0, 0.0
         for each in collectives:
             moved = sent(each.kind, each.size, ranks)
@@ -320,7 +346,15 @@ class Counted:
             floor += latency(each.kind, ranks, nodes, card)
             name = f"collectives: {each.kind}"
             seconds[name] = seconds.get(name, 0.0) + collective_seconds(each.kind, moved, ranks, nodes, card)
-        return Plan(setting, origin, fullest, most, seconds, inside, between, len(collectives), floor)
+        host = self._host(setting)
+        return Plan(setting, origin, fullest, most, seconds, host, inside, between, len(collectives), floor)
+
+    def _host(self, new: Setting) -> float:
+        """Expected seconds of the host, which grow with the micro-batches only."""
+        times = new.accumulation / self.setting().accumulation
+        once = ("step", "target_update", "end")
+        by_phase = self.found.host_by_phase(Host.expected())
+        return sum(seconds * (1 if phase in once else times) for phase, seconds in by_phase.items())
 
     def _seconds(self, new: Setting) -> dict[str, float]:
         """Expected seconds of each part; those of the walk if the setting is unchanged."""
@@ -334,6 +368,8 @@ class Counted:
                 seconds[name] = times * max(images * part.seconds, part.launches * self.card.launch)
             elif name == "casts":
                 seconds[name] *= times
+            elif name == "copies":  # one of each rank's part
+                seconds[name] *= times * new.ranks / base.ranks
         if new.stage:
             seconds["optimizer"] *= (base.ranks if base.stage else 1) / new.ranks
         if not self.has_correlation:

@@ -14,7 +14,7 @@ from pathlib import Path
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.benchmarks.harness.run_config import at_width, changed
 from unigrad_fast.config import Config
-from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.cards import Card, Host
 from unigrad_fast.dry_run.walked import Walk
 from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.planning import WIDTHS
@@ -44,11 +44,12 @@ def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, 
     title = f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each"
     headers = ("width", "ms", "objective, %", "its TFLOP", "collectives, GB", "GiB", "F, GiB")
     table = table_of_figures(*headers, title=title, title_justify="left")
-    shares = {width: each.parts["objective"].seconds / each.seconds for width, each in found.items()}
+    host = Host.expected()
+    shares = {width: each.parts["objective"].seconds / each.of_card for width, each in found.items()}
     for width, each in found.items():
         table.add_row(
             f"{width}",
-            f"{1e3 * each.seconds:.2f}",
+            f"{1e3 * each.seconds(host):.2f}",
             f"{100 * shares[width]:.1f}",
             f"{each.parts['objective'].flops / 1e12:.2f}",
             f"{sum(kind.bytes for kind in each.collectives.values()) / 1e9:.3f}",
@@ -56,7 +57,10 @@ def main(config: Config, widths: Sequence[int] | None, ranks: int, images: int, 
             f"{each.peak['correlation'] / 2**30:.2f}",
         )
     console.print(table)
-    console.print("ms are expected, one operator after the other; GiB are peak memory", soft_wrap=True)
+    console.print(
+        "ms are expected, one operator after the other, or the host's if it needs longer; GiB are peak memory",
+        soft_wrap=True,
+    )
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
     setting |= {"placement": getattr(config.objective, "placement", None), "zero_stage": config.engine.zero_stage}
     rows = [{**setting, "width": w, "objective_share": shares[w], **each.as_json()} for w, each in found.items()]

@@ -39,7 +39,7 @@ def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
     assert planned("--gpus", "32", "--nodes", "4") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "32 x NVIDIA H100 SXM in 4 nodes, 8 images at once on each, batch 256, ZeRO stage 0" in shown
-    for said in ("counted: ", "expected: ", "reads/s", "a checkpoint of", "WARNING: bound by latency", "fits: "):
+    for said in ("counted: ", "expected: ", "reads/s", "a checkpoint of", "WARNING: bound by the host", "fits: "):
         assert said in shown
     (file,) = (tmp_path / "out").iterdir()
     written = json.loads(file.read_text())

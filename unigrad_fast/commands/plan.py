@@ -164,7 +164,10 @@ def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
     for part, seconds in found.seconds.items():
         time.add_row(part, f"{1e3 * seconds:.2f}")
     time.add_section()
-    time.add_row("step, nothing overlaps", f"{1e3 * found.step:.2f}", style="bold")
+    time.add_row("card, nothing overlaps", f"{1e3 * sum(found.seconds.values()):.2f}")
+    time.add_row("host, beside it", f"{1e3 * found.host:.2f}")
+    time.add_section()
+    time.add_row("step", f"{1e3 * found.step:.2f}", style="bold")
     yield time
 
 
@@ -174,9 +177,10 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
         f"its node, and {found.between / 1e9:.3f} GB to other nodes"
     )
     epochs = counted.config.schedule.epochs
-    hours = found.hours(options.dataset_images, epochs)
+    hours, (slow, fast) = found.hours(options.dataset_images, epochs), counted.ends(found)
     yield (
-        f"expected: {found.images_per_second:,.0f} images/s; {hours:.1f} hours for {count(epochs, 'epoch')} of "
+        f"expected: {found.images_per_second:,.0f} images/s ({slow.images_per_second:,.0f} to "
+        f"{fast.images_per_second:,.0f}); {hours:.1f} hours for {count(epochs, 'epoch')} of "
         f"{options.dataset_images:,} images" + (", all with full-size views" if counted.config.data.growth() else "")
     )
     yield (
@@ -192,7 +196,12 @@ def _said(counted: Counted, found: Planned, around: dict[str, float], options: P
         f"expected from the storage: {around['reads']:,.0f} reads/s, {around['reads_per_node']:,.0f} from each node, "
         f"{around['read_bytes'] / 1e9:.2f} GB/s"
     )
-    if found.bound_by_latency:
+    if found.bound_by == "host":
+        yield (
+            f"WARNING: bound by the host, which needs {1e3 * found.host:.0f} ms to launch a step, however few images "
+            "there are (expected); use more images on each GPU, or engine.cuda_graph true"
+        )
+    if found.bound_by == "latency":
         share = found.waiting / found.step
         yield (
             f"WARNING: bound by latency: launches and {found.collective_count} collectives take {100 * share:.0f} % of "
@@ -252,7 +261,7 @@ def row(width: int, found: Planned, fits: bool, hours: float) -> str:
         f"{1e3 * found.step:.0f}",
         f"{found.images_per_second:,.0f}",
         f"{hours:.1f}",
-        "latency" if found.bound_by_latency else "work",
+        found.bound_by,
     )
     return f"| {' | '.join(cells)} |"
 

@@ -7,15 +7,18 @@ import functools
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from unigrad_fast.dry_run.cards import Card, collective_seconds, sent
-from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk
+from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk, Work
+from unigrad_fast.kernels import heuristics
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
@@ -36,9 +39,9 @@ VIEWS = {
 class Count(TorchDispatchMode):
     """Counts every operator that is dispatched inside."""
 
-    def __init__(self, found: Walk, trainer: Trainer, card: Card, ranks: int):
+    def __init__(self, found: Walk, trainer: Trainer):
         super().__init__()
-        self.found, self.card, self.ranks = found, card, ranks
+        self.found, self.ranks = found, found.ranks
         self.phase = "data"
         self.trainer, self.persistent = trainer, _persistent(trainer)
         self.memory = Memory(self.persistent)
@@ -76,8 +79,20 @@ class Count(TorchDispatchMode):
 
             return call
 
+        apply = vars(torch.autograd.Function)["apply"]
+
+        def applied(function: type, *arguments: Any, **keywords: Any) -> Any:
+            result = apply.__get__(None, function)(*arguments, **keywords)
+            self._calls["function"] += 1
+            if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tree_leaves(arguments)):
+                self.found.calls["backward"]["function of backward"] += 1
+            return result
+
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(PhaseClock, "mark", mark))
+        self._patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
+        called = register_module_forward_pre_hook(lambda *_: self._calls.update(module=1))
+        self._patches.callback(called.remove)
         for name in ("begin_gather", "exchange_columns"):
             self._patches.enter_context(mock.patch.object(objective_ranks, name, noted(name)))
         return super().__enter__()
@@ -96,6 +111,7 @@ class Count(TorchDispatchMode):
         short = name.partition("::")[2]
         self.memory.take(result, functools.partial(self._kind_of, short, args), self.phase)
         if short in VIEWS:
+            self._calls["view"] += 1
             return result
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -107,15 +123,24 @@ class Count(TorchDispatchMode):
 
     def _collective(self, operands: list[Tensor], short: str) -> None:
         kind, size = counted(short, operands)
-        each = self.found.collectives[kind]
         # A gather into a list has the results as operands, then this rank's part.
         whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
-        each.count += 1
-        each.bytes += size
-        each.seconds += collective_seconds(kind, sent(kind, whole, self.ranks), self.ranks, 1, self.card)
+        self._calls["collective"] += 1
+        self._calls["enqueue"] += 1
         of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
         whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
-        self.found.each_collective.append(Collective(kind, whole, whose))
+        self.found.each_collective.append(Collective(kind, whole, whose, self.phase, size))
+        if short == "allgather_":  # NCCL gathers into one tensor, from which each rank's part is copied
+            self._add(Work("copies", self.phase, self.ranks, read=whole, written=whole))
+            self._calls["operator"] += self.ranks
+
+    @property
+    def _calls(self) -> Counter[str]:
+        return self.found.calls[self.phase]
+
+    def _add(self, work: Work) -> None:
+        self.found.work.append(work)
+        self._calls["launch"] += work.launches
 
     def _kind_of(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
         """The kind of an operator's result, as far as known by now; gradients of activations count as activations."""
@@ -134,11 +159,11 @@ class Count(TorchDispatchMode):
 
         When this hook runs, the gradient is in its final memory: its own, a bucket of `reduction`, or DeepSpeed's.
         """
+        self._calls["hook"] += len(parameter._post_accumulate_grad_hooks) - 1  # but this one
         if parameter.grad is not None and self.memory.kind(parameter.grad) != "buckets":
             self.memory.name(parameter.grad, "gradients")
 
     def _operator(self, operator, name, short, operands, results, args, kwargs, result) -> None:
-        part = self.found.parts[self._part(name, short)]
         changed = {id(t) for t in _changed(operator, args, kwargs)}
         read = sum(_bytes(t) for t in operands)
         written = sum(_bytes(t) for t in results if id(t) not in changed)
@@ -172,12 +197,14 @@ class Count(TorchDispatchMode):
         if short == "convolution_backward":  # one pass each for the input and the weight
             passes = sum(args[10][:2])
             read += _bytes(args[0])
-        peak = self.card.convolution if short.startswith("convolution") else self.card.product
-        part.launches += passes
-        part.flops += int(flops)
-        part.read += read
-        part.written += written
-        part.seconds += max(passes * self.card.launch, flops / peak, (read + written) / self.card.memory)
+        convolves = short.startswith("convolution")
+        if convolves or packet in flop_registry:
+            self._calls["library"] += passes
+        own = name.startswith("unigrad_fast::")
+        self._calls["kernel" if own else "operator of backward" if self.phase == "backward" else "operator"] += 1
+        grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
+        part = self._part(name, short)
+        self._add(Work(part, self.phase, passes, int(flops), read, written, convolves, **grid))
 
     def _part(self, name: str, short: str) -> str:
         if short.startswith("convolution"):
@@ -195,6 +222,20 @@ class Count(TorchDispatchMode):
         if short in ("_to_copy", "to"):
             return "casts"
         return "other"
+
+
+def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
+    """How one of batch norm's kernels fills a card; empty for other kernels."""
+    kernel = kernel.removesuffix("_")
+    if kernel not in heuristics.PROGRAMS:
+        return {}
+    images = args[:2] if kernel in ("sums", "gradient") else args[:1]
+    groups = args[1] if kernel == "statistics" else args[len(images)].shape[0]
+    x = images[-1]
+    cut = heuristics.cut(x.numel() // x.shape[1] // groups, groups, x.shape[1], heuristics.PROGRAMS[kernel])
+    merges = heuristics.blocks(cut.grid[0], heuristics.PARTS) if kernel in ("statistics", "sums") else 0
+    at_once = sum(cut.rows * cut.columns * each.element_size() for each in images)
+    return {"programs": math.prod(cut.grid), "at_once": at_once, "merges": merges}
 
 
 class Memory:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run.cards import Card
 from unigrad_fast.dry_run.counting import Count
-from unigrad_fast.dry_run.walked import Walk
+from unigrad_fast.dry_run.walked import Walk, Work
 from unigrad_fast.kernels.dispatch import as_on_cuda
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.networks.encoder import build_encoder
@@ -66,7 +66,7 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
     require_walkable(config, ranks)
     if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})})
-    found = Walk()
+    found = Walk(card, ranks)
     device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with device, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
@@ -74,10 +74,13 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
             with _spies(found):
                 trainer.step(0, iter(batches))
                 found.waits.clear()
-                with Count(found, trainer, card, ranks):
+                with Count(found, trainer):
                     trainer.step(1, iter(batches))
         except DataDependentOutputException as error:
             raise RuntimeError(f"the step reads a value ({error.func}), for which the host waits") from error
+    views = config.data.views()
+    pixels = config.images_at_once(ranks) * config.engine.accumulation_steps * sum(view.size**2 for view in views)
+    found.work.append(Work("loader", "data", 0, own=card.view * pixels / 224**2))
     return found
 
 

@@ -1,0 +1,39 @@
+"""The host's time by kind of call: what is measured, and that the dry run reckons with what was measured."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from unigrad_fast.benchmarks.counts import host
+from unigrad_fast.kernels import batch_norm
+
+ROWS = Path(__file__).resolve().parents[2] / "benchmarks/results/host.jsonl"
+
+
+def test_the_dry_run_reckons_with_the_row_that_was_measured():
+    measured = json.loads(ROWS.read_text(encoding="utf-8").splitlines()[-1])["microseconds"]
+    figures = json.loads(resources.files("unigrad_fast").joinpath("cards.json").read_text(encoding="utf-8"))
+    assert figures["host"]["measured_us"][0] == {kind: round(value, 2) for kind, value in measured.items()}
+
+
+def test_every_kind_is_measured(monkeypatch):
+    monkeypatch.setattr(host, "CALLS", 2)
+    monkeypatch.setattr(host, "ROUNDS", 1)
+    found = host.kinds()
+    assert found.keys() == json.loads(ROWS.read_text(encoding="utf-8").splitlines()[-1])["microseconds"].keys()
+    assert all(value > 0 for kind, value in found.items() if kind != "hook")  # a difference, which may drown
+
+
+def test_kernels_are_launched_onto_nothing_and_as_before_afterwards(monkeypatch):
+    x, rows = torch.ones(8, 64), torch.zeros(2, 64)
+    caches = batch_norm.normalise_kernel.device_caches
+    with host.nothing_driven():
+        y, _ = batch_norm.normalise(x, rows, rows, rows[0], rows[0], None, 1e-5, True, False)
+    assert y.shape == x.shape and batch_norm.normalise_kernel.device_caches is caches
+    with pytest.raises(RuntimeError, match="driver"):
+        batch_norm.normalise(x, rows, rows, rows[0], rows[0], None, 1e-5, True, False)
