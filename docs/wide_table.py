@@ -108,7 +108,7 @@ def recomputed_row(width: int, multi_crop: bool) -> str:
         f"{views}",
         *(f"{kept(width, views, again) / 1e9:.2f}" for again in (False, True)),
         *(gib(sum(found.peak.values())) for found in walks),
-        *(f"{1e3 * found.seconds:.1f}" for found in walks),
+        *(f"{1e3 * found.of_card:.1f}" for found in walks),
     ]
     return f"| {' | '.join(cells)} |"
 
