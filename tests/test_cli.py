@@ -302,7 +302,7 @@ def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, out
     Image.new("RGB", (16, 16)).save(images / "a.png")
     (tmp_path / "file").touch()
     (line,) = refused(capsys, "data", "shard", str(images), output.format(root=tmp_path))
-    assert line.startswith(f"error: {output.format(root=tmp_path)}") and line.endswith("; give another path")
+    assert output.format(root=tmp_path) in line and line.endswith(("; give another path", " is a file; give a folder"))
 
 
 def test_bug_is_not_swallowed(images, monkeypatch):
@@ -344,6 +344,14 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
             "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
         ),
         ("evaluate kn x", "evaluate kn x: unknown command; did you mean evaluate knn?"),
+        ("linear x", "linear x: unknown command; did you mean evaluate linear?"),
+        (
+            "evaluate frobnicate",
+            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN",
+        ),
+        ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
+        ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),
+        ("bench step --case frobnicate", "case = frobnicate: must be one of resnet50, resnet18, all"),
         ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
         ("evaluate knn", "run: missing; folder of the run."),
