@@ -97,6 +97,8 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
     assert result(run, "knn-epoch2-3")["queries"] == 24
     said(capsys, "evaluate", "knn", run, "--k", 5, "--temperature", 0.2)
     assert result(run, "knn-epoch2") == first
+    refused = said(capsys, "evaluate", "knn", run, "--k", 25, status=2)
+    assert refused == "error: k = 25: exceeds the 24 training images; give at most 24, or auto\n"
 
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 2)
     paper = result(run, "linear-paper-epoch2"), (run / "evaluation/linear-paper-epoch2.safetensors").read_bytes()

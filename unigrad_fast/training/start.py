@@ -138,6 +138,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
     probe = None
     if queries.val is not None:
         probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
+        attempt.warnings += filter(None, [probe.few_images(len(train))])
     return Images(train, probe)
 
 
