@@ -405,3 +405,20 @@ sys.exit(main())
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and "pip install" in line and str(ROOT) in line
     assert all({"yaml": "pyyaml"}.get(name, name) in line for name in gone.split())
+
+
+def test_ctrl_c_during_the_imports_is_one_line_and_the_shells_status():
+    """In a new interpreter, in which nothing is imported yet."""
+    code = f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "unigrad_fast.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.path[:0] = [{str(ROOT)!r}]
+from unigrad_fast.__main__ import main
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
