@@ -273,8 +273,8 @@ class Checkpoint(Node):
 
 class KNN(Node):
     k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below. If there
-    are fewer images, all of them vote."""
+    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below. All
+    images vote if there are fewer."""
     temperature: float = Field(default=0.1, ge=0.001, le=1000)
     """Temperature of the vote weights exp(similarity / temperature) (usual protocol: 0.1)."""
 
