@@ -215,8 +215,8 @@ def test_cores_that_others_needed_at_the_start_are_said_to_be_free_once_when_the
         *before, found = looked(threads, machine, [IDLE] * FREE_LOOKS)
         assert not any(before)
         assert found == (
-            "the other programs have ended: 4 cores can be used, but this run goes on with 3 threads, which decide its "
-            "rounding; to use all, continue with 4"
+            "other programs no longer need the cores: 4 cores can be used, but this run goes on with 3 threads, which "
+            "decide its rounding; to use all, continue with 4"
         )
         assert torch.get_num_threads() == 3
         assert not any(looked(threads, machine, [BESIDE] * 2 + [IDLE] * 2 * FREE_LOOKS))

@@ -199,8 +199,8 @@ class ComputeThreads:
             return None
         self._hindered_ranks = 0
         return (
-            f"the other programs have ended: {found.why}, but this run goes on with {count(use.threads, 'thread')}, "
-            f"which decide its rounding; to use all, {remedy(found.threads)}"
+            f"other programs no longer need the cores: {found.why}, but this run goes on with "
+            f"{count(use.threads, 'thread')}, which decide its rounding; to use all, {remedy(found.threads)}"
         )
 
 
