@@ -344,7 +344,7 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
             "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
         ),
         ("evaluate kn x", "evaluate kn x: unknown command; did you mean evaluate knn?"),
-        ("linear x", "linear x: unknown command; did you mean evaluate linear?"),
+        ("knn x", "knn x: unknown command; did you mean evaluate knn?"),
         (
             "evaluate frobnicate",
             "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN",
