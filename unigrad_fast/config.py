@@ -22,7 +22,7 @@ from unigrad_fast.recipes import DEFAULT_RECIPE, current_names, exchanged, load_
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import renamed
-from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
+from unigrad_fast.runtime.trees import BARE, merge, nested, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, group, leaves, shown, validate
 from unigrad_fast.runtime.wording import count
 
@@ -273,7 +273,8 @@ class Checkpoint(Node):
 
 class KNN(Node):
     k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below."""
+    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below. All
+    images vote if there are fewer."""
     temperature: float = Field(default=0.1, ge=0.001, le=1000)
     """Temperature of the vote weights exp(similarity / temperature) (usual protocol: 0.1)."""
 
@@ -489,13 +490,14 @@ def resolve(
 
     Args:
         recipe: shipped name or path of a YAML file; None takes the overrides' recipe, or else the model's default.
-        overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
+        overrides: mapping, nested or with dotted keys such as `{"model.projector.width": 4096}`; or command-line
+            arguments such as `["--model.projector.width", "4096"]`.
         model: Config, or a subclass with more keys; if it has a key `name`, the recipe's name is its default.
 
     Raises:
         UserError: lists every unknown key, wrong value and impossible combination.
     """
-    top = current_names(overrides if isinstance(overrides, Mapping) else parse_arguments(overrides))
+    top = current_names(nested(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides))
     named = top.pop("recipe", None)
     if named is BARE or named == "":
         raise UserError(

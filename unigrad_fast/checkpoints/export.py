@@ -24,7 +24,7 @@ from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import dangling_link, utf8_path
+from unigrad_fast.runtime.files import dangling_link, unwritable, utf8_path
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 
@@ -263,8 +263,8 @@ def _writable_folder(run: Path, output: Path | None) -> Path:
         raise UserError(f"output = {output}: is a folder; give a file")
     if not os.path.isdir(folder):
         raise UserError(f"output = {output}: the folder {folder} does not exist; create it, or give another file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
+    if problem := unwritable(folder):
+        raise UserError(f"output = {output or folder}: {problem} with --output")
     return folder
 
 

@@ -219,10 +219,10 @@ def _require_same(config: Config, reader: Reader) -> None:
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
     """Raises UserError if the training images differ from those that the checkpoint was made with."""
     remembered = reader.about.get("images")
-    if remembered is not None and not manifests.are_the_same(remembered, train):
+    if remembered is not None and (differs := manifests.difference(remembered, train)):
         raise UserError(
-            f"data.train = {config.data.train}: not the images that the run in {config.output} began with (their "
-            f"names, number or sizes in pixels differ); use the same images; {NEW_RUN}"
+            f"data.train = {config.data.train}: not the images that the run in {config.output} began with ({differs}); "
+            f"use the same images; {NEW_RUN}"
         )
 
 

@@ -63,13 +63,16 @@ class Attempt:
         if self.folder is not None and self.world.rank == 0:
             self.folder.log_loss(said)
 
-    def newly_crowded(self) -> str | None:
-        """A warning, once, if other programs came to need the cores that this run computes on."""
-        return self.threads.newly_crowded(
-            lambda fitting: (
-                "press Ctrl-C, which saves, and continue with fewer threads: the same command with "
-                + typed("--output", self.folder.path, "--engine.threads", str(fitting))
-            )
+    def tell_cores(self, telemetry: Telemetry) -> None:
+        """Warn, once, if other programs came to need the cores, and say, once, if those of the start have left."""
+        if said := self.threads.newly_crowded(lambda fitting: self._with_threads("fewer", fitting)):
+            telemetry.warn(said)
+        if said := self.threads.newly_free(lambda fitting: self._with_threads("more", fitting)):
+            telemetry.say(said)
+
+    def _with_threads(self, change: str, threads: int) -> str:
+        return f"press Ctrl-C, which saves, and continue with {change} threads: the same command with " + typed(
+            "--output", self.folder.path, "--engine.threads", str(threads)
         )
 
 
@@ -145,6 +148,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
     probe = None
     if queries.val is not None:
         probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
+        attempt.warnings += filter(None, [probe.few_images(len(train))])
     return Images(train, probe)
 
 
