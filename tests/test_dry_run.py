@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
+from importlib import resources
 from itertools import accumulate
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -18,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchvision.models.resnet import BasicBlock
 
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run.cards import Card, Host
+from unigrad_fast.dry_run.cards import Card, CardName, Host
 from unigrad_fast.dry_run.walked import Walk, Work
 from unigrad_fast.dry_run.walking import prepared, walk
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
@@ -286,7 +289,7 @@ def test_what_cannot_be_walked_is_refused():
         walk(configured(1, engine={"cuda_graph": True}), 1, CARD)
     with pytest.raises(UserError, match=r"engine\.compile = true: the dry run"):
         walk(configured(1, engine={"compile": True}), 1, CARD)
-    with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, a100"):
+    with pytest.raises(UserError, match="card = abacus: unknown; use one of h100, h200, b200, a100"):
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):
         walk(configured(1, images=5), 2, CARD)
@@ -300,6 +303,19 @@ def test_times_follow_the_cards_figures():
     for work in (Work("convolution", "online", flops=10**12, convolves=True), Work("other", "online", read=10**9)):
         slow, fast = (work.seconds(card) for card in CARD.ends())
         assert fast < work.seconds(CARD) < slow
+
+
+def test_every_card_has_figures_with_a_source_and_a_range_around_the_middle():
+    text = resources.files("unigrad_fast").joinpath("cards.json").read_text(encoding="utf-8")
+    assert json.loads(text)["cards"].keys() == set(get_args(CardName))
+    for name, figures in json.loads(text)["cards"].items():
+        card = Card.of(name)
+        assert all(isinstance(value[-1], str) for key, value in figures.items() if key != "name")
+        for (slow, fast), middle in zip(
+            zip(card.slowest, card.fastest, strict=True), (card.convolution, card.memory), strict=True
+        ):
+            assert slow < middle < fast
+        assert card.convolution < card.product and card.collective > card.launch
 
 
 def test_a_kernel_takes_the_longest_of_its_limits_and_waits_for_what_is_merged():

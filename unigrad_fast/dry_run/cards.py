@@ -8,9 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from unigrad_fast.runtime.errors import UserError
+
+CardName: TypeAlias = Literal["h100", "h200", "b200", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090"]
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ class Card:
     @classmethod
     def of(cls, key: str) -> Card:
         """Raises UserError for an unknown card."""
-        known = _figures()["cards"]
-        if key not in known:
+        if key not in (known := get_args(CardName)):
             raise UserError(f"card = {key}: unknown; use one of {', '.join(known)}")
-        figures = known[key]
+        figures = _figures()["cards"][key]
         convolution, memory = figures["convolution_tflops"], figures["memory_tbs"]
         ends = [(1e12 * convolution[end], 1e12 * memory[end]) for end in (1, 2)]
         return cls(
