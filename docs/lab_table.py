@@ -8,6 +8,7 @@ One step of each recipe is counted per number of GPUs; other cards and micro-bat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from unigrad_fast.config import resolve
 from unigrad_fast.dry_run.cards import Card
