@@ -258,8 +258,8 @@ class Engine(Node):
     """Consecutive steps with non-finite values after which the run stops (10: ours)."""
     target_stream: Annotated[bool, MACHINE] = False
     """Whether a GPU overlaps the target branch with the online one; needs one rank or model.sync_batch_norm false."""
-    cuda_graph: Annotated[bool, MACHINE] = False
-    """Whether a GPU captures a step as a CUDA graph and replays it; needs zero_stage 0 and no accumulation."""
+    cuda_graph: Annotated[Literal["auto"] | bool, MACHINE] = "auto"
+    """Whether a GPU replays steps as a CUDA graph; needs zero_stage 0; auto means false until a GPU has tried it."""
 
 
 class Checkpoint(Node):
@@ -379,19 +379,23 @@ class Config(Node):
             problems.append(
                 "engine.recompute_projector = true: does not work with engine.compile true; leave one of them out"
             )
-        if engine.cuda_graph:
-            steps, method, reasons = engine.accumulation_steps, self.objective.method, []
-            if steps > 1:
-                reasons.append(f"engine.accumulation_steps is {steps}, but a graph holds one micro-batch; use 1")
-            if engine.zero_stage:
-                stage = engine.zero_stage
-                reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step cannot be captured; use 0")
-            if method != "unigrad":
-                reasons.append(f"objective.method is {method}, whose step has not been captured yet; use unigrad")
-            if engine.compile:
-                reasons.append("engine.compile is on, and the two are untested together; leave one of them out")
-            problems += [f"engine.cuda_graph = true: {reason}" for reason in reasons]
+        if engine.cuda_graph is True:
+            problems += [f"engine.cuda_graph = true: {reason}" for reason in self.graph_obstacles()]
         return problems
+
+    def graph_obstacles(self) -> list[str]:
+        """Why these settings' step cannot be captured as a CUDA graph, each with its remedy."""
+        engine, reasons = self.engine, []
+        if engine.zero_stage:
+            stage = engine.zero_stage
+            reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step cannot be captured; use 0")
+        if self.objective.takes("eigen_every"):
+            reasons.append(
+                f"objective.method is {self.objective.method}, whose eigenvectors the host reads; use another"
+            )
+        if engine.compile:
+            reasons.append("engine.compile is on, and the two are untested together; leave one of them out")
+        return reasons
 
     def _objective_problems(self) -> list[str]:
         try:

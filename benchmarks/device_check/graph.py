@@ -37,7 +37,7 @@ def check(device: torch.device, output: Path | None = None) -> Iterator[Finding]
         yield Finding(WHAT, f"not checked: {error.name} is not installed", True)
         return
     rows: list[dict] = []
-    with process_group.session("cuda") as world, own_stream(configured(SMALL).engine, world.device):
+    with process_group.session("cuda") as world, own_stream(configured(SMALL), world):
         yield equal(world)
         for size in ON_A_GPU:
             yield timed(world, size, rows)

@@ -41,8 +41,6 @@ def require_walkable(config: Config, ranks: int) -> None:
     """Raises UserError if the batch does not divide over the ranks, or for a setting that cannot be walked."""
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run does not model overlap; leave it out")
-    if config.engine.cuda_graph:
-        raise UserError("engine.cuda_graph = true: the dry run walks the step without a graph; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the uncompiled step; leave it out")
     if config.objective.takes("eigen_every"):
@@ -64,8 +62,10 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         RuntimeError: the step reads a tensor's value, or a process group exists already.
     """
     require_walkable(config, ranks)
-    if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})})
+    engine = config.engine.model_copy(update={"cuda_graph": False})  # the same step, and what its replay takes is known
+    if as_cuda and engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
+        engine = engine.model_copy(update={"precision": "bf16"})
+    config = config.model_copy(update={"engine": engine})
     found = Walk(card, ranks)
     device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)

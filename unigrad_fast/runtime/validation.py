@@ -45,12 +45,13 @@ class Node(BaseModel):
             value = value.strip("[]()").split(",")
         if isinstance(value, str) and int in arms(cls.model_fields[info.field_name].annotation):
             value = _whole(value)
-        wants_bool = cls.model_fields[info.field_name].annotation is bool
-        if value is BARE and wants_bool:
+        kinds = list(arms(cls.model_fields[info.field_name].annotation))
+        if value is BARE and bool in kinds:
             value = True
-        if wants_bool and isinstance(value, str):
+        if isinstance(value, str) and bool in kinds:
             value = {"true": True, "false": False}.get(value.lower(), value)
-        if value == "" or value is BARE or wants_bool != isinstance(value, bool):
+        is_wrong = bool not in kinds if isinstance(value, bool) else kinds == [bool]
+        if value == "" or value is BARE or is_wrong:
             raise ValueError("wrong type")
         return value
 

@@ -164,7 +164,7 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         stack.enter_context(tensor_float32(engine.tf32))
         stack.enter_context(deterministic(engine.deterministic))
         stack.enter_context(fastest_convolutions(world.device))
-        stack.enter_context(own_stream(engine, world.device))
+        stack.enter_context(own_stream(config, world))
         attempt.folder = folder = stack.enter_context(RunFolder(config.output).occupied(attempt.numbered))
         stack.enter_context(folder.noted())
         attempt.preemption.note = folder.note_preemption

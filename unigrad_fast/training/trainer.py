@@ -73,8 +73,7 @@ class Trainer:
             raise UserError(str(error)) from None
         if config.engine.compile:
             require_compiler(config, world.size)
-        if config.engine.cuda_graph:
-            step_graph.require(world)
+        captures = step_graph.wanted(config, world)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config.engine, config.model, world)
@@ -127,7 +126,7 @@ class Trainer:
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
         self.compute: step_graph.Compute = self.on_device
-        if config.engine.cuda_graph:
+        if captures:
             self.compute = StepGraph(self.on_device, self.online, self.objective, self.phases, world.device)
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
