@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchvision.models.resnet import BasicBlock
 
 from unigrad_fast.config import Config, resolve
+from unigrad_fast.doctor.choices import WITHOUT_TRITON
 from unigrad_fast.dry_run.cards import Card, CardName, Host
 from unigrad_fast.dry_run.walked import Walk, Work
 from unigrad_fast.dry_run.walking import prepared, walk
@@ -291,6 +292,22 @@ def test_what_cannot_be_walked_is_refused():
         Card.of("abacus")
     with pytest.raises(UserError, match="does not divide"):
         walk(configured(1, images=5), 2, CARD)
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("CutMix", 8), ("LARS", 1), ("AdamW", 8), ("MoCo", 1), ("multi-crop", 8)])
+def test_plain_torch_on_an_older_gpu_makes_the_host_wait_as_little(case, ranks):
+    with thin(stages=1):
+        found = walk(configured(ranks, **CASES[case], engine={"precision": "fp32"}), ranks, Card.of("t4"))
+    assert found.waits == [] and found.parts["convolution"].flops > 0
+    assert found.parts["normalisation"].launches == 0 or ranks > 1, "torch's own on one rank"
+
+
+@pytest.mark.slow
+def test_without_tritons_kernels_a_step_takes_as_long_as_doctor_says():
+    tree = {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 64}, "engine": {"precision": "bf16"}}
+    config, card = resolve("imagenet_100ep", tree), Card.of("t4")
+    plain, fused = (walk(config, 1, replace(card, capability=each)).of_card for each in ((7, 5), (8, 0)))
+    assert plain / fused == pytest.approx(WITHOUT_TRITON, abs=0.05)
 
 
 def test_times_follow_the_cards_figures():

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from unigrad_fast.runtime.errors import UserError
 
-CardName: TypeAlias = Literal["h100", "h200", "b200", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090"]
+CardName: TypeAlias = Literal["h100", "h200", "b200", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090", "t4"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Card:
     """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; `cards.json` gives their sources.
 
     Attributes:
+        capability: compute capability; below 8.0 plain torch computes, as Triton does not support it.
         latency: from a load to its value.
         waiting: of a rank at a collective, for the slowest of the others.
         view: the loader's work on the card for a view of 224 pixels.
@@ -38,6 +39,7 @@ class Card:
     ring_hop: float
     network_hop: float
     tree_hop: float
+    capability: tuple[int, int]
     multiprocessors: int
     latency: float
     waiting: float
@@ -80,6 +82,7 @@ class Card:
             ring_hop=1e-6 * figures["ring_hop_us"][0],
             network_hop=1e-6 * figures["network_hop_us"][0],
             tree_hop=1e-6 * figures["tree_hop_us"][0],
+            capability=tuple(figures["capability"][0]),
             multiprocessors=figures["multiprocessors"][0],
             latency=1e-6 * figures["latency_us"][0],
             waiting=1e-6 * figures["waiting_us"][0],

@@ -67,7 +67,9 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         engine = engine.model_copy(update={"precision": "bf16"})
     config = config.model_copy(update={"engine": engine})
     found = Walk(card, ranks)
-    device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
+    device = (
+        as_on_cuda(card.capability) if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
+    )
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with device, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
