@@ -16,6 +16,7 @@ from thin import thin
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.benchmarks.device_check import graph as device_check_graph
+from unigrad_fast.benchmarks.device_check.engine import build_thin_engine
 from unigrad_fast.benchmarks.device_check.step import Size
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import Config, resolve
@@ -25,6 +26,7 @@ from unigrad_fast.pipelines import Batch
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint, step_graph
+from unigrad_fast.training import trainer as trainer_module
 from unigrad_fast.training.rates import Rates
 from unigrad_fast.training.step_graph import COUNTERS, LAUNCHED, StepGraph
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -237,9 +239,10 @@ def test_a_replay_takes_f_as_it_was_left_to_it_and_leaves_its_repair_to_the_host
 def check_on_the_cpu() -> tuple:
     """Findings of the device check; then of one in which replays compute nothing."""
     world, size = World(0, 1, 0, 1, CPU, "gloo"), Size("resnet18", 16, 4, 32)
-    with thin(stages=1), mock.patch.multiple(device_check_graph, ROUNDS=1, TIMED=1):
-        good = device_check_graph.equal(world, size, record), device_check_graph.timed(world, size, [], record)
-        return *good, device_check_graph.equal(world, size, lambda compute: (compute(), lambda: None))
+    with thin(stages=1), mock.patch.object(device_check_graph, "RECORD", record):
+        good = device_check_graph.equal(world, size), device_check_graph.timed(world, size, [])
+    with thin(stages=1), mock.patch.object(device_check_graph, "RECORD", lambda compute: (compute(), lambda: None)):
+        return *good, device_check_graph.equal(world, size)
 
 
 def test_the_device_check_compares_and_times_both_ways_of_training(workers):
@@ -253,6 +256,22 @@ def test_the_device_check_compares_and_times_both_ways_of_training(workers):
 def _gpu_for_triton(monkeypatch):
     """What stands for a GPU here is one that Triton supports."""
     monkeypatch.setattr(dispatch, "capability_of", lambda device: (9, 0))
+
+
+def beside_deepspeed(settings: Config) -> list:
+    """What differs where a thin engine takes the place of DeepSpeed's, and its counters."""
+    engines = nullcontext(), mock.patch.object(trainer_module, "build_engine", build_thin_engine)
+    found = []
+    for engine in engines:
+        with engine:
+            trainer = make_trainer(settings, stages=1)
+        found.append(walked(trainer))
+    return unlike(*found)
+
+
+def test_the_device_checks_thin_engine_trains_like_deepspeed_bit_for_bit(images, workers):
+    settings = small_config(str(images), engine__accumulation_steps=2, engine__precision="bf16")
+    assert workers(1).run(beside_deepspeed, settings) == [[]]
 
 
 def on_a_gpu(ranks: int = 1, backend: str = "nccl") -> World:
