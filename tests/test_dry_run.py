@@ -59,6 +59,7 @@ CASES = {
     "AdamW": {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
     "MoCo": {"objective": {"method": "moco", "bank_size": 32}},
     "SimSiam": {"objective": {"method": "simsiam"}},
+    "fp16": {"engine": {"precision": "fp16", "accumulation_steps": 2}, "optimizer": {"clip_norm": 1.0}},
 }
 
 
@@ -198,7 +199,7 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     weights = [parameter for layer in layers for parameter in layer.parameters()]
     assert casting.parts["casts"].launches - found.parts["casts"].launches == len(weights)
     low = 2 * sum(parameter.numel() for parameter in weights)
-    assert found.peak["the target's weights in bf16"] == low
+    assert found.peak["the target's weights in half precision"] == low
     assert found.parts["target"].launches == casting.parts["target"].launches
     assert found.parts["target"].written - casting.parts["target"].written == low
     assert found.parts["target"].read == casting.parts["target"].read
@@ -355,6 +356,20 @@ def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):
     without, with_bf16 = counted(False), counted(True)
     assert without.parts == with_bf16.parts and without.peak == with_bf16.peak
     assert without.parts["casts"].launches > 0
+
+
+def test_a_card_without_bf16_is_counted_in_fp16():
+    taken: list[torch.dtype | None] = []
+
+    def noting(config, encoder, dtype):
+        taken.append(dtype)
+        return build_branch(config, encoder, dtype)
+
+    build_branch = training.build_branch
+    with thin(stages=1), mock.patch.object(training, "build_branch", noting):
+        for card in (CARD, replace(CARD, capability=7.5)):
+            walk(configured(1), 1, card)
+    assert taken == [torch.bfloat16, torch.float16]
 
 
 def test_without_a_momentum_target_a_step_launches_less_and_keeps_no_copy():

@@ -18,6 +18,7 @@ class Card:
     """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; `cards.json` gives their sources.
 
     Attributes:
+        capability: compute capability, as 9.0.
         latency: from a load to its value.
         waiting: of a rank at a collective, for the slowest of the others.
         view: the loader's work on the card for a view of 224 pixels.
@@ -25,6 +26,7 @@ class Card:
     """
 
     name: str
+    capability: float
     convolution: float
     product: float
     memory: float
@@ -42,6 +44,11 @@ class Card:
     view: float
     slowest: tuple[float, float]
     fastest: tuple[float, float]
+
+    @property
+    def precision(self) -> str:
+        """What `engine.precision auto` is on it."""
+        return "bf16" if self.capability >= 8.0 else "fp16"
 
     @property
     def usable_memory(self) -> float:
@@ -68,6 +75,7 @@ class Card:
         ends = [(1e12 * convolution[end], 1e12 * memory[end]) for end in (1, 2)]
         return cls(
             figures["name"],
+            capability=figures["capability"][0],
             convolution=1e12 * convolution[0],
             product=1e12 * figures["product_tflops"][0],
             memory=1e12 * memory[0],

@@ -147,7 +147,7 @@ class Count(TorchDispatchMode):
         if self._exchanging == "begin_gather":
             return "gathered"
         if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
-            return "weights in bf16"
+            return "weights in half precision"
         if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
             return "buckets"
         if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
@@ -306,7 +306,7 @@ def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:
         **partition,
         "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
-        "the target's weights in bf16": list(trainer.target_copies.values()),
+        "the target's weights in half precision": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [
             t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)

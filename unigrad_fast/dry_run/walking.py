@@ -64,8 +64,8 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         RuntimeError: the step reads a tensor's value, or a process group exists already.
     """
     require_walkable(config, ranks)
-    if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})})
+    if as_cuda and config.engine.precision == "auto":  # as on the card, whatever this machine's CPU has
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": card.precision})})
     found = Walk(card, ranks)
     device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
