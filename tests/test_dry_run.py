@@ -358,6 +358,19 @@ def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):
     assert without.parts["casts"].launches > 0
 
 
+def test_weights_of_other_layout_at_stage_1_cost_conversions_and_launches_of_the_target_update():
+    """At stage 0 all weights are channels-last; at stage 1 only the target's, as DeepSpeed's flat tensors are not."""
+    whole, flat = (walked(configured(1, engine={"zero_stage": stage}), 1) for stage in (0, 1))
+    with thin(stages=1):
+        encoder = training.build_encoder(configured(1).model, 0, torch.device("cpu"))
+    odd = [m.weight for m in encoder.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1)]
+    assert len(odd) == 3
+    conversions = [sum(each.launches for each in found.work if each.part == "copies") for found in (whole, flat)]
+    assert conversions == [0, 2 * len(odd) - 1]  # the first convolution has no gradient of its images
+    # Besides the fused launch a lerp each, their copies in bf16, and the weight that they share.
+    assert flat.parts["target"].launches > whole.parts["target"].launches + len(odd) + 1
+
+
 def test_a_card_without_bf16_is_counted_in_fp16():
     taken: list[torch.dtype | None] = []
 
