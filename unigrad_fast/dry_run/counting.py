@@ -243,8 +243,12 @@ def _tensors_apart(args: tuple[Any, ...]) -> int:
     """Launches of one of torch's operators over lists: one, or one per tensor if shapes or layouts differ in a row."""
     lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
     rows = list(zip(*lists, strict=True))
-    alike = all(len({(tensor.shape, tensor.stride()) for tensor in row}) == 1 for row in rows)
-    return 1 if alike else len(rows)
+    return 1 if all(len(set(map(_layout, row))) == 1 for row in rows) else len(rows)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides, except those strides of dimensions of size 1: a fake tensor's may not be the real one's."""
+    return tuple((size, 0 if size == 1 else by) for size, by in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
