@@ -67,7 +67,7 @@ def size_row(width: int, ranks: int) -> str:
     kinds = {
         "weights": ("weights",),
         "moved": ("master weights", "momentum"),
-        "target": ("target", "the target's weights in bf16"),
+        "target": ("target", "the target's weights in half precision"),
         "F": ("correlation",),
         "rest": (MOST, "running statistics"),
     }

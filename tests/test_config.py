@@ -368,7 +368,7 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: must be true or false"),
         (
             "--engine.precision bf15",
-            "engine.precision = bf15: must be one of auto, bf16, fp32; did you mean bf16?",
+            "engine.precision = bf15: must be one of auto, bf16, fp16, fp32; did you mean bf16?",
         ),
         ("--data.train=", "data.train = '': must be a path or null"),
         ("--data.batch_size", "--data.batch_size: a value is missing; it must be an integer from 2 to 16777216"),

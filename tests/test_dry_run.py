@@ -63,6 +63,7 @@ CASES = {
     "AdamW": {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
     "MoCo": {"objective": {"method": "moco", "bank_size": 32}},
     "SimSiam": {"objective": {"method": "simsiam"}},
+    "fp16": {"engine": {"precision": "fp16", "accumulation_steps": 2}, "optimizer": {"clip_norm": 1.0}},
 }
 
 
@@ -202,7 +203,7 @@ def test_the_target_branch_casts_no_weights_as_its_update_has_written_them():
     weights = [parameter for layer in layers for parameter in layer.parameters()]
     assert casting.parts["casts"].launches - found.parts["casts"].launches == len(weights)
     low = 2 * sum(parameter.numel() for parameter in weights)
-    assert found.peak["the target's weights in bf16"] == low
+    assert found.peak["the target's weights in half precision"] == low
     assert found.parts["target"].launches == casting.parts["target"].launches
     assert found.parts["target"].written - casting.parts["target"].written == low
     assert found.parts["target"].read == casting.parts["target"].read
@@ -388,6 +389,33 @@ def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):
     without, with_bf16 = counted(False), counted(True)
     assert without.parts == with_bf16.parts and without.peak == with_bf16.peak
     assert without.parts["casts"].launches > 0
+
+
+def test_weights_of_other_layout_at_stage_1_cost_conversions_and_launches_of_the_target_update():
+    """At stage 0 all weights are channels-last; at stage 1 only the target's, as DeepSpeed's flat tensors are not."""
+    whole, flat = (walked(configured(1, engine={"zero_stage": stage}), 1) for stage in (0, 1))
+    with thin(stages=1):
+        encoder = training.build_encoder(configured(1).model, 0, torch.device("cpu"))
+    odd = [m.weight for m in encoder.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1)]
+    assert len(odd) == 3
+    conversions = [sum(each.launches for each in found.work if each.part == "copies") for found in (whole, flat)]
+    assert conversions == [0, 2 * len(odd) - 1]  # the first convolution has no gradient of its images
+    # Besides the fused launch a lerp each, their copies in bf16, and the weight that they share.
+    assert flat.parts["target"].launches > whole.parts["target"].launches + len(odd) + 1
+
+
+def test_a_card_without_bf16_is_counted_in_fp16():
+    taken: list[torch.dtype | None] = []
+
+    def noting(config, encoder, dtype):
+        taken.append(dtype)
+        return build_branch(config, encoder, dtype)
+
+    build_branch = training.build_branch
+    with thin(stages=1), mock.patch.object(training, "build_branch", noting):
+        for card in (CARD, replace(CARD, capability=7.5)):
+            walk(configured(1), 1, card)
+    assert taken == [torch.bfloat16, torch.float16]
 
 
 def test_without_a_momentum_target_a_step_launches_less_and_keeps_no_copy():

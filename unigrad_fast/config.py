@@ -242,8 +242,8 @@ class Engine(Node):
     """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
     zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
-    precision: Annotated[Literal["auto", "bf16", "fp32"], JUDGMENT] = "auto"
-    """Precision of the networks; auto uses bf16 if the hardware supports it. The objective reduces in fp32."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], JUDGMENT] = "auto"
+    """Precision of the networks; auto is bf16 where the hardware has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: Annotated[bool, JUDGMENT] = False
     """Whether a GPU uses TF32, with 10 of 23 mantissa bits, for fp32 matrix products and convolutions."""
     compile: bool = False

@@ -89,7 +89,7 @@ def _files(config: Config, options: Plan) -> list[Path]:
         name += f"-{options.gpus}x{config.images_at_once(options.gpus)}"
         name += f"-nodes{options.nodes}" if options.nodes > 1 else ""
         name += f"-width{config.model.projector.width}-stage{engine.zero_stage}-accumulation{engine.accumulation_steps}"
-    precision = "bf16" if engine.precision == "auto" else engine.precision  # as it is walked
+    precision = _card(options).precision if engine.precision == "auto" else engine.precision  # as it is walked
     endings = (".json", ".md", ".png") if options.sweep else (".json",)
     return [options.output / f"{name}-{precision}{ending}" for ending in endings]
 

@@ -48,6 +48,11 @@ class Card:
     fastest: tuple[float, float]
 
     @property
+    def precision(self) -> str:
+        """What `engine.precision auto` is on it."""
+        return "bf16" if self.capability >= (8, 0) else "fp16"
+
+    @property
     def usable_memory(self) -> float:
         """Bytes that a step may take by our count; a tenth of the memory is reserved for what is not counted."""
         return 0.9 * self.size

@@ -147,7 +147,7 @@ class Count(TorchDispatchMode):
         if self._exchanging == "begin_gather":
             return "gathered"
         if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
-            return "weights in bf16"
+            return "weights in half precision"
         if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
             return "buckets"
         if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
@@ -190,7 +190,7 @@ class Count(TorchDispatchMode):
             flops = 2 * operands[0].shape[0] * operands[1].numel()
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
-        passes = 1
+        passes = _tensors_apart(args) if short.startswith("_foreach_") else 1
         if name == "unigrad_fast::lars_" and args[7]:  # a first pass computes the norms
             passes = 2
             read += sum(map(_bytes, (*args[0], *args[1])))
@@ -204,7 +204,22 @@ class Count(TorchDispatchMode):
         self._calls["kernel" if own else "operator of backward" if self.phase == "backward" else "operator"] += 1
         grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
         part = self._part(name, short)
+        if convolves:
+            self._convert_weight(short, args)
         self._add(Work(part, self.phase, passes, int(flops), read, written, convolves, **grid))
+
+    def _convert_weight(self, short: str, args: tuple[Any, ...]) -> None:
+        """Count what cuDNN's convolutions of channels-last images do with a weight in another layout.
+
+        The weight is converted forward, and again backward for the gradient of the images. Autograd converts the
+        weight's own gradient, which the walk sees.
+        """
+        images, weight = (args[1], args[2]) if short == "convolution_backward" else (args[0], args[1])
+        last = torch.channels_last
+        if not images.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last):
+            return
+        if short != "convolution_backward" or args[10][0]:
+            self._add(Work("copies", self.phase, 1, read=_bytes(weight), written=_bytes(weight)))
 
     def _part(self, name: str, short: str) -> str:
         if short.startswith("convolution"):
@@ -222,6 +237,18 @@ class Count(TorchDispatchMode):
         if short in ("_to_copy", "to"):
             return "casts"
         return "other"
+
+
+def _tensors_apart(args: tuple[Any, ...]) -> int:
+    """Launches of one of torch's operators over lists: one, or one per tensor if shapes or layouts differ in a row."""
+    lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
+    rows = list(zip(*lists, strict=True))
+    return 1 if all(len(set(map(_layout, row))) == 1 for row in rows) else len(rows)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides, except those strides of dimensions of size 1: a fake tensor's may not be the real one's."""
+    return tuple((size, 0 if size == 1 else by) for size, by in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
@@ -306,7 +333,7 @@ def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:
         **partition,
         "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
-        "the target's weights in bf16": list(trainer.target_copies.values()),
+        "the target's weights in half precision": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [
             t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)

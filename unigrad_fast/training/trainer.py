@@ -20,6 +20,7 @@ from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
 from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
 from unigrad_fast.objectives.predictor import Predictor
+from unigrad_fast.optimization.loss_scale import LossScale
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
@@ -55,6 +56,7 @@ class Trainer:
         objective: the objective, including F.
         branch: the source of targets; target: its momentum copy of the encoder, an empty module if it keeps none.
         target_copies: the target's weights in autocast's dtype, read by its forward pass.
+        loss_scale: what the loss is multiplied by before backward in fp16; else None.
         fragments: where the online branch's weights, gradients and optimizer state are in memory.
         loader: yields one micro-batch at a time.
         compute: the device's part of a step, launched operator by operator or as a graph.
@@ -95,6 +97,8 @@ class Trainer:
         online = encoder if predictor is None else WithPredictor(encoder, predictor)
         constant = predictor is not None and config.objective.predictor_rate == "constant"
         self.optimizer = build_optimizer(online, config.optimizer, predictor if constant else None)
+        self.loss_scale = LossScale(world.device) if self.dtype == torch.float16 else None
+        self.optimizer.loss_scale = self.loss_scale
         with needs.optimizer(online, self.optimizer):
             self.online = build_engine(
                 online,
@@ -105,7 +109,7 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
-        self.reduction = build_reduction(self.online)
+        self.reduction = build_reduction(self.online, divide_first=self.loss_scale is not None)
         self.rates = Rates(self.optimizer, world.device)
         if config.engine.compile:
             # In place: names stay the same, and the backbone, which is evaluated on its own, stays uncompiled.
@@ -121,6 +125,7 @@ class Trainer:
         self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
         self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
+        self.reported += [] if self.loss_scale is None else ["loss_scale"]
         parts = [encoder, self.target, *([] if predictor is None else [predictor])]
         self.gate = StepGate(parts, config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
@@ -149,7 +154,7 @@ class Trainer:
             output = self.micro_step(batch)
         skip = self.optimizer.nonfinite
         self.branch.update_(self.rates.target_momentum, skip)
-        self.gate.close(skip)
+        self.gate.close(skip, None if self.loss_scale is None else self.loss_scale.update(skip))
         return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
@@ -174,7 +179,8 @@ class Trainer:
             output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
-        backward(self.online, output.loss, self.reduction)
+        loss = output.loss if self.loss_scale is None else output.loss * self.loss_scale.value
+        backward(self.online, loss, self.reduction)
         self.phases.mark("backward")
         if self.online.is_gradient_accumulation_boundary():
             self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
@@ -286,6 +292,7 @@ class Trainer:
             "feature_std": output.feature_std(),
             "gradient_norm": self.optimizer.gradient_norm,
             "effective_rank": rank,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}),
         }
         numbers = torch.stack([measured[name].detach().float() for name in self.reported])
         dist.all_reduce(numbers)
