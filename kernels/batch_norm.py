@@ -19,8 +19,6 @@ Shape suffixes: G groups, R ranks, C channels.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -339,16 +337,24 @@ def gradient_kernel(
             tl.store(p_dresidual + o, b_dy.to(p_dresidual.dtype.element_ty), mask=m)
 
 
-@functools.lru_cache(maxsize=16)
-def tickets(size: int, device: torch.device, stream: int | None) -> Tensor:
-    """Zeros, which every launch resets to zero; two streams must not share them."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
+TICKETS: dict[tuple[int, torch.device, int | None], Tensor] = {}
 
 
 def tickets_for(cut: Cut, device: torch.device) -> Tensor:
+    """Zeros, which every launch resets to zero; two streams must not share them.
+
+    Those made while a CUDA graph is captured belong to that graph's memory, and are zero only during its replays, so
+    no later launch may find them; a graph uses those that an earlier launch on its stream has made.
+    """
     _, groups, blocks = cut.grid
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return tickets(triton.next_power_of_2((groups + 1) * blocks), device, stream)
+    size, on_gpu = triton.next_power_of_2((groups + 1) * blocks), device.type == "cuda"
+    key = size, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else None
+    found = TICKETS.get(key)
+    if found is None:
+        found = torch.zeros(size, dtype=torch.int32, device=device)
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            TICKETS[key] = found
+    return found
 
 
 def rows_of(x: Tensor) -> Tensor:
