@@ -14,7 +14,7 @@ rows of a group are cut into chunks, with one program per chunk and block of cha
 ticket merges the results of the chunks in their order, so that two runs are bitwise equal. Sums within a chunk are fp32
 and relative to the chunk's first row; sums across chunks and ranks are float64.
 
-Shape suffixes: G groups, R ranks, C channels.
+Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def statistics_kernel(
         b_shifted = tl.sum(b_mean, 0)
         all_rows = rows.to(tl.float64)
         b_all = tl.sum(b_squares, 0) - b_shifted * b_shifted / all_rows
-        p_out = p_statistics + group * 3 * C + o_C
-        tl.store(p_out, tl.zeros_like(b_pivot) + all_rows, mask=m_C)
-        tl.store(p_out + C, b_pivot + b_shifted / all_rows, mask=m_C)
-        tl.store(p_out + 2 * C, tl.maximum(b_all, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=m_C)
+        p_out = p_statistics + group * (2 * C + 1) + o_C
+        tl.store(p_out, b_pivot + b_shifted / all_rows, mask=m_C)
+        tl.store(p_out + C, tl.maximum(b_all, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=m_C)
+        tl.store(p_out + 2 * C, tl.zeros_like(b_pivot) + all_rows, mask=o_C == 0)
 
 
 @triton.jit
@@ -148,18 +148,18 @@ def settle_kernel(
         b_running_mean = tl.load(p_running_mean + o_C, mask=m_C, other=0)  # [COLUMNS]
         b_running_var = tl.load(p_running_var + o_C, mask=m_C, other=0)  # [COLUMNS]
     for group in range(GROUPS):
-        p_group = p_parts + group * 3 * C + o_C
-        b_pivot = tl.load(p_group + C, mask=m_C, other=0)  # [COLUMNS]
+        p_group = p_parts + group * (2 * C + 1)
+        b_pivot = tl.load(p_group + o_C, mask=m_C, other=0)  # [COLUMNS]
         b_shifted = tl.zeros([COLUMNS], tl.float64)
         b_squares = tl.zeros([COLUMNS], tl.float64)
         b_count = tl.zeros([COLUMNS], tl.float64)
         for rank in range(ranks):
-            p = p_group + rank * GROUPS * 3 * C
-            b_rows = tl.load(p, mask=m_C, other=1)  # [COLUMNS]
-            b_difference = tl.load(p + C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
-            b_count += b_rows
-            b_shifted += b_rows * b_difference
-            b_squares += tl.load(p + 2 * C, mask=m_C, other=0) + b_rows * b_difference * b_difference  # [COLUMNS]
+            p = p_group + rank * GROUPS * (2 * C + 1)
+            rows = tl.load(p + 2 * C)
+            b_difference = tl.load(p + o_C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
+            b_count += rows
+            b_shifted += rows * b_difference
+            b_squares += tl.load(p + C + o_C, mask=m_C, other=0) + rows * b_difference * b_difference  # [COLUMNS]
         b_one = tl.maximum(b_count, 1.0)
         b_mean = b_pivot + b_shifted / b_one
         b_squares = tl.maximum(b_squares - b_shifted * b_shifted / b_one, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -369,14 +369,14 @@ def statistics(x: Tensor, groups: int) -> Tensor:
     x_RC = rows_of(x)
     rows, channels = x_RC.shape[0] // groups, x_RC.shape[1]
     if rows == 0:
-        return torch.zeros(groups, 3, channels, dtype=torch.float64, device=x.device)
+        return torch.zeros(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
     cuts = cut(rows, groups, channels, PROGRAMS["statistics"])
     parts = torch.empty(groups, cuts.grid[0], 2, channels, dtype=torch.float64, device=x.device)
-    found_G3C = torch.empty(groups, 3, channels, dtype=torch.float64, device=x.device)
+    found_GS = torch.empty(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
     statistics_kernel[cuts.grid](
         x_RC,
         parts,
-        found_G3C,
+        found_GS,
         tickets_for(cuts, x.device),
         rows,
         cuts.chunk,
@@ -385,11 +385,11 @@ def statistics(x: Tensor, groups: int) -> Tensor:
         COLUMNS=cuts.columns,
         PARTS=PARTS,
     )
-    return found_G3C
+    return found_GS
 
 
 def settle(
-    parts_RG3C: Tensor,
+    parts_RGS: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
@@ -397,12 +397,12 @@ def settle(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.settle`."""
-    ranks, groups, _, channels = parts_RG3C.shape
-    mean_GC, variance_GC = (torch.empty(groups, channels, dtype=dtype, device=parts_RG3C.device) for _ in range(2))
-    count_G = torch.empty(groups, dtype=torch.float64, device=parts_RG3C.device)
+    ranks, groups, channels = *parts_RGS.shape[:2], parts_RGS.shape[2] // 2
+    mean_GC, variance_GC = (torch.empty(groups, channels, dtype=dtype, device=parts_RGS.device) for _ in range(2))
+    count_G = torch.empty(groups, dtype=torch.float64, device=parts_RGS.device)
     columns = 64
     settle_kernel[(triton.cdiv(channels, columns),)](
-        parts_RG3C,
+        parts_RGS,
         mean_GC,
         variance_GC,
         count_G,

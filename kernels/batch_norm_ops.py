@@ -15,20 +15,20 @@ statistics = Operator(
     "batch_norm_statistics",
     reference.statistics,
     kernel="batch_norm",
-    fake=lambda x, groups: x.new_empty(groups, 3, x.shape[1], dtype=torch.float64),
+    fake=lambda x, groups: x.new_empty(groups, 2 * x.shape[1] + 1, dtype=torch.float64),
 )
 
 settle = Operator(
     "batch_norm_settle",
     reference.settle,
     kernel="batch_norm",
-    takes=lambda parts_RG3C, running_mean, running_var, tracked, momentum, dtype: (
-        takes_triton(parts_RG3C.device, dtype) and (running_mean is None or running_mean.dtype == torch.float32)
+    takes=lambda parts_RGS, running_mean, running_var, tracked, momentum, dtype: (
+        takes_triton(parts_RGS.device, dtype) and (running_mean is None or running_mean.dtype == torch.float32)
     ),
     writes=("running_mean", "running_var", "tracked"),
-    fake=lambda parts_RG3C, dtype, **_: (
-        *(parts_RG3C.new_empty(parts_RG3C.shape[1], parts_RG3C.shape[3], dtype=dtype) for _ in range(2)),
-        parts_RG3C.new_empty(parts_RG3C.shape[1]),
+    fake=lambda parts_RGS, dtype, **_: (
+        *(parts_RGS.new_empty(parts_RGS.shape[1], parts_RGS.shape[2] // 2, dtype=dtype) for _ in range(2)),
+        parts_RGS.new_empty(parts_RGS.shape[1]),
     ),
 )
 

@@ -1,12 +1,12 @@
 """Batch norm with statistics per group of images (a view is a group), over the images of all ranks.
 
 One pass over all groups gives the same results as one pass per group: each group has its own statistics, and running
-buffers are updated once per group, in order. All groups share one collective forward and one backward, of a few float64
+buffers are updated once per group, in order. All groups share one collective forward and one backward, of two float64
 numbers per channel. Ranks may have different numbers of rows, because the counts are exchanged too and stay on the
 device. Every rank merges the same numbers in the same order, so statistics and running buffers are bitwise equal on all
 ranks. The arithmetic is that of `kernels.batch_norm_reference`.
 
-Shape suffixes: G groups, R ranks, C channels.
+Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
 
 from __future__ import annotations
@@ -23,12 +23,25 @@ from torch.autograd.function import once_differentiable
 from unigrad_fast.kernels import batch_norm_ops
 from unigrad_fast.kernels.batch_norm_reference import is_dense
 from unigrad_fast.kernels.dispatch import host_may_read, use_triton
+from unigrad_fast.runtime.collectives import gather_into
 from unigrad_fast.runtime.torch_private import BatchNorm
 
 
 def is_alone() -> bool:
     """Whether there is no other rank to share statistics with."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def gathered(own_GS: Tensor) -> Tensor:
+    """What each rank has, [R, G, S]."""
+    parts_RGS = own_GS.new_empty(dist.get_world_size(), *own_GS.shape)
+    gather_into(parts_RGS.flatten(0, 1), own_GS)
+    return parts_RGS
+
+
+def summed_(sums_G2C: Tensor) -> None:
+    """Adds up what each rank has, in place."""
+    dist.all_reduce(sums_G2C)
 
 
 Statistics: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # mean, variance [G, C] and rows [G], over all ranks
@@ -145,20 +158,17 @@ class GroupedBatchNorm(BatchNorm):
         current = self.groups.current
         if current is not None and current.repeats:
             return current.statistics[self]
-        own_G3C = batch_norm_ops.statistics(x, self.groups.count)
-        parts_RG3C = own_G3C.unsqueeze(0)
-        if self._shares_statistics():
-            parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
-            dist.all_gather(list(parts_RG3C.unbind()), own_G3C)
+        own_GS = batch_norm_ops.statistics(x, self.groups.count)
+        parts_RGS = gathered(own_GS) if self._shares_statistics() else own_GS.unsqueeze(0)
         if host_may_read(x):
-            least = int(parts_RG3C[:, :, 0, 0].sum(0).min())
+            least = int(parts_RGS[..., -1].sum(0).min())
             if least <= 1:
                 raise ValueError(
                     "batch norm in training needs more than 1 value per channel over all ranks together, "
                     f"got {least} (input of this rank: {list(x.shape)}, {self.groups.count} groups); use a larger batch"
                 )
         state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        found = batch_norm_ops.settle(parts_RG3C, *state, torch.promote_types(x.dtype, torch.float32))
+        found = batch_norm_ops.settle(parts_RGS, *state, torch.promote_types(x.dtype, torch.float32))
         if current is not None:
             current.statistics[self] = found
         return found
@@ -202,7 +212,7 @@ class _GroupedBatchNorm(torch.autograd.Function):
         dx = dresidual = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             if ctx.synchronised:
-                dist.all_reduce(sums_G2C)
+                summed_(sums_G2C)
             dx, dresidual = batch_norm_ops.gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
         dweight, dbias = (
             None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
