@@ -5,11 +5,16 @@ As in `ops`, they run the Triton kernels of `batch_norm` on CUDA, and plain torc
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from . import batch_norm_reference as reference
 from .declaration import Operator
-from .dispatch import takes_triton
+from .dispatch import needs_dispatcher, on_device_of, takes_triton
 
 statistics = Operator(
     "batch_norm_statistics",
@@ -57,3 +62,17 @@ gradient = Operator(
     kernel="batch_norm",
     fake=lambda x, residual, **_: (torch.empty_like(x), torch.empty_like(x) if residual else x.new_empty(0)),
 )
+
+
+def chosen_for(x: Tensor) -> tuple[Any, AbstractContextManager]:
+    """The functions for a pass over x, under the operators' names, and the context to call them in.
+
+    Chosen once for the whole pass: the operators if torch has to see them, otherwise the launchers or the twins.
+    """
+    if needs_dispatcher():
+        return sys.modules[__name__], nullcontext()
+    if not takes_triton(x.device, x.dtype):
+        return reference, nullcontext()
+    from . import batch_norm  # lazily: it imports Triton
+
+    return batch_norm, on_device_of(x)
