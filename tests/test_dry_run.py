@@ -332,6 +332,17 @@ def test_the_hosts_calls_are_those_of_the_step():
     assert {kind for each in calls.values() for kind in each} <= HOST.calls.keys()
 
 
+def asking(self, online, target, mix=None):
+    assert all(online[0].device == target[0].device for _ in range(100))
+    return _forward(self, online, target, mix)
+
+
+def test_asking_a_tensor_for_its_device_is_no_call():
+    with thin(stages=1), mock.patch.object(UniGrad, "forward", asking):
+        found = walk(configured(8), 8, CARD)
+    assert found.calls == walked(configured(8), 8).calls
+
+
 def test_a_replayed_step_leaves_the_host_what_its_graph_does_not_hold():
     found = walked(configured(8), 8)
     launched, replayed = found.host_by_phase(HOST), found.host_by_phase(HOST, replayed=True)

@@ -30,11 +30,12 @@ from unigrad_fast.training.trainer import Trainer
 
 # Operators that launch no kernel: views, allocations, and queries about a tensor.
 VIEWS = {
-    "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "expand", "permute", "promote_types", "select",
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
-    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
+    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size",
 }  # fmt: skip
+ATTRIBUTES = {"device", "numel", "sym_size"}  # operators for tensors without content alone
 
 # Functions that communicate, by the owner of their collectives; all others are of weights and gradients.
 EXCHANGES = {
@@ -117,6 +118,8 @@ class Count(TorchDispatchMode):
         name = operator._schema.name
         short = name.partition("::")[2]
         self.memory.take(result, functools.partial(self._kind_of, short, args), self.phase)
+        if short in ATTRIBUTES:
+            return result
         if short in VIEWS:
             self._calls["view"] += 1
             return result
