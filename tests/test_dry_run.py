@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from thin import thin
 from torch import nn
@@ -363,6 +364,17 @@ def test_the_hosts_calls_are_those_of_the_step():
     assert {kind for each in calls.values() for kind in each} <= HOST.calls.keys()
 
 
+def asking(self, online, target, mix=None):
+    assert all(online[0].device == target[0].device for _ in range(100))
+    return _forward(self, online, target, mix)
+
+
+def test_asking_a_tensor_for_its_device_is_no_call():
+    with thin(stages=1), mock.patch.object(UniGrad, "forward", asking):
+        found = walk(configured(8), 8, CARD)
+    assert found.calls == walked(configured(8), 8).calls
+
+
 def test_a_replayed_step_leaves_the_host_what_its_graph_does_not_hold():
     found = walked(configured(8), 8)
     launched, replayed = found.host_by_phase(HOST), found.host_by_phase(HOST, replayed=True)
@@ -374,10 +386,35 @@ def test_a_replayed_step_leaves_the_host_what_its_graph_does_not_hold():
         assert walk(configured(8, engine={"cuda_graph": True}), 8, CARD).of_host(HOST) == found.of_host(HOST)
 
 
+def listing(self, online, target, mix=None):
+    dist.all_gather([torch.empty(5) for _ in range(8)], torch.empty(5))
+    return _forward(self, online, target, mix)
+
+
 def test_a_gather_into_a_list_is_copied_rank_by_rank():
-    gathers = [each for each in walked(configured(8), 8).each_collective if each.kind == "gather"]
-    of_norms = [each for each in gathers if each.whose == "norms"]
-    assert walked(configured(8), 8).parts["copies"].launches == 8 * len(of_norms) > 0
+    with thin(stages=1), mock.patch.object(UniGrad, "forward", listing):
+        found = walk(configured(8), 8, CARD)
+    copied = found.parts["copies"]
+    assert copied.launches == 8 and copied.read == copied.written == 8 * 20
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_gathers_into_a_list(case):
+    assert walked(configured(8, **CASES[case]), 8).parts["copies"].launches == 0
+
+
+def test_norms_exchange_the_statistics_of_their_channels_and_one_count_for_each_group():
+    found, groups = walked(configured(8), 8), 2
+    with thin(stages=1):
+        encoder = training.build_encoder(configured(8).model, 0, torch.device("meta"))
+    widths = [module.num_features for module in encoder.modules() if isinstance(module, GroupedBatchNorm)]
+    branches = 2
+    gathered, summed = (
+        sorted(each.bytes for each in found.each_collective if each.kind == kind and each.whose == "norms")
+        for kind in ("gather", "reduce")
+    )
+    assert gathered == sorted(8 * 8 * groups * (2 * width + 1) for width in widths * branches)
+    assert summed == sorted(8 * groups * 2 * width for width in widths)
 
 
 def test_a_count_is_of_the_card_whatever_this_processor_has(monkeypatch):

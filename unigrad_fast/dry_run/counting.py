@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk, Work
 from unigrad_fast.kernels import heuristics
+from unigrad_fast.networks import batch_norm
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
@@ -29,11 +30,18 @@ from unigrad_fast.training.trainer import Trainer
 
 # Operators that launch no kernel: views, allocations, and queries about a tensor.
 VIEWS = {
-    "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "expand", "permute", "promote_types", "select",
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
-    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
+    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size",
 }  # fmt: skip
+ATTRIBUTES = {"device", "numel", "sym_size"}  # operators for tensors without content alone
+
+# Functions that communicate, by the owner of their collectives; all others are of weights and gradients.
+EXCHANGES = {
+    "objective": (objective_ranks, "begin_gather", "exchange_columns"),
+    "norms": (batch_norm, "gathered", "summed_"),
+}
 
 
 class Count(TorchDispatchMode):
@@ -45,7 +53,7 @@ class Count(TorchDispatchMode):
         self.phase = "data"
         self.trainer, self.persistent = trainer, _persistent(trainer)
         self.memory = Memory(self.persistent)
-        self._exchanging = ""  # the objective's communication function that is running
+        self._exchanging = "", "weights"  # the function of EXCHANGES that is running, and its owner
         parameters = list(trainer.online.module.parameters())
         self._weights = {key_of(p) for p in parameters}
         buckets = trainer.reduction.buckets if trainer.reduction else ()
@@ -67,15 +75,13 @@ class Count(TorchDispatchMode):
                     self.memory.name(tensor, "gradients")
             self.phase = following[phase]
 
-        def noted(name: str) -> Callable[..., Any]:
-            function = getattr(objective_ranks, name)
-
+        def noted(function: Callable[..., Any], whose: str) -> Callable[..., Any]:
             def call(*arguments: Any, **keywords: Any) -> Any:
-                self._exchanging = name
+                before, self._exchanging = self._exchanging, (function.__name__, whose)
                 try:
                     return function(*arguments, **keywords)
                 finally:
-                    self._exchanging = ""
+                    self._exchanging = before
 
             return call
 
@@ -93,8 +99,10 @@ class Count(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
         called = register_module_forward_pre_hook(lambda *_: self._calls.update(module=1))
         self._patches.callback(called.remove)
-        for name in ("begin_gather", "exchange_columns"):
-            self._patches.enter_context(mock.patch.object(objective_ranks, name, noted(name)))
+        for whose, (module, *names) in EXCHANGES.items():
+            for name in names:
+                call = noted(getattr(module, name), whose)
+                self._patches.enter_context(mock.patch.object(module, name, call))
         return super().__enter__()
 
     def __exit__(self, *error: object):
@@ -110,6 +118,8 @@ class Count(TorchDispatchMode):
         name = operator._schema.name
         short = name.partition("::")[2]
         self.memory.take(result, functools.partial(self._kind_of, short, args), self.phase)
+        if short in ATTRIBUTES:
+            return result
         if short in VIEWS:
             self._calls["view"] += 1
             return result
@@ -127,9 +137,7 @@ class Count(TorchDispatchMode):
         whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
         self._calls["collective"] += 1
         self._calls["enqueue"] += 1
-        of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
-        whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
-        self.found.each_collective.append(Collective(kind, whole, whose, self.phase, size))
+        self.found.each_collective.append(Collective(kind, whole, self._exchanging[1], self.phase, size))
         if short == "allgather_":  # NCCL gathers into one tensor, from which each rank's part is copied
             self._add(Work("copies", self.phase, self.ranks, read=whole, written=whole))
             self._calls["operator"] += self.ranks
@@ -144,7 +152,7 @@ class Count(TorchDispatchMode):
 
     def _kind_of(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
         """The kind of an operator's result, as far as known by now; gradients of activations count as activations."""
-        if self._exchanging == "begin_gather":
+        if self._exchanging[0] == "begin_gather":
             return "gathered"
         if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
             return "weights in half precision"
