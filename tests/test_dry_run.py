@@ -450,7 +450,7 @@ def test_a_card_without_bf16_is_counted_in_fp16():
 
     build_branch = training.build_branch
     with thin(stages=1), mock.patch.object(training, "build_branch", noting):
-        for card in (CARD, replace(CARD, capability=7.5)):
+        for card in (CARD, replace(CARD, capability=(7, 5))):
             walk(configured(1), 1, card)
     assert taken == [torch.bfloat16, torch.float16]
 
