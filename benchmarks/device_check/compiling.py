@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from unigrad_fast import kernels as package
 from unigrad_fast.benchmarks.device_check import graph, kernels, norm
@@ -29,7 +28,7 @@ from unigrad_fast.benchmarks.device_check.engine import available_engine
 from unigrad_fast.benchmarks.device_check.step import ON_A_GPU, Size
 from unigrad_fast.kernels.declaration import Operator
 from unigrad_fast.kernels.dispatch import as_on_cuda
-from unigrad_fast.runtime.torch_private import FakeTensorMode, TorchDispatchMode
+from unigrad_fast.runtime.torch_private import FakeTensorMode, TorchDispatchMode, tree_map
 
 CPU = torch.device("cpu")
 Walk: TypeAlias = "partial[None]"

@@ -18,7 +18,8 @@ from unigrad_fast.benchmarks.harness.turns import Turns
 from unigrad_fast.benchmarks.measures import scaling as bench_scaling
 from unigrad_fast.benchmarks.measures.scaling import RankBlock
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.dry_run.walked import Collectives, Walk
+from unigrad_fast.dry_run.cards import Card
+from unigrad_fast.dry_run.walked import Collective, Walk
 from unigrad_fast.runtime.collectives import Sum
 from unigrad_fast.runtime.errors import UserError
 
@@ -85,8 +86,7 @@ def test_a_spy_finds_them_on_1_to_4_ranks_where_shards_differ_in_rows(changes, c
 
 
 def test_a_difference_between_spy_and_count_is_shown(capsys):
-    walked = Walk()
-    walked.collectives["gather"] = Collectives(count=1, bytes=100)
+    walked = Walk(Card.of("h100"), 2, each_collective=[Collective("gather", 200, "norms", bytes=100)])
     for size, same in ((100, True), (101, False)):
         blocks = [[RankBlock(0.5, 2**30, {"gather": Sum(1, size)}), RankBlock(0.7, 2**31, {"gather": Sum(1, 7)})]]
         row = bench_scaling.row_of(2, "replicated", blocks, walked)

@@ -100,7 +100,9 @@ def test_a_dry_run_counts_every_width(tmp_path, capsys):
     narrow, wide = rows_of(tmp_path / "dry_width.jsonl")
     assert (narrow["width"], wide["width"]) == (64, 128)
     for row in (narrow, wide):
-        assert row["objective_share"] == pytest.approx(row["parts"]["objective"]["seconds"] / row["seconds"])
+        assert row["objective_share"] == pytest.approx(
+            row["parts"]["objective"]["seconds"] / sum(row["card_seconds"].values())
+        )
         assert row.items() >= {"recipe": "quickstart", "ranks": 2, "images_per_rank": 4, "counted_for": "h100"}.items()
     assert narrow["parts"]["objective"]["flops"] < wide["parts"]["objective"]["flops"]
     assert "Counted, not measured" in capsys.readouterr().out

@@ -212,13 +212,13 @@ def test_an_image_that_has_no_substitute_gives_way_to_another_of_its_batch_where
     answer = threading.Event()
     silent = [6, *(substitute(3, 2, 6, attempt, COUNT) for attempt in (1, 2))]
     files = Files(**{f"image{image}": answer.wait for image in silent})
-    source = reader(files, timeout=0.1, ahead=0, outlasts=True)
+    source = reader(files, timeout=0.5, ahead=0, outlasts=True)
     assert not set(silent) & {4, 5, 7, 8, 9, 10, 11} - {6}
     supply = source.take(1)
     assert supply.index.tolist()[:2] + supply.index.tolist()[3:] == [4, 5, 7] and supply.index[2] in (4, 5, 7)
     assert supply.data[2].tolist() == [supply.index[2]] and supply.replaced.tolist() == [False, False, True, False]
     assert {failure.image for failure in supply.failures} == set(silent)
-    assert re.match(r"/files/6: neither it nor 2 substitutes could be read within 0\.1 s.*storage", supply.lost)
+    assert re.match(r"/files/6: neither it nor 2 substitutes could be read within 0\.5 s.*storage", supply.lost)
     later = source.take(2)
     assert later.index.tolist() == [8, 9, 10, 11] and later.lost == supply.lost
     answer.set()

@@ -123,7 +123,7 @@ class Run:
         engine = config.Engine(zero_stage=stage, accumulation_steps=accumulation)
         self.online = build_engine(module, self.optimizer, settings=engine, micro_batch_size=1, dtype=None)
         self.fragments, self.reduction = build_fragments(self.online, self.optimizer), build_reduction(self.online)
-        self.accumulation, self.steps_done = accumulation, 0
+        self.accumulation, self.steps_done, self.loss_scale = accumulation, 0, None
         self.target = self.objective = nn.Module()
         self.target_copies: dict[str, Tensor] = {}
         self.gate = SimpleNamespace(in_a_row=torch.tensor(0), total=torch.tensor(0))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_pytree_node, tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 __all__ = [
     "DataDependentOutputException",
@@ -21,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "register_pytree_node",
     "tree_leaves",
+    "tree_map",
 ]
 
 BatchNorm = _BatchNorm  # base class, for any number of dimensions
