@@ -121,7 +121,7 @@ def statistics_kernel(
             b_mean += tl.where(m, b_count * b_difference, 0.0)
             b_squares += tl.where(m, b_within + b_count * b_difference * b_difference, 0.0)
         b_shifted = tl.sum(b_mean, 0)
-        all_rows = rows.to(tl.float64)
+        all_rows = tl.cast(rows, tl.float64)
         b_all = tl.sum(b_squares, 0) - b_shifted * b_shifted / all_rows
         p_out = p_statistics + group * 3 * C + o_C
         tl.store(p_out, tl.zeros_like(b_pivot) + all_rows, mask=m_C)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from triton.compiler import ASTSource
 
 
 def compiled(
-    kernel, architecture: int, constants: Mapping, kind: Callable[[str], str], aligned: Iterable[str], warps: int
+    kernel, architecture: int, constants: Mapping, kind: Callable[[str], Any], aligned: Iterable[str], warps: int
 ):
     """The kernel for sm_`architecture`; `asm` has PTX and cubin.
 
     Args:
-        constants: values of its constexpr arguments.
+        constants: values of its constexpr arguments, by name; of elements of tuples, by position.
         kind: the Triton type of another argument.
         aligned: arguments that are multiples of 16.
     """
