@@ -10,9 +10,10 @@ with x̂ = (x − mean)/σ, and dy' the part of dy that passes the ReLU. Without
 x; with one, a bit per element is saved.
 
 A tensor is processed as rows of channels, channels-last: each row of an image is one position of its feature map. The
-rows of a group are cut into chunks, with one program per chunk and block of channels. The program that takes the last
-ticket merges the results of the chunks in their order, so that two runs are bitwise equal. Sums within a chunk are fp32
-and relative to the chunk's first row; sums across chunks and ranks are float64.
+rows of a group are cut into chunks, with one program per chunk and block of channels. The results of the chunks are
+merged in bunches, and then those of the bunches, by the program that takes the last ticket and in a fixed order, so that
+two runs are bitwise equal. Sums within a chunk are fp32 and relative to the chunk's first row; sums across chunks and
+ranks are float64.
 
 Shape suffixes: G groups, R ranks, C channels.
 """
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .batch_norm_reference import WORD, empty_mask
-from .heuristics import PARTS, PROGRAMS, Cut, cut
+from .heuristics import NORM_KERNELS, Cut, cut
 
 
 @triton.jit
@@ -76,6 +77,59 @@ def is_last(p_ticket, programs):
 
 
 @triton.jit
+def bunch_of(PARTS: tl.constexpr):
+    """Of this program's chunk: its bunch, the bunch's first chunk and number of chunks, and the number of bunches."""
+    chunks = tl.num_programs(0)
+    bunch = tl.program_id(0) // PARTS
+    return bunch, bunch * PARTS, tl.minimum(chunks - bunch * PARTS, PARTS), tl.cdiv(chunks, PARTS)
+
+
+@triton.jit
+def ticket_of(p_tickets, group, bunch, bunches):
+    """The ticket of a bunch of chunks for this program's block of channels; `bunches` for that of all bunches."""
+    return p_tickets + (group * tl.num_programs(2) + tl.program_id(2)) * (bunches + 1) + bunch
+
+
+@triton.jit
+def parts_of(p_parts, parts, o_C, m_C, C, PARTS: tl.constexpr):
+    """Pointers to the first number of `parts` parts, and a mask of those that exist, [PARTS, COLUMNS]."""
+    o_P = tl.arange(0, PARTS)
+    return p_parts + o_P[:, None] * 2 * C + o_C[None, :], (o_P < parts)[:, None] & m_C[None, :]
+
+
+@triton.jit
+def merge_statistics(p_parts, parts, size, rows, o_C, m_C, C, PARTS: tl.constexpr):
+    """Mean and Σ (x − mean)² [COLUMNS] of `rows` rows, from parts of `size` rows each and a last one of the rest."""
+    p, m = parts_of(p_parts, parts, o_C, m_C, C, PARTS)
+    o_P = tl.arange(0, PARTS).to(tl.int64)
+    b_count = (tl.minimum((o_P + 1) * size, rows) - o_P * size).to(tl.float64)[:, None]
+    # Written by other programs: bypass the L1 cache, which may be stale.
+    b_pivot = tl.load(p_parts + o_C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+    b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
+    b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    b_shifted = tl.sum(tl.where(m, b_count * b_difference, 0.0), 0)
+    b_squares = tl.sum(tl.where(m, b_within + b_count * b_difference * b_difference, 0.0), 0)
+    count = tl.cast(rows, tl.float64)
+    return b_pivot + b_shifted / count, b_squares - b_shifted * b_shifted / count
+
+
+@triton.jit
+def merge_sums(p_parts, parts, o_C, m_C, C, PARTS: tl.constexpr):
+    """Both sums of all parts, [COLUMNS]."""
+    p, m = parts_of(p_parts, parts, o_C, m_C, C, PARTS)
+    b_sums = tl.load(p, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    b_products = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    return tl.sum(b_sums, 0), tl.sum(b_products, 0)
+
+
+@triton.jit
+def store_pair(p_pair, b_first, b_second, o_C, m_C, C):
+    """Two numbers per channel."""
+    tl.store(p_pair + o_C, b_first, mask=m_C)
+    tl.store(p_pair + C + o_C, b_second, mask=m_C)
+
+
+@triton.jit
 def statistics_kernel(
     p_x,
     p_parts,
@@ -101,32 +155,31 @@ def statistics_kernel(
         b_square += b_x * b_x
     count = (last - first).to(tl.float64)
     b_total = tl.sum(b_sum, 0).to(tl.float64)
+    b_mean = b_shift.to(tl.float64) + b_total / count
+    b_squares = tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count
     chunks = tl.num_programs(0)
-    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
-    tl.store(p_part, b_shift.to(tl.float64) + b_total / count, mask=m_C)
-    tl.store(p_part + C, tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count, mask=m_C)
+    bunch, first_chunk, members, bunches = bunch_of(PARTS)
+    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
+    store_pair(p_group + tl.program_id(0) * 2 * C, b_mean, b_squares, o_C, m_C, C)
 
-    if is_last(p_tickets + group * tl.num_programs(2) + tl.program_id(2), chunks):
-        p_part = p_parts + group * chunks * 2 * C + o_C
-        b_pivot = tl.load(p_part, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-        b_mean = tl.zeros([PARTS, COLUMNS], tl.float64)
-        b_squares = tl.zeros([PARTS, COLUMNS], tl.float64)
-        for start in range(0, chunks, PARTS):
-            o_P = start + tl.arange(0, PARTS)
-            m = (o_P < chunks)[:, None] & m_C[None, :]
-            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
-            b_count = (tl.minimum((o_P + 1) * chunk, rows) - o_P * chunk).to(tl.float64)[:, None]
-            b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
-            b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
-            b_mean += tl.where(m, b_count * b_difference, 0.0)
-            b_squares += tl.where(m, b_within + b_count * b_difference * b_difference, 0.0)
-        b_shifted = tl.sum(b_mean, 0)
-        all_rows = tl.cast(rows, tl.float64)
-        b_all = tl.sum(b_squares, 0) - b_shifted * b_shifted / all_rows
-        p_out = p_statistics + group * 3 * C + o_C
-        tl.store(p_out, tl.zeros_like(b_pivot) + all_rows, mask=m_C)
-        tl.store(p_out + C, b_pivot + b_shifted / all_rows, mask=m_C)
-        tl.store(p_out + 2 * C, tl.maximum(b_all, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=m_C)
+    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
+        start = first_chunk * chunk
+        p_bunch = p_group + first_chunk * 2 * C
+        b_mean, b_squares = merge_statistics(
+            p_bunch, members, chunk, tl.minimum(members * chunk, rows - start), o_C, m_C, C, PARTS
+        )
+        done = bunches == 1
+        if bunches > 1:
+            p_bunches = p_group + chunks * 2 * C
+            store_pair(p_bunches + bunch * 2 * C, b_mean, b_squares, o_C, m_C, C)
+            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
+            if done:
+                b_mean, b_squares = merge_statistics(p_bunches, bunches, PARTS * chunk, rows, o_C, m_C, C, PARTS)
+        if done:
+            p_out = p_statistics + group * 3 * C
+            tl.store(p_out + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=m_C)
+            b_squares = tl.maximum(b_squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            store_pair(p_out + C, b_mean, b_squares, o_C, m_C, C)
 
 
 @triton.jit
@@ -270,32 +323,31 @@ def sums_kernel(
         b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
         b_sum += b_dy
         b_product += b_dy * b_normalised
-    chunks, groups, blocks = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
-    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
-    tl.store(p_part, tl.sum(b_sum, 0), mask=m_C)
-    tl.store(p_part + C, tl.sum(b_product, 0), mask=m_C)
+    b_sum, b_product = tl.sum(b_sum, 0).to(tl.float64), tl.sum(b_product, 0).to(tl.float64)
+    chunks, groups = tl.num_programs(0), tl.num_programs(1)
+    bunch, first_chunk, members, bunches = bunch_of(PARTS)
+    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
+    store_pair(p_group + tl.program_id(0) * 2 * C, b_sum, b_product, o_C, m_C, C)
 
-    if is_last(p_tickets + group * blocks + tl.program_id(2), chunks):
-        b_sums = tl.zeros([PARTS, COLUMNS], tl.float64)
-        b_products = tl.zeros([PARTS, COLUMNS], tl.float64)
-        for start in range(0, chunks, PARTS):
-            o_P = start + tl.arange(0, PARTS)
-            m = (o_P < chunks)[:, None] & m_C[None, :]
-            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
-            b_sums += tl.load(p, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
-            b_products += tl.load(p + C, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
-        p_group = p_sums + group * 2 * C + o_C
-        tl.store(p_group, tl.sum(b_sums, 0), mask=m_C)
-        tl.store(p_group + C, tl.sum(b_products, 0), mask=m_C)
-        if is_last(p_tickets + groups * blocks + tl.program_id(2), groups):
-            b_dbias = tl.zeros([COLUMNS], tl.float64)
-            b_dweight = tl.zeros([COLUMNS], tl.float64)
-            for each in range(groups):
-                p_group = p_sums + each * 2 * C + o_C
-                b_dbias += tl.load(p_group, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-                b_dweight += tl.load(p_group + C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-            tl.store(p_dparameters + o_C, b_dweight.to(tl.float32), mask=m_C)
-            tl.store(p_dparameters + C + o_C, b_dbias.to(tl.float32), mask=m_C)
+    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
+        b_sum, b_product = merge_sums(p_group + first_chunk * 2 * C, members, o_C, m_C, C, PARTS)
+        done = bunches == 1
+        if bunches > 1:
+            p_bunches = p_group + chunks * 2 * C
+            store_pair(p_bunches + bunch * 2 * C, b_sum, b_product, o_C, m_C, C)
+            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
+            if done:
+                b_sum, b_product = merge_sums(p_bunches, bunches, o_C, m_C, C, PARTS)
+        if done:
+            store_pair(p_sums + group * 2 * C, b_sum, b_product, o_C, m_C, C)
+            if is_last(ticket_of(p_tickets, groups, 0, bunches), groups):
+                b_dbias = tl.zeros_like(b_sum)
+                b_dweight = tl.zeros_like(b_sum)
+                for each in range(groups):
+                    p_each = p_sums + each * 2 * C + o_C
+                    b_dbias += tl.load(p_each, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+                    b_dweight += tl.load(p_each + C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+                store_pair(p_dparameters, b_dweight.to(tl.float32), b_dbias.to(tl.float32), o_C, m_C, C)
 
 
 @triton.jit
@@ -348,7 +400,7 @@ def tickets(size: int, device: torch.device, stream: int | None) -> Tensor:
 def tickets_for(cut: Cut, device: torch.device) -> Tensor:
     _, groups, blocks = cut.grid
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return tickets(triton.next_power_of_2((groups + 1) * blocks), device, stream)
+    return tickets(triton.next_power_of_2((groups + 1) * blocks * (cut.bunches + 1)), device, stream)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -364,8 +416,9 @@ def statistics(x: Tensor, groups: int) -> Tensor:
     rows, channels = x_RC.shape[0] // groups, x_RC.shape[1]
     if rows == 0:
         return torch.zeros(groups, 3, channels, dtype=torch.float64, device=x.device)
-    cuts = cut(rows, groups, channels, PROGRAMS["statistics"])
-    parts = torch.empty(groups, cuts.grid[0], 2, channels, dtype=torch.float64, device=x.device)
+    kernel = NORM_KERNELS["statistics"]
+    cuts = cut(rows, groups, channels, kernel)
+    parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
     found_G3C = torch.empty(groups, 3, channels, dtype=torch.float64, device=x.device)
     statistics_kernel[cuts.grid](
         x_RC,
@@ -377,7 +430,8 @@ def statistics(x: Tensor, groups: int) -> Tensor:
         channels,
         ROWS=cuts.rows,
         COLUMNS=cuts.columns,
-        PARTS=PARTS,
+        PARTS=kernel.parts,
+        **kernel.options,
     )
     return found_G3C
 
@@ -455,7 +509,8 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
     groups, channels = mean_GC.shape
     rows = x_RC.shape[0] // groups
     if rows:
-        cuts = cut(rows, groups, channels, PROGRAMS["normalise"])
+        kernel = NORM_KERNELS["normalise"]
+        cuts = cut(rows, groups, channels, kernel)
         normalise_kernel[cuts.grid](
             x_RC,
             mean_GC,
@@ -473,6 +528,7 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
             ROWS=cuts.rows,
             COLUMNS=cuts.columns,
             WORD=WORD,
+            **kernel.options,
         )
 
 
@@ -502,8 +558,9 @@ def sums(
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
         return zeros, torch.zeros(2, channels, device=x.device)
-    cuts = cut(rows, groups, channels, PROGRAMS["sums"])
-    parts = torch.empty(groups, cuts.grid[0], 2, channels, device=x.device)
+    kernel = NORM_KERNELS["sums"]
+    cuts = cut(rows, groups, channels, kernel)
+    parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
     sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
     dparameters_2C = torch.empty(2, channels, device=x.device)
     sums_kernel[cuts.grid](
@@ -525,8 +582,9 @@ def sums(
         RELU=relu,
         ROWS=cuts.rows,
         COLUMNS=cuts.columns,
-        PARTS=PARTS,
+        PARTS=kernel.parts,
         WORD=WORD,
+        **kernel.options,
     )
     return sums_G2C, dparameters_2C
 
@@ -552,7 +610,8 @@ def gradient(
     dx_RC = torch.empty_like(x_RC)
     dresidual_RC = torch.empty_like(x_RC) if residual else None
     if rows:
-        cuts = cut(rows, groups, channels, PROGRAMS["gradient"])
+        kernel = NORM_KERNELS["gradient"]
+        cuts = cut(rows, groups, channels, kernel)
         gradient_kernel[cuts.grid](
             rows_of(dy),
             x_RC,
@@ -573,5 +632,6 @@ def gradient(
             ROWS=cuts.rows,
             COLUMNS=cuts.columns,
             WORD=WORD,
+            **kernel.options,
         )
     return shaped(dx_RC, x), x.new_empty(0) if dresidual_RC is None else shaped(dresidual_RC, x)

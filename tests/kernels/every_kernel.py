@@ -10,7 +10,9 @@ import ahead_of_time  # skips the importing module where there is no compiler
 import triton.language as tl
 
 from unigrad_fast.kernels import batch_norm, correlation, gradient, multi_tensor, normalize, tails
-from unigrad_fast.kernels.heuristics import PARTS
+from unigrad_fast.kernels.heuristics import NORM_KERNELS
+
+PARTS = NORM_KERNELS["sums"].parts
 
 ROWS = 64
 PRODUCT = {"PRECISION": "ieee", "ROWS": ROWS, "COLUMNS": ROWS, "DEPTH": ROWS}
@@ -25,7 +27,7 @@ OBJECTIVE |= dict.fromkeys(("p_first", "p_second", "p_updates"), "*i64")
 OBJECTIVE |= dict.fromkeys(("p_nonfinite", "p_skip", "p_ticket", "p_raised", "p_flags"), "*i32")
 OBJECTIVE |= {"p_views": ("*fp32", "*bf16"), "strides": ("i32", "i32")}
 NORM = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_residual", "p_dresidual"), "*bf16")
-NORM |= dict.fromkeys(("p_count", "p_sums", "p_statistics"), "*fp64")
+NORM |= dict.fromkeys(("p_count", "p_sums", "p_statistics", "p_parts"), "*fp64")
 NORM |= {"p_mask": "*i32", "p_tickets": "*i32", "p_tracked": "*i64"}
 TENSORS = {"p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_lr": "*fp64", "p_momentum": "*fp64"}
 POINTERS = {module: OBJECTIVE for module in (correlation, gradient, normalize, tails)}
@@ -62,7 +64,7 @@ class Variant:
         names = [name for name in self.kernel.arg_names if name not in self.constants]
         return [name for name in names if "i32" in self.kind(name) and "*" not in self.kind(name)]
 
-    def compiled(self, ones: Iterable[str] = (), aligned: Iterable[str] = (), architecture: int = 90, warps: int = 4):
+    def compiled(self, ones: Iterable[str] = (), aligned: Iterable[str] = (), architecture: int = 90, **options: int):
         """The kernel as Triton specialises it: for arguments that are 1, and for multiples of 16."""
         names, kinds, constants = self.kernel.arg_names, {}, dict(self.constants)
         for name in ones:
@@ -73,7 +75,7 @@ class Variant:
             else:
                 constants[name] = 1
         return ahead_of_time.compiled(
-            self.kernel, architecture, constants, lambda name: kinds.get(name) or self.kind(name), aligned, warps
+            self.kernel, architecture, constants, lambda name: kinds.get(name) or self.kind(name), aligned, **options
         )
 
 
@@ -89,12 +91,11 @@ VARIANTS = {
     ),
     "gradient": Variant(gradient, "embedding_gradient", {"WHOLE_ROW": True, "BLOCK": 1024}),
     "gradient_in_blocks": Variant(gradient, "embedding_gradient", {"WHOLE_ROW": False, "BLOCK": 1024}),
-    "norm_statistics": Variant(batch_norm, "statistics", {**TILE, "PARTS": PARTS}, {"p_parts": "*fp64"}),
-    "norm_settle": Variant(batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64}, {"p_parts": "*fp64"}),
-    "norm_settle_mean_of_all": Variant(
-        batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64, "momentum": None}, {"p_parts": "*fp64"}
-    ),
-    "normalise": Variant(batch_norm, "normalise", {**PASS, "RELU": True, "p_mask": None, "p_residual": None}),
+    "norm_statistics": Variant(batch_norm, "statistics", {**TILE, "PARTS": PARTS}),
+    "norm_settle": Variant(batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64}),
+    "norm_settle_mean_of_all": Variant(batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64, "momentum": None}),
+    "normalise": Variant(batch_norm, "normalise", {**PASS, "RELU": False, "p_mask": None, "p_residual": None}),
+    "normalise_relu": Variant(batch_norm, "normalise", {**PASS, "RELU": True, "p_mask": None, "p_residual": None}),
     "normalise_add": Variant(batch_norm, "normalise", {**PASS, "RELU": True}),
     "norm_sums": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_mask": None}),
     "norm_sums_add": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS}),

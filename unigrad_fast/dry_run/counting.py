@@ -227,15 +227,18 @@ class Count(TorchDispatchMode):
 def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
     """How one of batch norm's kernels fills a card; empty for other kernels."""
     kernel = kernel.removesuffix("_")
-    if kernel not in heuristics.PROGRAMS:
+    if kernel not in heuristics.NORM_KERNELS:
         return {}
+    settings = heuristics.NORM_KERNELS[kernel]
     images = args[:2] if kernel in ("sums", "gradient") else args[:1]
     groups = args[1] if kernel == "statistics" else args[len(images)].shape[0]
     x = images[-1]
-    cut = heuristics.cut(x.numel() // x.shape[1] // groups, groups, x.shape[1], heuristics.PROGRAMS[kernel])
-    merges = heuristics.blocks(cut.grid[0], heuristics.PARTS) if kernel in ("statistics", "sums") else 0
+    cut = heuristics.cut(x.numel() // x.shape[1] // groups, groups, x.shape[1], settings)
+    merges = 2 * cut.levels  # a ticket and a load
+    if kernel == "sums":  # for the parameters, those of all groups
+        merges += 1 + groups
     at_once = sum(cut.rows * cut.columns * each.element_size() for each in images)
-    return {"programs": math.prod(cut.grid), "at_once": at_once, "merges": merges}
+    return {"programs": math.prod(cut.grid), "resident": settings.resident, "at_once": at_once, "merges": merges}
 
 
 class Memory:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from unigrad_fast.kernels import batch_norm as kernel
 from unigrad_fast.kernels import batch_norm_reference as reference
+from unigrad_fast.kernels.heuristics import NORM_KERNELS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-5
 
 
-@pytest.fixture(params=[1024, 1], ids=["many_programs", "few_programs"])
+@pytest.fixture(params=[(1 << 20, 4), (1 << 20, 32), (1, 32)], ids=["bunches", "one_bunch", "one_chunk"])
 def programs(request, monkeypatch):
-    """Rows in as many chunks as there may be, and in one."""
-    cut = kernel.cut
-    monkeypatch.setattr(
-        kernel, "cut", lambda rows, groups, channels, programs: cut(rows, groups, channels, request.param)
-    )
+    """Rows in as many chunks as there may be, merged in several bunches or in one, and in a single chunk."""
+    programs, parts = request.param
+    changed = {
+        name: replace(each, programs=programs, parts=each.parts and parts) for name, each in NORM_KERNELS.items()
+    }
+    monkeypatch.setattr(kernel, "NORM_KERNELS", changed)
 
 
 def random(*shape, dtype=torch.float32, mean=0.0):
