@@ -4,16 +4,17 @@
     settle      the statistics of all ranks merged, running buffers updated: C numbers per rank and group
     normalise   y = relu((x − mean)/σ · γ + β + residual): x and residual are read once, y is written once
     sums        Σ dy' and Σ dy'·x̂ per group and channel: dy and x are read once
-    gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx and dy' are written once
+    gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx is written once
 
 with x̂ = (x − mean)/σ, and dy' the part of dy that passes the ReLU. Without a residual that part can be recomputed from
-x; with one, a bit per element is saved.
+x. With one, a bit per element is saved, and `sums` writes dy', the residual's gradient, from which `gradient` goes on.
+A result that is used twice has two gradients: `sums` adds them as it reads them.
 
 A tensor is processed as rows of channels, channels-last: each row of an image is one position of its feature map. The
 rows of a group are cut into chunks, with one program per chunk and block of channels. The results of the chunks are
-merged in bunches, and then those of the bunches, by the program that takes the last ticket and in a fixed order, so that
-two runs are bitwise equal. Sums within a chunk are fp32 and relative to the chunk's first row; sums across chunks and
-ranks are float64.
+merged in bunches, and then those of the bunches, by the program that takes the last ticket and in a fixed order, so
+that two runs are bitwise equal. Sums within a chunk are fp32 and relative to the chunk's first row; sums across chunks
+and ranks are float64.
 
 Shape suffixes: G groups, R ranks, C channels.
 """
@@ -291,6 +292,8 @@ def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, 
 @triton.jit
 def sums_kernel(
     p_dy,
+    p_second,
+    p_kept,
     p_x,
     p_mean,
     p_variance,
@@ -318,9 +321,14 @@ def sums_kernel(
     for start in range(first, last, ROWS):
         o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
         b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        if p_second is not None:  # rounded as a sum in memory would be
+            b_dy += tl.load(p_second + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_dy = b_dy.to(p_dy.dtype.element_ty).to(tl.float32)
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
         b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        if p_kept is not None:
+            tl.store(p_kept + o, b_dy.to(p_kept.dtype.element_ty), mask=m)
         b_sum += b_dy
         b_product += b_dy * b_normalised
     b_sum, b_product = tl.sum(b_sum, 0).to(tl.float64), tl.sum(b_product, 0).to(tl.float64)
@@ -358,11 +366,9 @@ def gradient_kernel(
     p_variance,
     p_weight,
     p_bias,
-    p_mask,
     p_sums,
     p_count,
     p_dx,
-    p_dresidual,
     rows,
     chunk,
     C,
@@ -370,7 +376,6 @@ def gradient_kernel(
     RELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WORD: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
     b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
@@ -380,15 +385,14 @@ def gradient_kernel(
     b_product_mean = (tl.load(p_group + C, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
     b_scale = b_inverse * b_weight
     for start in range(first, last, ROWS):
-        o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
+        _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
         b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
-        b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        if RELU:
+            b_dy = tl.where(b_normalised * b_weight[None, :] + b_bias[None, :] > 0, b_dy, 0.0)
         b_dx = b_scale[None, :] * (b_dy - b_dy_mean[None, :] - b_normalised * b_product_mean[None, :])
         tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
-        if p_dresidual is not None:
-            tl.store(p_dresidual + o, b_dy.to(p_dresidual.dtype.element_ty), mask=m)
 
 
 @functools.lru_cache(maxsize=16)
@@ -550,14 +554,18 @@ def sums(
     mask: Tensor | None,
     eps: float,
     relu: bool,
-) -> tuple[Tensor, Tensor]:
+    second: Tensor | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.sums`."""
     x_RC = rows_of(x)
+    kept_RC = torch.empty_like(x_RC) if keep else None
+    kept = x.new_empty(0) if kept_RC is None else shaped(kept_RC, x)
     groups, channels = mean_GC.shape
     rows = x_RC.shape[0] // groups
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
-        return zeros, torch.zeros(2, channels, device=x.device)
+        return zeros, torch.zeros(2, channels, device=x.device), kept
     kernel = NORM_KERNELS["sums"]
     cuts = cut(rows, groups, channels, kernel)
     parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
@@ -565,6 +573,8 @@ def sums(
     dparameters_2C = torch.empty(2, channels, device=x.device)
     sums_kernel[cuts.grid](
         rows_of(dy),
+        None if second is None else rows_of(second),
+        kept_RC,
         x_RC,
         mean_GC,
         variance_GC,
@@ -586,7 +596,7 @@ def sums(
         WORD=WORD,
         **kernel.options,
     )
-    return sums_G2C, dparameters_2C
+    return sums_G2C, dparameters_2C, kept
 
 
 def gradient(
@@ -596,19 +606,16 @@ def gradient(
     variance_GC: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
     eps: float,
     relu: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `batch_norm_reference.gradient`."""
     x_RC = rows_of(x)
     groups, channels = mean_GC.shape
     rows = x_RC.shape[0] // groups
     dx_RC = torch.empty_like(x_RC)
-    dresidual_RC = torch.empty_like(x_RC) if residual else None
     if rows:
         kernel = NORM_KERNELS["gradient"]
         cuts = cut(rows, groups, channels, kernel)
@@ -619,11 +626,9 @@ def gradient(
             variance_GC,
             weight,
             bias,
-            mask,
             sums_G2C,
             count_G,
             dx_RC,
-            dresidual_RC,
             rows,
             cuts.chunk,
             channels,
@@ -631,7 +636,6 @@ def gradient(
             RELU=relu,
             ROWS=cuts.rows,
             COLUMNS=cuts.columns,
-            WORD=WORD,
             **kernel.options,
         )
-    return shaped(dx_RC, x), x.new_empty(0) if dresidual_RC is None else shaped(dresidual_RC, x)
+    return shaped(dx_RC, x)

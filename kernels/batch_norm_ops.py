@@ -45,15 +45,13 @@ sums = Operator(
     "batch_norm_sums",
     reference.sums,
     kernel="batch_norm",
-    fake=lambda mean_GC, **_: (
+    fake=lambda x, mean_GC, keep, **_: (
         mean_GC.new_empty(mean_GC.shape[0], 2, mean_GC.shape[1], dtype=torch.float64),
         mean_GC.new_empty(2, mean_GC.shape[1]),
+        torch.empty_like(x) if keep else x.new_empty(0),
     ),
 )
 
 gradient = Operator(
-    "batch_norm_gradient",
-    reference.gradient,
-    kernel="batch_norm",
-    fake=lambda x, residual, **_: (torch.empty_like(x), torch.empty_like(x) if residual else x.new_empty(0)),
+    "batch_norm_gradient", reference.gradient, kernel="batch_norm", fake=lambda x, **_: torch.empty_like(x)
 )

@@ -228,18 +228,24 @@ def sums(
     mask: Tensor | None,
     eps: float,
     relu: bool,
-) -> tuple[Tensor, Tensor]:
+    second: Tensor | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Σ dy' and Σ dy'·x̂ on this rank, and the gradients of the parameters.
 
     Args:
         dy: shaped and laid out like x.
         x, mean_GC, variance_GC, weight, bias, eps, relu: as in `normalise`.
         mask: the mask that `normalise` returned; None if it can be recomputed from x, or without ReLU.
+        second: gradient of a second use of y, which is added to dy.
+        keep: whether to return dy', which is also the residual's gradient.
 
     Returns:
-        [G, 2, C] float64, and dγ and dβ [2, C].
+        [G, 2, C] float64, dγ and dβ [2, C], and dy'; without `keep` a tensor without elements instead.
     """
-    dtype = mean_GC.dtype
+    dtype, given = mean_GC.dtype, dy
+    if second is not None:
+        dy = dy + second
     sums_G2C = torch.zeros(len(mean_GC), 2, x.shape[1], dtype=torch.float64)
     if x.numel():
         dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
@@ -250,7 +256,11 @@ def sums(
                 dy_part, x_part, unit_C, mean_GC[group], variance_GC[group], None, None, False, eps, [False, True, True]
             )
             sums_G2C[group] = torch.stack([sum_C, product_C])
-    return sums_G2C, sums_G2C.sum(0).flip(0).to(dtype)
+    if not keep:
+        dy = x.new_empty(0)
+    elif dy is given:
+        dy = dy.clone()  # an operator must not return one of its inputs
+    return sums_G2C, sums_G2C.sum(0).flip(0).to(dtype), dy
 
 
 def gradient(
@@ -260,22 +270,21 @@ def gradient(
     variance_GC: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
     eps: float,
     relu: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """dx, and the residual's gradient dy'; without `residual` a tensor without elements instead.
+) -> Tensor:
+    """dx.
 
     Args:
-        dy, x, mean_GC, variance_GC, weight, bias, mask, eps, relu: as in `sums`.
+        dy: as in `sums`, which masks it if the ReLU's mask is not recomputed from x.
+        x, mean_GC, variance_GC, weight, bias, eps: as in `sums`.
         sums_G2C: the sums that `sums` returns, added up over all ranks.
         count_G: number of rows over all ranks, as `settle` returns it.
-        residual: whether there was a residual.
+        relu: whether to set dy to 0 where the ReLU's input, recomputed from x, was not above zero.
     """
-    dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
+    dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, None, eps=eps, relu=relu)
     dtype = mean_GC.dtype
     dy_mean_GC, product_mean_GC = (sums_G2C / count_G[:, None, None]).to(dtype).unbind(1)
     scale_GC = torch.rsqrt(variance_GC + eps) * (1 if weight is None else weight.to(dtype))
@@ -291,6 +300,4 @@ def gradient(
     dx = _per_group(dy, of_dy, len(mean_GC))
     for group, (part, out) in enumerate(zip(x.chunk(len(mean_GC)), dx.chunk(len(mean_GC)), strict=True)):
         out += of_x(part, group)
-    if not residual:
-        return dx, x.new_empty(0)
-    return dx, dy if relu else dy.clone()  # an operator must not return one of its inputs
+    return dx

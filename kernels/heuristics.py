@@ -132,7 +132,7 @@ NORM_KERNELS = {
     "statistics": NormKernel(1024, 4096, 64, warps=8, registers=80, parts=32),
     "normalise": NormKernel(4096, 2048, 128, warps=4, registers=96),
     "sums": NormKernel(1024, 2048, 64, warps=8, registers=72, parts=32),
-    "gradient": NormKernel(4096, 2048, 128, warps=4, registers=104),
+    "gradient": NormKernel(4096, 2048, 128, warps=4, registers=96),
 }
 
 

@@ -26,12 +26,19 @@ class Fusion(NamedTuple):
 
     relu: bool
     residual: bool
+    twice: bool = False
 
-    def __str__(self) -> str:
-        return "norm" + ", add" * self.residual + ", ReLU" * self.relu
+    @property
+    def mask(self) -> float:
+        return BIT * (self.relu and self.residual)
 
 
-FUSIONS = (Fusion(relu=False, residual=False), Fusion(relu=True, residual=False), Fusion(relu=True, residual=True))
+FUSIONS = {
+    "nothing": Fusion(relu=False, residual=False),
+    "ReLU": Fusion(relu=True, residual=False),
+    "add, ReLU": Fusion(relu=True, residual=True),
+    "add, ReLU, two branches": Fusion(relu=True, residual=True, twice=True),
+}
 
 
 class Count(NamedTuple):
@@ -57,20 +64,19 @@ def statistics() -> Count:
 
 def normalise(fusion: Fusion) -> Count:
     """x and the residual are read, y and the mask written; two products, two sums, and what follows."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(X * (2 + fusion.residual) + mask, 4 + fusion.residual + fusion.relu)
+    return Count(X * (2 + fusion.residual) + fusion.mask, 4 + fusion.residual + fusion.relu)
 
 
 def sums(fusion: Fusion) -> Count:
-    """dy, x and the mask are read; x̂, three operations for what the ReLU lets through where no mask says it, sums."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(2 * X + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 3)
+    """x, the mask and dy are read, the latter from both branches if there are two, and what the mask leaves of dy is
+    written; x̂, three operations for what the ReLU lets through where no mask says it, sums."""
+    tensors = 2 + fusion.twice + (fusion.relu and fusion.residual)
+    return Count(X * tensors + fusion.mask, 2 + fusion.twice + 3 * (fusion.relu and not fusion.residual) + 3)
 
 
 def gradient(fusion: Fusion) -> Count:
-    """As `sums` up to the ReLU; dx, and the residual's gradient, are written."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(X * (3 + fusion.residual) + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 4)
+    """dy, masked already if there is a mask, and x are read and dx written; else as `sums` up to the ReLU."""
+    return Count(X * 3, 2 + 3 * (fusion.relu and not fusion.residual) + 4)
 
 
 def settle_bytes(ranks: int, groups: int, channels: int) -> int:
@@ -89,10 +95,11 @@ def eager(fusion: Fusion) -> tuple[float, float]:
     """The same of cuDNN's batch norm, which reads its input twice in either direction, and torch's operators after it.
 
     The addition in place reads two tensors and writes one, and passes its gradient on as it is; the ReLU in place reads
-    and writes one, and in the backward pass reads dy and y and writes one.
+    and writes one, and in the backward pass reads dy and y and writes one; adding the gradients of two branches reads
+    two tensors and writes one.
     """
     forward = 3 * X + 3 * X * fusion.residual + 2 * X * fusion.relu
-    return forward, 5 * X + 3 * X * fusion.relu
+    return forward, 5 * X + 3 * X * fusion.relu + 3 * X * fusion.twice
 
 
 def elements(backbone: str, image_size: int) -> Counter[Fusion]:
@@ -100,8 +107,8 @@ def elements(backbone: str, image_size: int) -> Counter[Fusion]:
     found: Counter[Fusion] = Counter()
 
     def count(module: nn.Module, arguments, keywords, output) -> None:
-        residual = keywords.get("residual") is not None
-        found[Fusion(relu=keywords.get("relu", False), residual=residual)] += output[0].numel()
+        residual, twice = keywords.get("residual") is not None, keywords.get("twice", False)
+        found[Fusion(keywords.get("relu", False), residual, twice)] += output[0].numel()
 
     with torch.device("meta"):
         network = build_backbone(backbone)

@@ -26,7 +26,7 @@ OBJECTIVE = dict.fromkeys(("p_unit", "p_target", "p_working", "p_gradient", "p_t
 OBJECTIVE |= dict.fromkeys(("p_first", "p_second", "p_updates"), "*i64")
 OBJECTIVE |= dict.fromkeys(("p_nonfinite", "p_skip", "p_ticket", "p_raised", "p_flags"), "*i32")
 OBJECTIVE |= {"p_views": ("*fp32", "*bf16"), "strides": ("i32", "i32")}
-NORM = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_residual", "p_dresidual"), "*bf16")
+NORM = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_residual", "p_second", "p_kept"), "*bf16")
 NORM |= dict.fromkeys(("p_count", "p_sums", "p_statistics", "p_parts"), "*fp64")
 NORM |= {"p_mask": "*i32", "p_tickets": "*i32", "p_tracked": "*i64"}
 TENSORS = {"p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_lr": "*fp64", "p_momentum": "*fp64"}
@@ -97,10 +97,18 @@ VARIANTS = {
     "normalise": Variant(batch_norm, "normalise", {**PASS, "RELU": False, "p_mask": None, "p_residual": None}),
     "normalise_relu": Variant(batch_norm, "normalise", {**PASS, "RELU": True, "p_mask": None, "p_residual": None}),
     "normalise_add": Variant(batch_norm, "normalise", {**PASS, "RELU": True}),
-    "norm_sums": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_mask": None}),
-    "norm_sums_add": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS}),
-    "norm_gradient": Variant(batch_norm, "gradient", {**PASS, "RELU": True, "p_mask": None, "p_dresidual": None}),
-    "norm_gradient_add": Variant(batch_norm, "gradient", {**PASS, "RELU": True}),
+    "norm_sums": Variant(
+        batch_norm,
+        "sums",
+        {**PASS, "RELU": False, "PARTS": PARTS, "p_mask": None, "p_second": None, "p_kept": None},
+    ),
+    "norm_sums_relu": Variant(
+        batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_mask": None, "p_second": None, "p_kept": None}
+    ),
+    "norm_sums_add": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_second": None}),
+    "norm_sums_twice": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS}),
+    "norm_gradient": Variant(batch_norm, "gradient", {**TILE, "RELU": False}),
+    "norm_gradient_relu": Variant(batch_norm, "gradient", {**TILE, "RELU": True}),
     "target": Variant(multi_tensor, "lerp", {"BLOCK": multi_tensor.BLOCK, "DTYPE": None, "p_copies": None}),
     "target_and_copy": Variant(multi_tensor, "lerp", {"BLOCK": multi_tensor.BLOCK, "DTYPE": tl.bfloat16}),
     "square_sums": Variant(multi_tensor, "square_sums", {"BLOCK": multi_tensor.BLOCK}),

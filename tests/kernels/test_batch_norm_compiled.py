@@ -20,9 +20,11 @@ IMAGES = {
     "normalise_relu": (1, 1),
     "normalise_add": (2, 1),
     "norm_sums": (2, 0),
-    "norm_sums_add": (2, 0),
+    "norm_sums_relu": (2, 0),
+    "norm_sums_add": (2, 1),
+    "norm_sums_twice": (3, 1),
     "norm_gradient": (2, 1),
-    "norm_gradient_add": (2, 2),
+    "norm_gradient_relu": (2, 1),
 }
 
 

@@ -230,14 +230,15 @@ def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
     if kernel not in heuristics.NORM_KERNELS:
         return {}
     settings = heuristics.NORM_KERNELS[kernel]
-    images = args[:2] if kernel in ("sums", "gradient") else args[:1]
-    groups = args[1] if kernel == "statistics" else args[len(images)].shape[0]
-    x = images[-1]
+    backward = kernel in ("sums", "gradient")
+    x = args[1 if backward else 0]
+    groups = args[1] if kernel == "statistics" else args[2 if backward else 1].shape[0]
     cut = heuristics.cut(x.numel() // x.shape[1] // groups, groups, x.shape[1], settings)
     merges = 2 * cut.levels  # a ticket and a load
     if kernel == "sums":  # for the parameters, those of all groups
         merges += 1 + groups
-    at_once = sum(cut.rows * cut.columns * each.element_size() for each in images)
+    images = sum(isinstance(each, Tensor) and each.shape == x.shape for each in args)
+    at_once = images * cut.rows * cut.columns * x.element_size()
     return {"programs": math.prod(cut.grid), "resident": settings.resident, "at_once": at_once, "merges": merges}
 
 

@@ -97,18 +97,22 @@ class GroupedBatchNorm(BatchNorm):
     groups: Groups
     synchronised: bool
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, relu: bool = False, twice: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """relu(norm(x) + residual), both optional.
 
         Args:
             x: the input; without gradient it may be overwritten if `relu` or `residual` is given.
             residual: a tensor shaped like x.
+            twice: the result will be used twice, so the kernels, in training, may return two tensors that share its
+                memory: backward then adds the gradients of both where it reads them.
         """
         if not 2 <= x.dim() <= 4:
             raise ValueError(f"batch norm takes inputs with 2 to 4 dimensions, got {x.dim()}")
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
         if self.training and (fused or self._shares_statistics()):
-            return self._train(x, residual, relu, fused)
+            return self._train(x, residual, relu, twice, fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
         if not self.training:
@@ -126,7 +130,7 @@ class GroupedBatchNorm(BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Already checked in `forward`."""
 
-    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, fused: bool) -> Tensor:
+    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, twice: bool, fused: bool):
         if not torch.is_grad_enabled() and fused:
             mean_GC, variance_GC, _ = self._statistics(x)
             return self._normalise(x, mean_GC, variance_GC, residual, relu)
@@ -134,8 +138,11 @@ class GroupedBatchNorm(BatchNorm):
         with torch.no_grad():
             statistics = self._statistics(x)
         settings = (*statistics, self.eps, self._shares_statistics())
-        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, residual if fused else None, relu and fused, *settings)
-        return y if fused else _finished(y, residual, relu)
+        if fused:
+            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, twice, *settings)
+        return _finished(
+            _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, False, *settings), residual, relu
+        )
 
     def _shares_statistics(self) -> bool:
         return self.synchronised and not is_alone()
@@ -182,32 +189,38 @@ class _GroupedBatchNorm(torch.autograd.Function):
     """Normalisation with each group's statistics over all ranks."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, relu, mean_GC, variance_GC, count_G, eps, synchronised):
+    def forward(ctx, x, weight, bias, residual, relu, twice, mean_GC, variance_GC, count_G, eps, synchronised):
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual, backward can derive the ReLU's mask from x.
         keep_mask = relu and residual is not None
         y, mask = batch_norm_ops.normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
         ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
-        ctx.settings = (eps, relu)
-        ctx.residual, ctx.synchronised = residual is not None, synchronised
-        return y
+        ctx.eps, ctx.relu, ctx.residual, ctx.synchronised = eps, relu, residual is not None, synchronised
+        if not twice:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, y.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, second=None):
         x, weight, bias, mean_GC, variance_GC, count_G, mask = ctx.saved_tensors
-        dy = _dense(dy, like=x)
-        arguments = (dy, x, mean_GC, variance_GC, weight, bias, mask)
-        sums_G2C, dparameters_2C = batch_norm_ops.sums(*arguments, *ctx.settings)
-        dx = dresidual = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+        if dy is None:  # only the second of two results was used
+            dy, second = second, None
+        dy, second = (None if each is None else _dense(each, like=x) for each in (dy, second))
+        keep = second is not None or (ctx.residual and ctx.relu)
+        arguments = (x, mean_GC, variance_GC, weight, bias)
+        sums_G2C, dparameters_2C, kept = batch_norm_ops.sums(dy, *arguments, mask, ctx.eps, ctx.relu, second, keep)
+        dy = kept if keep else dy
+        dx = None
+        if ctx.needs_input_grad[0]:
             if ctx.synchronised:
                 dist.all_reduce(sums_G2C)
-            dx, dresidual = batch_norm_ops.gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
+            dx = batch_norm_ops.gradient(dy, *arguments, sums_G2C, count_G, ctx.eps, ctx.relu and not keep)
         dweight, dbias = (
             None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
         )
-        return dx, dweight, dbias, dresidual if ctx.residual else None, *([None] * 6)
+        return dx, dweight, dbias, dy if ctx.residual else None, *([None] * 7)
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:

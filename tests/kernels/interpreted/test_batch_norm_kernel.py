@@ -76,7 +76,7 @@ def test_no_rows_have_no_statistics_and_the_sums_are_zero():
     mean, variance = torch.zeros(2, 40), torch.ones(2, 40)
     y, _ = kernel.normalise(x, mean, variance, None, None, None, eps=EPS, relu=True, keep_mask=False)
     assert y.shape == x.shape
-    sums, dparameters = kernel.sums(x, x, mean, variance, None, None, None, eps=EPS, relu=False)
+    sums, dparameters, _ = kernel.sums(x, x, mean, variance, None, None, None, eps=EPS, relu=False)
     assert not sums.any() and not dparameters.any()
 
 
@@ -125,18 +125,19 @@ def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affin
     if relu and add:
         assert torch.equal(mask, mask64)
     mask, mask64 = (mask, mask64) if relu and add else (None, None)
-    arguments, arguments64 = (dy, x, *narrow, mask), (dy.double(), x64, *wide, mask64)
-    sums, dparameters = kernel.sums(*arguments, **settings)
-    sums64, dparameters64 = reference.sums(*arguments64, **settings)
-    size = float(dy.abs().sum()) / x.shape[1]
-    assert error(sums, sums64) < 1e-6 * size * 10 and error(dparameters, dparameters64) < 1e-5 * size
-    dx, dresidual = kernel.gradient(*arguments, sums, count, **settings, residual=add)
-    dx64, dresidual64 = reference.gradient(*arguments64, sums64, count, **settings, residual=add)
-    assert error(dx, dx64) < 1e-4
+    dy64, arguments, arguments64 = dy.double(), (dy, x, *narrow, mask), (x64, *wide, mask64)
+    use = {**settings, "second": random(*x.shape, dtype=torch.float32).flip(0) if add else None, "keep": add}
+    sums, dparameters, kept = kernel.sums(*arguments, **use)
     if add:
-        assert error(dresidual, dresidual64) < 1e-7
-    else:
-        assert not dresidual.numel()
+        dy64, use["second"] = dy64 + use["second"].double(), None
+    sums64, dparameters64, kept64 = reference.sums(dy64, *arguments64, **use)
+    size = float(dy64.abs().sum()) / x.shape[1]
+    assert error(sums, sums64) < 1e-6 * size * 10 and error(dparameters, dparameters64) < 1e-5 * size
+    if add:
+        assert error(kept, kept64) < 1e-6
+        dy, dy64, settings["relu"] = kept, kept64, False
+    dx = kernel.gradient(dy, x, *narrow, sums, count, **settings)
+    assert error(dx, reference.gradient(dy64, x64, *wide, sums64, count, **settings)) < 1e-4
 
 
 def test_in_place_writes_the_same_over_its_input():
