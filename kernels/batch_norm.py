@@ -37,7 +37,7 @@ def place(rows, chunk, C, COLUMNS: tl.constexpr):
     """This program's group and channels, a mask of the channels that exist, and its chunk's first row and end."""
     o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * chunk
-    return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
+    return tl.program_id(1).to(tl.int64), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def tile_at(start, last, group, rows, o_C, m_C, C, ROWS: tl.constexpr):
     """For the tile that begins at row `start` of a group: row indices over all groups [ROWS], offsets and a mask of the
     elements that exist, both [ROWS, COLUMNS]."""
     o_R = start + tl.arange(0, ROWS)
-    o_row = group.to(tl.int64) * rows + o_R
+    o_row = group * rows + o_R
     return o_row, o_row[:, None] * C + o_C[None, :], (o_R < last)[:, None] & m_C[None, :]
 
 
@@ -144,7 +144,7 @@ def statistics_kernel(
     PARTS: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
-    p_first = p_x + (group.to(tl.int64) * rows + first) * C
+    p_first = p_x + (group * rows + first) * C
     b_shift = tl.load(p_first + o_C, mask=m_C, other=0).to(tl.float32)  # [COLUMNS]
     b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     b_square = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -210,7 +210,7 @@ def settle_kernel(
         b_squares = tl.zeros([COLUMNS], tl.float64)
         b_count = tl.zeros([COLUMNS], tl.float64)
         for rank in range(ranks):
-            p = p_group + rank * GROUPS * 3 * C
+            p = p_group + tl.cast(rank, tl.int64) * GROUPS * 3 * C
             b_rows = tl.load(p, mask=m_C, other=1)  # [COLUMNS]
             b_difference = tl.load(p + C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
             b_count += b_rows
