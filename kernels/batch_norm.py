@@ -3,12 +3,15 @@
     statistics  n, mean and Σ (x − mean)² per group and channel: x is read once
     settle      the statistics of all ranks merged, running buffers updated: C numbers per rank and group
     normalise   y = relu((x − mean)/σ · γ + β + residual): x and residual are read once, y is written once
+    pool        the maximum of relu((x − mean)/σ · γ + β) in windows of 3 × 3 at every second row and column, and where
+                it is: x is read once, a quarter of y and a byte for each of its elements are written
     sums        Σ dy' and Σ dy'·x̂ per group and channel: dy and x are read once
     gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx is written once
 
 with x̂ = (x − mean)/σ, and dy' the part of dy that passes the ReLU. Without a residual that part can be recomputed from
 x. With one, a bit per element is saved, and `sums` writes dy', the residual's gradient, from which `gradient` goes on.
-A result that is used twice has two gradients: `sums` adds them as it reads them.
+A result that is used twice has two gradients: `sums` adds them as it reads them. After `pool`, `sums` and `gradient`
+find each position's gradient in the windows that have it.
 
 A tensor is processed as rows of channels, channels-last: each row of an image is one position of its feature map. The
 rows of a group are cut into chunks, with one program per chunk and block of channels. The results of the chunks are
@@ -28,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_reference import WORD, empty_mask
+from .batch_norm_reference import NOWHERE, WORD, empty_mask, pooled_size
 from .heuristics import NORM_KERNELS, Cut, cut
 
 
@@ -277,6 +280,75 @@ def normalise_kernel(
 
 
 @triton.jit
+def pool_kernel(
+    p_x,
+    p_mean,
+    p_variance,
+    p_weight,
+    p_bias,
+    p_y,
+    p_choice,
+    rows,
+    chunk,
+    C,
+    H,
+    W,
+    eps,
+    NOWHERE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
+    height, width = (H + 1) // 2, (W + 1) // 2  # of y
+    for start in range(first, last, ROWS):
+        _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
+        o_R = start + tl.arange(0, ROWS)
+        o_image = group * (rows // (height * width)) + o_R // (height * width)
+        o_H, o_W = o_R // width % height * 2 - 1, o_R % width * 2 - 1  # the window's corner
+        b_most = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+        b_choice = tl.full([ROWS, COLUMNS], NOWHERE, tl.int32)
+        for tap in tl.static_range(9):
+            o_h, o_w = o_H + tap // 3, o_W + tap % 3
+            m_tap = m & ((o_h >= 0) & (o_h < H) & (o_w >= 0) & (o_w < W))[:, None]
+            o_tap = ((o_image * H + o_h) * W + o_w)[:, None] * C + o_C[None, :]
+            b_x = tl.load(p_x + o_tap, mask=m_tap, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_y = (b_x - b_mean[None, :]) * b_inverse[None, :] * b_weight[None, :] + b_bias[None, :]
+            b_y = b_y.to(p_y.dtype.element_ty).to(tl.float32)  # equal after rounding: the first, as in torch
+            m_more = m_tap & ((b_y > b_most) | (b_y != b_y))
+            b_most, b_choice = tl.where(m_more, b_y, b_most), tl.where(m_more, tap, b_choice)
+        if p_choice is not None:
+            b_choice = tl.where(b_most > 0, b_choice, NOWHERE)
+            tl.store(p_choice + o, b_choice.to(tl.uint8), mask=m)
+        b_most = tl.maximum(b_most, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(p_y + o, b_most.to(p_y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dy in fp32 [ROWS, COLUMNS]; after `pool` the sum over the at most 4 windows that chose the position."""
+    if p_choice is None:
+        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+    else:
+        height, width = (H + 1) // 2, (W + 1) // 2  # of dy
+        o_R = start + tl.arange(0, ROWS)
+        o_image = group * (rows // (H * W)) + o_R // (H * W)
+        o_H, o_W = o_R // W % H + 1, o_R % W + 1
+        b_dy = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for window in tl.static_range(4):
+            o_h, o_w = o_H // 2 - window // 2, o_W // 2 - window % 2
+            o_down, o_right = o_H - 2 * o_h, o_W - 2 * o_w  # the position in the window
+            m_window = (o_down < 3) & (o_right < 3) & (o_h < height) & (o_w < width)
+            o_window = ((o_image * height + o_h) * width + o_w)[:, None] * C + o_C[None, :]
+            m_both = m & m_window[:, None]
+            b_choice = tl.load(p_choice + o_window, mask=m_both, other=255).to(tl.int32)  # [ROWS, COLUMNS]
+            b_window = tl.load(p_dy + o_window, mask=m_both, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_dy += tl.where(b_choice == (o_down * 3 + o_right)[:, None], b_window, 0.0)
+        b_dy = b_dy.to(p_dy.dtype.element_ty).to(tl.float32)  # rounded as in memory
+    return b_dy
+
+
+@triton.jit
 def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU: tl.constexpr, WORD: tl.constexpr):
     """dy' [ROWS, COLUMNS]: dy where the ReLU's input was above zero."""
     if RELU:
@@ -292,6 +364,7 @@ def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, 
 @triton.jit
 def sums_kernel(
     p_dy,
+    p_choice,
     p_second,
     p_kept,
     p_x,
@@ -307,6 +380,8 @@ def sums_kernel(
     rows,
     chunk,
     C,
+    H,
+    W,
     eps,
     RELU: tl.constexpr,
     ROWS: tl.constexpr,
@@ -320,7 +395,7 @@ def sums_kernel(
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first, last, ROWS):
         o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
-        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_dy = load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS, COLUMNS)
         if p_second is not None:  # rounded as a sum in memory would be
             b_dy += tl.load(p_second + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
             b_dy = b_dy.to(p_dy.dtype.element_ty).to(tl.float32)
@@ -361,6 +436,7 @@ def sums_kernel(
 @triton.jit
 def gradient_kernel(
     p_dy,
+    p_choice,
     p_x,
     p_mean,
     p_variance,
@@ -372,6 +448,8 @@ def gradient_kernel(
     rows,
     chunk,
     C,
+    H,
+    W,
     eps,
     RELU: tl.constexpr,
     ROWS: tl.constexpr,
@@ -386,7 +464,7 @@ def gradient_kernel(
     b_scale = b_inverse * b_weight
     for start in range(first, last, ROWS):
         _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
-        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_dy = load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS, COLUMNS)
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
         if RELU:
@@ -536,6 +614,45 @@ def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, 
         )
 
 
+def pool(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    keep_choice: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `batch_norm_reference.pool`."""
+    groups, channels = mean_GC.shape
+    images, _, *size = x.shape
+    y = x.new_empty(images, channels, *pooled_size(x)).contiguous(memory_format=torch.channels_last)
+    choice = torch.empty_like(y, dtype=torch.uint8) if keep_choice else x.new_empty(0, dtype=torch.uint8)
+    rows = y.numel() // channels // groups
+    if rows:
+        kernel = NORM_KERNELS["pool"]
+        cuts = cut(rows, groups, channels, kernel)
+        pool_kernel[cuts.grid](
+            rows_of(x),
+            mean_GC,
+            variance_GC,
+            weight,
+            bias,
+            y,
+            choice if keep_choice else None,
+            rows,
+            cuts.chunk,
+            channels,
+            *size,
+            eps,
+            NOWHERE=NOWHERE,
+            ROWS=cuts.rows,
+            COLUMNS=cuts.columns,
+            **kernel.options,
+        )
+    return y, choice
+
+
 def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
     """Rows of channels as [N, C] or channels-last [N, C, H, W], shaped like `like`."""
     if like.dim() == 2:
@@ -556,23 +673,26 @@ def sums(
     relu: bool,
     second: Tensor | None = None,
     keep: bool = False,
+    choice: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.sums`."""
     x_RC = rows_of(x)
     kept_RC = torch.empty_like(x_RC) if keep else None
     kept = x.new_empty(0) if kept_RC is None else shaped(kept_RC, x)
     groups, channels = mean_GC.shape
+    size = (1, 1) if choice is None else x.shape[2:]
     rows = x_RC.shape[0] // groups
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
         return zeros, torch.zeros(2, channels, device=x.device), kept
-    kernel = NORM_KERNELS["sums"]
+    kernel = NORM_KERNELS["sums" if choice is None else "sums_pool"]
     cuts = cut(rows, groups, channels, kernel)
     parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
     sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
     dparameters_2C = torch.empty(2, channels, device=x.device)
     sums_kernel[cuts.grid](
         rows_of(dy),
+        choice,
         None if second is None else rows_of(second),
         kept_RC,
         x_RC,
@@ -588,6 +708,7 @@ def sums(
         rows,
         cuts.chunk,
         channels,
+        *size,
         eps,
         RELU=relu,
         ROWS=cuts.rows,
@@ -610,17 +731,20 @@ def gradient(
     count_G: Tensor,
     eps: float,
     relu: bool,
+    choice: Tensor | None = None,
 ) -> Tensor:
     """See `batch_norm_reference.gradient`."""
     x_RC = rows_of(x)
     groups, channels = mean_GC.shape
+    size = (1, 1) if choice is None else x.shape[2:]
     rows = x_RC.shape[0] // groups
     dx_RC = torch.empty_like(x_RC)
     if rows:
-        kernel = NORM_KERNELS["gradient"]
+        kernel = NORM_KERNELS["gradient" if choice is None else "gradient_pool"]
         cuts = cut(rows, groups, channels, kernel)
         gradient_kernel[cuts.grid](
             rows_of(dy),
+            choice,
             x_RC,
             mean_GC,
             variance_GC,
@@ -632,6 +756,7 @@ def gradient(
             rows,
             cuts.chunk,
             channels,
+            *size,
             eps,
             RELU=relu,
             ROWS=cuts.rows,

@@ -41,6 +41,16 @@ normalise = Operator(
 
 normalise_ = Operator("batch_norm_normalise_", reference.normalise_, kernel="batch_norm", writes=("x",))
 
+pool = Operator(
+    "batch_norm_pool",
+    reference.pool,
+    kernel="batch_norm",
+    fake=lambda x, keep_choice, **_: (
+        y := x.new_empty(*x.shape[:2], *reference.pooled_size(x)).contiguous(memory_format=torch.channels_last),
+        torch.empty_like(y, dtype=torch.uint8) if keep_choice else x.new_empty(0, dtype=torch.uint8),
+    ),
+)
+
 sums = Operator(
     "batch_norm_sums",
     reference.sums,

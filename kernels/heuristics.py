@@ -131,8 +131,11 @@ class NormKernel:
 NORM_KERNELS = {
     "statistics": NormKernel(1024, 4096, 64, warps=8, registers=80, parts=32),
     "normalise": NormKernel(4096, 2048, 128, warps=4, registers=96),
+    "pool": NormKernel(4096, 1024, 64, warps=4, registers=96),
     "sums": NormKernel(1024, 2048, 64, warps=8, registers=72, parts=32),
+    "sums_pool": NormKernel(1024, 2048, 64, warps=8, registers=96, parts=32),  # from the gradient after `pool`
     "gradient": NormKernel(4096, 2048, 128, warps=4, registers=96),
+    "gradient_pool": NormKernel(4096, 1024, 64, warps=4, registers=96),
 }
 
 

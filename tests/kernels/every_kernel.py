@@ -19,6 +19,8 @@ PRODUCT = {"PRECISION": "ieee", "ROWS": ROWS, "COLUMNS": ROWS, "DEPTH": ROWS}
 UPDATE = {"WORKING": True, "TRIANGLE": 128, "PRECISION": "ieee", "BLOCK": ROWS, "DEPTH": ROWS}
 TILE = {"ROWS": 32, "COLUMNS": 64}
 PASS = {**TILE, "WORD": batch_norm.WORD}
+POOLED = {"p_mask": None, "p_second": None, "p_kept": None}
+ALONE = {**POOLED, "p_choice": None}
 LARS = {"MAX_CHUNKS": multi_tensor.MAX_CHUNKS, "BLOCK": multi_tensor.BLOCK}
 
 # Types of pointers by the module of the kernel, where they are not fp32.
@@ -28,7 +30,7 @@ OBJECTIVE |= dict.fromkeys(("p_nonfinite", "p_skip", "p_ticket", "p_raised", "p_
 OBJECTIVE |= {"p_views": ("*fp32", "*bf16"), "strides": ("i32", "i32")}
 NORM = dict.fromkeys(("p_x", "p_y", "p_dy", "p_dx", "p_residual", "p_second", "p_kept"), "*bf16")
 NORM |= dict.fromkeys(("p_count", "p_sums", "p_statistics", "p_parts"), "*fp64")
-NORM |= {"p_mask": "*i32", "p_tickets": "*i32", "p_tracked": "*i64"}
+NORM |= {"p_mask": "*i32", "p_choice": "*u8", "p_tickets": "*i32", "p_tracked": "*i64"}
 TENSORS = {"p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_lr": "*fp64", "p_momentum": "*fp64"}
 POINTERS = {module: OBJECTIVE for module in (correlation, gradient, normalize, tails)}
 POINTERS |= {batch_norm: NORM, multi_tensor: TENSORS}
@@ -100,15 +102,19 @@ VARIANTS = {
     "norm_sums": Variant(
         batch_norm,
         "sums",
-        {**PASS, "RELU": False, "PARTS": PARTS, "p_mask": None, "p_second": None, "p_kept": None},
+        {**PASS, "RELU": False, "PARTS": PARTS, **ALONE},
     ),
-    "norm_sums_relu": Variant(
-        batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_mask": None, "p_second": None, "p_kept": None}
+    "norm_sums_relu": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, **ALONE}),
+    "norm_sums_add": Variant(
+        batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_second": None, "p_choice": None}
     ),
-    "norm_sums_add": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_second": None}),
-    "norm_sums_twice": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS}),
-    "norm_gradient": Variant(batch_norm, "gradient", {**TILE, "RELU": False}),
-    "norm_gradient_relu": Variant(batch_norm, "gradient", {**TILE, "RELU": True}),
+    "norm_sums_twice": Variant(batch_norm, "sums", {**PASS, "RELU": True, "PARTS": PARTS, "p_choice": None}),
+    "norm_sums_pool": Variant(batch_norm, "sums", {**PASS, **POOLED, "RELU": False, "PARTS": PARTS}),
+    "norm_gradient": Variant(batch_norm, "gradient", {**TILE, "RELU": False, "p_choice": None}),
+    "norm_gradient_relu": Variant(batch_norm, "gradient", {**TILE, "RELU": True, "p_choice": None}),
+    "norm_gradient_pool": Variant(batch_norm, "gradient", {**TILE, "RELU": False}),
+    "norm_pool": Variant(batch_norm, "pool", {**TILE, "NOWHERE": batch_norm.NOWHERE}),
+    "norm_pool_alone": Variant(batch_norm, "pool", {**TILE, "NOWHERE": batch_norm.NOWHERE, "p_choice": None}),
     "target": Variant(multi_tensor, "lerp", {"BLOCK": multi_tensor.BLOCK, "DTYPE": None, "p_copies": None}),
     "target_and_copy": Variant(multi_tensor, "lerp", {"BLOCK": multi_tensor.BLOCK, "DTYPE": tl.bfloat16}),
     "square_sums": Variant(multi_tensor, "square_sums", {"BLOCK": multi_tensor.BLOCK}),

@@ -20,7 +20,7 @@ GROUPS = 16
 LARGEST = {"C": MAX_WIDTH, "R": MAX_WIDTH, "first_row": MAX_WIDTH, "stride_M": MAX_WIDTH, "stride_C": ROWS}
 LARGEST |= {"M": ROWS, "N": ROWS, "flags": ROWS, "skips": ROWS, "strides": 2**30}
 LARGEST |= {"written": ROWS, "since": ROWS, "tail": MAX_WIDTH, "W": 1024, "stride_rank": 2**30, "offset": 2**30}
-LARGEST |= {"rows": POSITIONS, "ranks": RANKS}
+LARGEST |= {"rows": POSITIONS, "ranks": RANKS, "H": 2, "W": 2}  # many small images
 COLUMNS = MAX_WIDTH // TILE
 
 

@@ -98,7 +98,12 @@ class GroupedBatchNorm(BatchNorm):
     synchronised: bool
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, relu: bool = False, twice: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        relu: bool = False,
+        twice: bool = False,
+        pool: nn.MaxPool2d | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """relu(norm(x) + residual), both optional.
 
@@ -107,12 +112,15 @@ class GroupedBatchNorm(BatchNorm):
             residual: a tensor shaped like x.
             twice: the result will be used twice, so the kernels, in training, may return two tensors that share its
                 memory: backward then adds the gradients of both where it reads them.
+            pool: applied after the ReLU; without `residual` and `twice`. In training the kernels have that of a ResNet.
         """
         if not 2 <= x.dim() <= 4:
             raise ValueError(f"batch norm takes inputs with 2 to 4 dimensions, got {x.dim()}")
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
+        if pool is not None and not (fused and self.training and relu and _is_stem(pool)):
+            return pool(self.forward(x, residual, relu))
         if self.training and (fused or self._shares_statistics()):
-            return self._train(x, residual, relu, twice, fused)
+            return self._train(x, residual, relu, twice, pool is not None, fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
         if not self.training:
@@ -130,19 +138,20 @@ class GroupedBatchNorm(BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Already checked in `forward`."""
 
-    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, twice: bool, fused: bool):
+    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, twice: bool, pool: bool, fused: bool):
         if not torch.is_grad_enabled() and fused:
             mean_GC, variance_GC, _ = self._statistics(x)
+            if pool:
+                return batch_norm_ops.pool(x, mean_GC, variance_GC, self.weight, self.bias, self.eps, False)[0]
             return self._normalise(x, mean_GC, variance_GC, residual, relu)
         x = _dense(x, like=x)
         with torch.no_grad():
             statistics = self._statistics(x)
         settings = (*statistics, self.eps, self._shares_statistics())
+        affine = (self.weight, self.bias)
         if fused:
-            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, relu, twice, *settings)
-        return _finished(
-            _GroupedBatchNorm.apply(x, self.weight, self.bias, None, False, False, *settings), residual, relu
-        )
+            return _GroupedBatchNorm.apply(x, *affine, residual, relu, twice, pool, *settings)
+        return _finished(_GroupedBatchNorm.apply(x, *affine, None, False, False, False, *settings), residual, relu)
 
     def _shares_statistics(self) -> bool:
         return self.synchronised and not is_alone()
@@ -179,6 +188,12 @@ class GroupedBatchNorm(BatchNorm):
         return batch_norm_ops.normalise(x, *arguments, False)[0]
 
 
+def _is_stem(pool: nn.MaxPool2d) -> bool:
+    """Whether a kernel has this pooling: a ResNet's."""
+    settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices)
+    return type(pool) is nn.MaxPool2d and settings == (3, 2, 1, 1, False, False)
+
+
 def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     if residual is not None:
         y += residual
@@ -189,13 +204,18 @@ class _GroupedBatchNorm(torch.autograd.Function):
     """Normalisation with each group's statistics over all ranks."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, relu, twice, mean_GC, variance_GC, count_G, eps, synchronised):
+    def forward(ctx, x, weight, bias, residual, relu, twice, pool, mean_GC, variance_GC, count_G, eps, synchronised):
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual, backward can derive the ReLU's mask from x.
-        keep_mask = relu and residual is not None
-        y, mask = batch_norm_ops.normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask)
+        keep_mask = pool or (relu and residual is not None)
+        affine = (mean_GC, variance_GC, weight, bias)
+        if pool:
+            y, mask = batch_norm_ops.pool(x, *affine, eps, True)
+        else:
+            y, mask = batch_norm_ops.normalise(x, *affine, residual, eps, relu, keep_mask)
         ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
-        ctx.eps, ctx.relu, ctx.residual, ctx.synchronised = eps, relu, residual is not None, synchronised
+        ctx.eps, ctx.relu, ctx.residual, ctx.synchronised = eps, relu and not pool, residual is not None, synchronised
+        ctx.pool = pool
         if not twice:
             return y
         ctx.set_materialize_grads(False)
@@ -208,19 +228,21 @@ class _GroupedBatchNorm(torch.autograd.Function):
         if dy is None:  # only the second of two results was used
             dy, second = second, None
         dy, second = (None if each is None else _dense(each, like=x) for each in (dy, second))
+        mask, choice = (None, mask) if ctx.pool else (mask, None)
         keep = second is not None or (ctx.residual and ctx.relu)
         arguments = (x, mean_GC, variance_GC, weight, bias)
-        sums_G2C, dparameters_2C, kept = batch_norm_ops.sums(dy, *arguments, mask, ctx.eps, ctx.relu, second, keep)
+        settings = (ctx.eps, ctx.relu, second, keep, choice)
+        sums_G2C, dparameters_2C, kept = batch_norm_ops.sums(dy, *arguments, mask, *settings)
         dy = kept if keep else dy
         dx = None
         if ctx.needs_input_grad[0]:
             if ctx.synchronised:
                 dist.all_reduce(sums_G2C)
-            dx = batch_norm_ops.gradient(dy, *arguments, sums_G2C, count_G, ctx.eps, ctx.relu and not keep)
+            dx = batch_norm_ops.gradient(dy, *arguments, sums_G2C, count_G, ctx.eps, ctx.relu and not keep, choice)
         dweight, dbias = (
             None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
         )
-        return dx, dweight, dbias, dy if ctx.residual else None, *([None] * 7)
+        return dx, dweight, dbias, dy if ctx.residual else None, *([None] * 8)
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""torchvision's residual networks with addition and ReLU fused into the preceding batch norms.
+"""torchvision's residual networks with addition, ReLU and max-pool fused into the preceding batch norms.
 
 Modules, names, parameters and results are torchvision's; only `forward` differs. On a GPU norm, addition and ReLU are
-one kernel, and in training most blocks return a pair of equal tensors, one for each branch of the next block; elsewhere
-they are the same operations as in torchvision.
+one kernel, and in training the stem's norm, ReLU and max-pool, and most blocks return a pair of equal tensors, one for
+each branch of the next block; elsewhere they are the same operations as in torchvision.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from unigrad_fast.kernels.dispatch import use_triton
 
 # A block's result; twice if its gradients from the next block's branches are to be added in its last norm.
 Used: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
@@ -59,7 +61,11 @@ class FusedBottleneck(Fused, Bottleneck):
 
 class FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(activated(self.relu, self.bn1, self.conv1(x)))
+        x = self.conv1(x)
+        if use_triton(x.device) and type(self.maxpool) is nn.MaxPool2d and type(self.relu) is nn.ReLU:
+            x = self.bn1(x, relu=True, pool=self.maxpool)
+        else:
+            x = self.maxpool(activated(self.relu, self.bn1, x))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))
 

@@ -140,6 +140,48 @@ def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affin
     assert error(dx, reference.gradient(dy64, x64, *wide, sums64, count, **settings)) < 1e-4
 
 
+@pytest.mark.parametrize("size", [(6, 8), (7, 5), (1, 2)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_pooling_and_its_gradient_are_those_of_torch(size, groups, programs):
+    """Exact against autograd through max-pool and ReLU in float64; windows without a number above zero among them."""
+    x, x64, mean, variance, count, weight, bias = batch(groups, (3, 40, *size), torch.float32)
+    bias = bias - 1
+    narrow, wide = (mean.float(), variance.float(), weight, bias), (mean, variance, weight.double(), bias.double())
+    normalised, _ = reference.normalise(x64, *wide, None, EPS, relu=False, keep_mask=False)
+    normalised.requires_grad_()
+    y64 = torch.nn.functional.max_pool2d(torch.relu(normalised), 3, stride=2, padding=1)
+    y, choice = kernel.pool(x, *narrow, EPS, keep_choice=True)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error(y, y64.detach()) < 1e-5 and (y == 0).any() and (y > 0).any()
+    assert torch.equal(choice, reference.pool(x64, *wide, EPS, keep_choice=True)[1])
+    assert torch.equal(kernel.pool(x, *narrow, EPS, keep_choice=False)[0], y)
+
+    dy = random(*y.shape) * 0.1 + 0.3
+    dy64 = torch.autograd.grad(y64, normalised, dy.double())[0]
+    sums, dparameters, kept = kernel.sums(dy, x, *narrow, None, EPS, False, keep=True, choice=choice)
+    sums64, dparameters64, _ = reference.sums(dy64, x64, *wide, None, EPS, False)
+    assert error(kept, dy64) < 1e-6
+    assert error(sums, sums64) < 1e-4 and error(dparameters, dparameters64) < 1e-4
+    for found in (sums64, dparameters64), (sums, dparameters):
+        assert found[0].any() and found[1].any()
+    dx = kernel.gradient(dy, x, *narrow, sums, count, EPS, False, choice)
+    assert error(dx, reference.gradient(dy64, x64, *wide, sums64, count, EPS, False)) < 1e-4
+    twin = reference.sums(dy.double(), x64, *wide, None, EPS, False, None, True, choice)
+    assert error(twin[2], dy64) < 1e-12 and error(twin[0], sums64) < 1e-10
+    assert error(reference.gradient(dy.double(), x64, *wide, sums64, count, EPS, False, choice), dx.double()) < 1e-4
+
+
+def test_of_equal_numbers_the_first_is_chosen_and_nan_stays():
+    x = torch.ones(1, 32, 4, 4).contiguous(memory_format=torch.channels_last)
+    x[0, 1] = -1
+    x[0, 2, 2, 3] = float("nan")
+    mean, variance = torch.zeros(1, 32), torch.ones(1, 32) - EPS
+    y, choice = kernel.pool(x, mean, variance, None, None, EPS, keep_choice=True)
+    assert choice[0, 0].tolist() == [[4, 3], [1, 0]]
+    assert not y[0, 1].any() and (choice[0, 1] == reference.NOWHERE).all()
+    assert y[0, 2].isnan().tolist() == [[False, False], [False, True]]
+
+
 def test_in_place_writes_the_same_over_its_input():
     x, _, mean, variance, _, weight, bias = batch(2, (4, 40, 3, 5), torch.float16)
     arguments = (mean.float(), variance.float(), weight, bias, random(*x.shape, dtype=torch.float16))

@@ -99,6 +99,43 @@ def test_gradients_from_both_branches_of_the_next_block_are_added_in_the_norm(co
         assert torch.equal(found[name], value), name
 
 
+class Stem(nn.Module):
+    """The first layers of a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)
+        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        nn.init.normal_(self.bn1.weight)
+
+    def forward(self, x):
+        if isinstance(self.bn1, GroupedBatchNorm):
+            return self.bn1(self.conv1(x), relu=True, pool=self.maxpool)
+        return self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_norm_that_rectifies_and_pools_is_torchs_with_separate_groups(compiled, monkeypatch):
+    torch.manual_seed(0)
+    stem = Stem()
+    x = torch.randn(GROUPS * IMAGES, CHANNELS, 6, 7).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(GROUPS * IMAGES, CHANNELS, 3, 4).contiguous(memory_format=torch.channels_last)
+    expected = state_after(copy.deepcopy(stem).double(), x.double(), dy.double(), GROUPS)
+    convert(stem).count = GROUPS
+    other = copy.deepcopy(stem)
+    monkeypatch.setattr(stem.maxpool, "forward", None)  # not called
+    if compiled:
+        torch.compiler.reset()
+        stem.compile(fullgraph=True, backend="aot_eager")
+    found = state_after(stem, x, dy, 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name)
+    with torch.no_grad():
+        assert torch.equal(other(x), found["y"])
+    assert all(map(torch.equal, other.buffers(), stem.buffers()))
+    other.eval()(x)  # by torch's max-pool
+
+
 def test_either_of_two_results_may_be_used_alone(block):
     x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")
     convert(block).count = GROUPS
@@ -179,6 +216,8 @@ def test_the_operators_are_what_torch_expects():
         (ops.batch_norm_sums, (x, x, *affine, None, 1e-5, False)),
         (ops.batch_norm_sums, (x, x, *affine, mask, 1e-5, True, x.clone(), True)),
         (ops.batch_norm_gradient, (x, x, *affine, sums, count, 1e-5, True)),
+        (ops.batch_norm_pool, (x, *affine, 1e-5, True)),
+        (ops.batch_norm_pool, (x, *affine, 1e-5, False)),
     ]:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
