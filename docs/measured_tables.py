@@ -264,9 +264,6 @@ def small_convolution(found: Rows) -> Table:
     return table
 
 
-CARDS = {"h100": "H100", "a100": "A100"}
-
-
 def dry_step(found: Rows) -> Table:
     """Counted launches, traffic and memory of a step, and its expected time."""
     table = [
@@ -287,7 +284,7 @@ def dry_step(found: Rows) -> Table:
         multi_crop = ", multi-crop" if "multicrop" in row["recipe"] else ""
         table.append(
             [
-                f"{row['ranks']} × {CARDS[row['counted_for']]}, {row['images_per_rank']}{multi_crop}",
+                f"{row['ranks']} × {row['counted_for'].upper()}, {row['images_per_rank']}{multi_crop}",
                 f"{sum(part['launches'] for part in parts) + collectives:,}",
                 str(collectives),
                 f"{sum(part['flops'] for part in parts) / 1e12:.2f}",

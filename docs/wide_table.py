@@ -67,7 +67,7 @@ def size_row(width: int, ranks: int) -> str:
     kinds = {
         "weights": ("weights",),
         "moved": ("master weights", "momentum"),
-        "target": ("target", "the target's weights in bf16"),
+        "target": ("target", "the target's weights in half precision"),
         "F": ("correlation",),
         "rest": (MOST, "running statistics"),
     }
@@ -108,7 +108,7 @@ def recomputed_row(width: int, multi_crop: bool) -> str:
         f"{views}",
         *(f"{kept(width, views, again) / 1e9:.2f}" for again in (False, True)),
         *(gib(sum(found.peak.values())) for found in walks),
-        *(f"{1e3 * found.seconds:.1f}" for found in walks),
+        *(f"{1e3 * found.of_card:.1f}" for found in walks),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -19,12 +19,10 @@ merged in bunches, and then those of the bunches, by the program that takes the 
 that two runs are bitwise equal. Sums within a chunk are fp32 and relative to the chunk's first row; sums across chunks
 and ranks are float64.
 
-Shape suffixes: G groups, R ranks, C channels.
+Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -32,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .batch_norm_reference import NOWHERE, WORD, empty_mask, pooled_size
-from .heuristics import NORM_KERNELS, Cut, cut
+from .heuristics import NORM_KERNELS, Cut, blocks, cut
 
 
 @triton.jit
@@ -180,10 +178,10 @@ def statistics_kernel(
             if done:
                 b_mean, b_squares = merge_statistics(p_bunches, bunches, PARTS * chunk, rows, o_C, m_C, C, PARTS)
         if done:
-            p_out = p_statistics + group * 3 * C
-            tl.store(p_out + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=m_C)
+            p_out = p_statistics + group * (2 * C + 1)
             b_squares = tl.maximum(b_squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            store_pair(p_out + C, b_mean, b_squares, o_C, m_C, C)
+            store_pair(p_out, b_mean, b_squares, o_C, m_C, C)
+            tl.store(p_out + 2 * C + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=o_C == 0)
 
 
 @triton.jit
@@ -207,18 +205,18 @@ def settle_kernel(
         b_running_mean = tl.load(p_running_mean + o_C, mask=m_C, other=0)  # [COLUMNS]
         b_running_var = tl.load(p_running_var + o_C, mask=m_C, other=0)  # [COLUMNS]
     for group in range(GROUPS):
-        p_group = p_parts + group * 3 * C + o_C
-        b_pivot = tl.load(p_group + C, mask=m_C, other=0)  # [COLUMNS]
+        p_group = p_parts + group * (2 * C + 1)
+        b_pivot = tl.load(p_group + o_C, mask=m_C, other=0)  # [COLUMNS]
         b_shifted = tl.zeros([COLUMNS], tl.float64)
         b_squares = tl.zeros([COLUMNS], tl.float64)
         b_count = tl.zeros([COLUMNS], tl.float64)
         for rank in range(ranks):
-            p = p_group + tl.cast(rank, tl.int64) * GROUPS * 3 * C
-            b_rows = tl.load(p, mask=m_C, other=1)  # [COLUMNS]
-            b_difference = tl.load(p + C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
-            b_count += b_rows
-            b_shifted += b_rows * b_difference
-            b_squares += tl.load(p + 2 * C, mask=m_C, other=0) + b_rows * b_difference * b_difference  # [COLUMNS]
+            p = p_group + tl.cast(rank, tl.int64) * GROUPS * (2 * C + 1)
+            rows = tl.load(p + 2 * C)
+            b_difference = tl.load(p + o_C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
+            b_count += rows
+            b_shifted += rows * b_difference
+            b_squares += tl.load(p + C + o_C, mask=m_C, other=0) + rows * b_difference * b_difference  # [COLUMNS]
         b_one = tl.maximum(b_count, 1.0)
         b_mean = b_pivot + b_shifted / b_one
         b_squares = tl.maximum(b_squares - b_shifted * b_shifted / b_one, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -473,39 +471,50 @@ def gradient_kernel(
         tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
 
 
-@functools.lru_cache(maxsize=16)
-def tickets(size: int, device: torch.device, stream: int | None) -> Tensor:
-    """Zeros, which every launch resets to zero; two streams must not share them."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
+TICKETS: dict[tuple[int, torch.device, int | None], Tensor] = {}
 
 
 def tickets_for(cut: Cut, device: torch.device) -> Tensor:
-    _, groups, blocks = cut.grid
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return tickets(triton.next_power_of_2((groups + 1) * blocks * (cut.bunches + 1)), device, stream)
+    """Zeros, which every launch resets to zero; two streams must not share them.
+
+    Those made while a CUDA graph is captured belong to that graph's memory, and are zero only during its replays, so
+    no later launch may find them; a graph uses those that an earlier launch on its stream has made.
+    """
+    _, groups, of_channels = cut.grid
+    number, on_gpu = (groups + 1) * of_channels * (cut.bunches + 1), device.type == "cuda"
+    size = 1 << (number - 1).bit_length()
+    key = size, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else None
+    found = TICKETS.get(key)
+    if found is None:
+        found = torch.zeros(size, dtype=torch.int32, device=device)
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            TICKETS[key] = found
+    return found
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """[N, C] or [N, C, H, W] as rows of channels, channels-last: a view if the memory layout fits, else a copy."""
-    if x.dim() == 2:
-        return x.contiguous()
-    return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+def dense(x: Tensor) -> Tensor:
+    """[N, C] or [N, C, H, W], stored as consecutive rows of channels: x itself if it is, else a copy."""
+    return x.contiguous(memory_format=torch.contiguous_format if x.dim() == 2 else torch.channels_last)
+
+
+def rows_in(x: Tensor, groups: int) -> int:
+    """Rows of channels in each group."""
+    return x.numel() // (x.shape[1] * groups)
 
 
 def statistics(x: Tensor, groups: int) -> Tensor:
     """See `batch_norm_reference.statistics`."""
-    x_RC = rows_of(x)
-    rows, channels = x_RC.shape[0] // groups, x_RC.shape[1]
+    rows, channels = rows_in(x, groups), x.shape[1]
     if rows == 0:
-        return torch.zeros(groups, 3, channels, dtype=torch.float64, device=x.device)
+        return torch.zeros(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
     kernel = NORM_KERNELS["statistics"]
     cuts = cut(rows, groups, channels, kernel)
     parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
-    found_G3C = torch.empty(groups, 3, channels, dtype=torch.float64, device=x.device)
+    found_GS = torch.empty(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
     statistics_kernel[cuts.grid](
-        x_RC,
+        dense(x),
         parts,
-        found_G3C,
+        found_GS,
         tickets_for(cuts, x.device),
         rows,
         cuts.chunk,
@@ -515,11 +524,11 @@ def statistics(x: Tensor, groups: int) -> Tensor:
         PARTS=kernel.parts,
         **kernel.options,
     )
-    return found_G3C
+    return found_GS
 
 
 def settle(
-    parts_RG3C: Tensor,
+    parts_RGS: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
@@ -527,12 +536,13 @@ def settle(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.settle`."""
-    ranks, groups, _, channels = parts_RG3C.shape
-    mean_GC, variance_GC = (torch.empty(groups, channels, dtype=dtype, device=parts_RG3C.device) for _ in range(2))
-    count_G = torch.empty(groups, dtype=torch.float64, device=parts_RG3C.device)
+    ranks, groups, channels = *parts_RGS.shape[:2], parts_RGS.shape[2] // 2
+    mean_GC = torch.empty(groups, channels, dtype=dtype, device=parts_RGS.device)
+    variance_GC = torch.empty_like(mean_GC)
+    count_G = torch.empty(groups, dtype=torch.float64, device=parts_RGS.device)
     columns = 64
-    settle_kernel[(triton.cdiv(channels, columns),)](
-        parts_RG3C,
+    settle_kernel[(blocks(channels, columns),)](
+        parts_RGS,
         mean_GC,
         variance_GC,
         count_G,
@@ -565,10 +575,10 @@ def normalise(
     keep_mask: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `batch_norm_reference.normalise`."""
-    x_RC, mask = rows_of(x), empty_mask(x, keep_mask)
-    y_RC = torch.empty_like(x_RC)
-    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask if keep_mask else None, eps, relu)
-    return shaped(y_RC, x), mask
+    x, mask = dense(x), empty_mask(x, keep_mask)
+    y = torch.empty_like(x)
+    _write_normalised(x, mean_GC, variance_GC, weight, bias, residual, y, mask if keep_mask else None, eps, relu)
+    return y, mask
 
 
 def normalise_(
@@ -582,25 +592,24 @@ def normalise_(
     relu: bool,
 ) -> None:
     """See `batch_norm_reference.normalise_`; x must be dense."""
-    x_RC = rows_of(x)
-    _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, x_RC, None, eps, relu)
+    _write_normalised(x, mean_GC, variance_GC, weight, bias, residual, x, None, eps, relu)
     torch.autograd.graph.increment_version([x])
 
 
-def _write_normalised(x_RC, mean_GC, variance_GC, weight, bias, residual, y_RC, mask, eps: float, relu: bool) -> None:
+def _write_normalised(x, mean_GC, variance_GC, weight, bias, residual, y, mask, eps: float, relu: bool) -> None:
     groups, channels = mean_GC.shape
-    rows = x_RC.shape[0] // groups
+    rows = rows_in(x, groups)
     if rows:
         kernel = NORM_KERNELS["normalise"]
         cuts = cut(rows, groups, channels, kernel)
         normalise_kernel[cuts.grid](
-            x_RC,
+            x,
             mean_GC,
             variance_GC,
             weight,
             bias,
-            None if residual is None else rows_of(residual),
-            y_RC,
+            None if residual is None else dense(residual),
+            y,
             mask,
             rows,
             cuts.chunk,
@@ -633,7 +642,7 @@ def pool(
         kernel = NORM_KERNELS["pool"]
         cuts = cut(rows, groups, channels, kernel)
         pool_kernel[cuts.grid](
-            rows_of(x),
+            dense(x),
             mean_GC,
             variance_GC,
             weight,
@@ -653,14 +662,6 @@ def pool(
     return y, choice
 
 
-def shaped(y_RC: Tensor, like: Tensor) -> Tensor:
-    """Rows of channels as [N, C] or channels-last [N, C, H, W], shaped like `like`."""
-    if like.dim() == 2:
-        return y_RC
-    images, channels, height, width = like.shape
-    return y_RC.view(images, height, width, channels).permute(0, 3, 1, 2)
-
-
 def sums(
     dy: Tensor,
     x: Tensor,
@@ -676,12 +677,11 @@ def sums(
     choice: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.sums`."""
-    x_RC = rows_of(x)
-    kept_RC = torch.empty_like(x_RC) if keep else None
-    kept = x.new_empty(0) if kept_RC is None else shaped(kept_RC, x)
+    x = dense(x)
+    kept = torch.empty_like(x) if keep else x.new_empty(0)
     groups, channels = mean_GC.shape
     size = (1, 1) if choice is None else x.shape[2:]
-    rows = x_RC.shape[0] // groups
+    rows = rows_in(x, groups)
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
         return zeros, torch.zeros(2, channels, device=x.device), kept
@@ -691,11 +691,11 @@ def sums(
     sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
     dparameters_2C = torch.empty(2, channels, device=x.device)
     sums_kernel[cuts.grid](
-        rows_of(dy),
+        dense(dy),
         choice,
-        None if second is None else rows_of(second),
-        kept_RC,
-        x_RC,
+        None if second is None else dense(second),
+        kept if keep else None,
+        x,
         mean_GC,
         variance_GC,
         weight,
@@ -734,25 +734,25 @@ def gradient(
     choice: Tensor | None = None,
 ) -> Tensor:
     """See `batch_norm_reference.gradient`."""
-    x_RC = rows_of(x)
+    x = dense(x)
     groups, channels = mean_GC.shape
     size = (1, 1) if choice is None else x.shape[2:]
-    rows = x_RC.shape[0] // groups
-    dx_RC = torch.empty_like(x_RC)
+    rows = rows_in(x, groups)
+    dx = torch.empty_like(x)
     if rows:
         kernel = NORM_KERNELS["gradient" if choice is None else "gradient_pool"]
         cuts = cut(rows, groups, channels, kernel)
         gradient_kernel[cuts.grid](
-            rows_of(dy),
+            dense(dy),
             choice,
-            x_RC,
+            x,
             mean_GC,
             variance_GC,
             weight,
             bias,
             sums_G2C,
             count_G,
-            dx_RC,
+            dx,
             rows,
             cuts.chunk,
             channels,
@@ -763,4 +763,4 @@ def gradient(
             COLUMNS=cuts.columns,
             **kernel.options,
         )
-    return shaped(dx_RC, x)
+    return dx

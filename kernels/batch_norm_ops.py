@@ -5,30 +5,35 @@ As in `ops`, they run the Triton kernels of `batch_norm` on CUDA, and plain torc
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from . import batch_norm_reference as reference
 from .declaration import Operator
-from .dispatch import takes_triton
+from .dispatch import needs_dispatcher, on_device_of, takes_triton
 
 statistics = Operator(
     "batch_norm_statistics",
     reference.statistics,
     kernel="batch_norm",
-    fake=lambda x, groups: x.new_empty(groups, 3, x.shape[1], dtype=torch.float64),
+    fake=lambda x, groups: x.new_empty(groups, 2 * x.shape[1] + 1, dtype=torch.float64),
 )
 
 settle = Operator(
     "batch_norm_settle",
     reference.settle,
     kernel="batch_norm",
-    takes=lambda parts_RG3C, running_mean, running_var, tracked, momentum, dtype: (
-        takes_triton(parts_RG3C.device, dtype) and (running_mean is None or running_mean.dtype == torch.float32)
+    takes=lambda parts_RGS, running_mean, running_var, tracked, momentum, dtype: (
+        takes_triton(parts_RGS.device, dtype) and (running_mean is None or running_mean.dtype == torch.float32)
     ),
     writes=("running_mean", "running_var", "tracked"),
-    fake=lambda parts_RG3C, dtype, **_: (
-        *(parts_RG3C.new_empty(parts_RG3C.shape[1], parts_RG3C.shape[3], dtype=dtype) for _ in range(2)),
-        parts_RG3C.new_empty(parts_RG3C.shape[1]),
+    fake=lambda parts_RGS, dtype, **_: (
+        *(parts_RGS.new_empty(parts_RGS.shape[1], parts_RGS.shape[2] // 2, dtype=dtype) for _ in range(2)),
+        parts_RGS.new_empty(parts_RGS.shape[1]),
     ),
 )
 
@@ -65,3 +70,17 @@ sums = Operator(
 gradient = Operator(
     "batch_norm_gradient", reference.gradient, kernel="batch_norm", fake=lambda x, **_: torch.empty_like(x)
 )
+
+
+def chosen_for(x: Tensor) -> tuple[Any, AbstractContextManager]:
+    """The functions for a pass over x, under the operators' names, and the context to call them in.
+
+    Chosen once for the whole pass: the operators if torch has to see them, otherwise the launchers or the twins.
+    """
+    if needs_dispatcher():
+        return sys.modules[__name__], nullcontext()
+    if not takes_triton(x.device, x.dtype):
+        return reference, nullcontext()
+    from . import batch_norm  # lazily: it imports Triton
+
+    return batch_norm, on_device_of(x)

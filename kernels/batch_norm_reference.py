@@ -10,7 +10,7 @@ With x_r the n_r rows of rank r (images, or image positions), per channel and gr
 dy' is dy where the ReLU's input was above zero, and 0 elsewhere. Groups have equal sizes and are consecutive along the
 first dimension.
 
-Shape suffixes: G groups, R ranks, C channels.
+Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
 
 from __future__ import annotations
@@ -36,19 +36,15 @@ def statistics(x: Tensor, groups: int) -> Tensor:
         x: [N, C, ...], contiguous or channels-last; N is a multiple of `groups` and may be 0.
 
     Returns:
-        [G, 3, C] float64.
+        [G, S] float64: the mean of each channel, then its squared deviations, and the number of rows.
     """
-    return torch.stack([_statistics(part) for part in x.chunk(groups)] if len(x) else [_none(x)] * groups)
-
-
-def _none(x: Tensor) -> Tensor:
-    return x.new_zeros(3, x.shape[1], dtype=torch.float64)
+    if not x.numel():
+        return x.new_zeros(groups, 2 * x.shape[1] + 1, dtype=torch.float64)
+    return torch.stack([_statistics(part) for part in x.chunk(groups)])
 
 
 def _statistics(x: Tensor) -> Tensor:
     channels = x.shape[1]
-    if x.numel() == 0:
-        return _none(x)
     unit_C = torch.ones(channels, dtype=torch.promote_types(x.dtype, torch.float32))
     blocks = x.split(max(1, BLOCK_ELEMENTS // x[0].numel()))
     ones = torch.ones_like(blocks[0])
@@ -63,28 +59,29 @@ def _statistics(x: Tensor) -> Tensor:
         rows = block.numel() // channels
         rest_C = rest_C.double() / rows
         squares_C = rows * (variance_C.double() - rest_C.square()).clamp_min(0)
-        parts.append(torch.stack([torch.full_like(rest_C, rows), mean_C.double() + rest_C, squares_C]))
-    return torch.stack(merge(torch.stack(parts)))
+        parts.append(torch.cat([mean_C.double() + rest_C, squares_C, rest_C.new_full((1,), rows)]))
+    return torch.cat(merge(torch.stack(parts)))
 
 
 def merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics of the union of disjoint sets of rows (Chan, Golub and LeVeque, 1979).
 
     Args:
-        parts: [R, 3, ..., C] float64: rows, mean and sum of squared deviations of each set; not all sets may be empty.
+        parts: [R, ..., S] float64, the statistics of each set; not all sets may be empty.
 
     Returns:
-        count, mean and squares [..., C].
+        mean and squares [..., C], and count [..., 1].
     """
-    count_RC, mean_RC, squares_RC = parts.unbind(1)
-    count_C = count_RC.sum(0)
-    mean_C = (count_RC * mean_RC).sum(0) / count_C
-    squares_C = squares_RC.sum(0) + (count_RC * (mean_RC - mean_C).square()).sum(0)
-    return count_C, mean_C, squares_C
+    channels = parts.shape[-1] // 2
+    mean_RC, squares_RC, count_R1 = parts.split([channels, channels, 1], dim=-1)
+    count_1 = count_R1.sum(0)
+    mean_C = (count_R1 * mean_RC).sum(0) / count_1
+    squares_C = squares_RC.sum(0) + (count_R1 * (mean_RC - mean_C).square()).sum(0)
+    return mean_C, squares_C, count_1
 
 
 def settle(
-    parts_RG3C: Tensor,
+    parts_RGS: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
@@ -94,7 +91,7 @@ def settle(
     """The statistics over all ranks; also updates the running buffers with each group in turn.
 
     Args:
-        parts_RG3C: float64, the result of `statistics` on each rank.
+        parts_RGS: float64, the result of `statistics` on each rank.
         running_mean, running_var: [C], updated in place; None if there are none.
         tracked: int64 scalar, the number of batches that the running buffers cover; incremented here for each group.
         momentum: weight of the new statistics in the running buffers; None averages over all batches.
@@ -103,17 +100,17 @@ def settle(
     Returns:
         Mean and biased variance [G, C], and the number of rows [G] in float64.
     """
-    count_GC, mean_GC, squares_GC = merge(parts_RG3C.transpose(1, 2))
-    for count_C, mean_C, squares_C in zip(count_GC, mean_GC, squares_GC, strict=True):
+    mean_GC, squares_GC, count_G1 = merge(parts_RGS)
+    for mean_C, squares_C, count_1 in zip(mean_GC, squares_GC, count_G1, strict=True):
         if tracked is not None:
             tracked.add_(1)
         if running_mean is None or running_var is None:
             continue
         share = 1.0 / float(tracked) if momentum is None else momentum
-        variance_C = squares_C / (count_C - 1)
+        variance_C = squares_C / (count_1 - 1)
         running_mean.mul_(1 - share).add_(mean_C.to(running_mean.dtype), alpha=share)
         running_var.mul_(1 - share).add_(variance_C.to(running_var.dtype), alpha=share)
-    return mean_GC.to(dtype), (squares_GC / count_GC).to(dtype), count_GC[:, 0].contiguous()
+    return mean_GC.to(dtype), (squares_GC / count_G1).to(dtype), count_G1.flatten()
 
 
 def normalise(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,23 +13,24 @@ from torch import Tensor
 from unigrad_fast.kernels.torch_private import dispatch_modes
 
 INTERPRETED = ("1", "true", "yes", "on", "y")  # values of TRITON_INTERPRET that switch the interpreter on
-_imagined = False  # whether CPU tensors stand for GPU tensors
+LEAST_CAPABILITY = (8, 0)  # of a GPU for which Triton compiles
+_imagined: tuple[int, int] | None = None  # the compute capability of the GPU whose tensors CPU tensors stand for
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """A context in which fake CPU tensors take the code paths of GPU tensors; nothing can be computed in it."""
+def as_on_cuda(capability: tuple[int, int] = LEAST_CAPABILITY) -> Iterator[None]:
+    """A context in which fake CPU tensors take the code paths of a GPU's tensors; nothing can be computed in it."""
     global _imagined
-    _imagined = True
+    _imagined = capability
     try:
         yield
     finally:
-        _imagined = False
+        _imagined = None
 
 
 def acts_as_cuda(device: torch.device) -> bool:
     """Whether a device is a GPU or stands for one."""
-    return device.type == "cuda" or _imagined
+    return device.type == "cuda" or _imagined is not None
 
 
 def host_may_read(tensor: Tensor) -> bool:
@@ -41,13 +43,13 @@ def use_triton(device: torch.device) -> bool:
 
     Raises:
         ValueError: `UNIGRAD_KERNELS` is neither "triton" nor "torch", or asks for Triton on the CPU without its
-            interpreter.
+            interpreter or on a GPU that it does not support.
     """
-    if _imagined:
-        return True
+    if _imagined is not None:
+        return _imagined >= LEAST_CAPABILITY
     choice = os.environ.get("UNIGRAD_KERNELS", "")
     if choice == "":
-        return device.type == "cuda"
+        return device.type == "cuda" and capability_of(device) >= LEAST_CAPABILITY
     if choice not in ("triton", "torch"):
         raise ValueError(f"UNIGRAD_KERNELS={choice} is unknown; use triton or torch, or unset it")
     interpreted = device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "").lower() in INTERPRETED
@@ -55,7 +57,19 @@ def use_triton(device: torch.device) -> bool:
         raise ValueError(
             "UNIGRAD_KERNELS=triton on the CPU needs Triton's interpreter; set TRITON_INTERPRET=1 before Python starts"
         )
+    if choice == "triton" and device.type == "cuda" and capability_of(device) < LEAST_CAPABILITY:
+        major, minor = capability_of(device)
+        raise ValueError(
+            f"UNIGRAD_KERNELS=triton: Triton needs compute capability 8.0, and this GPU has {major}.{minor}; unset it, "
+            "and plain torch computes"
+        )
     return choice == "triton"
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def takes_triton(device: torch.device, *dtypes: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -122,7 +122,7 @@ class NormKernel:
         """Programs that fit on a multiprocessor at a time."""
         return REGISTERS // (32 * self.warps * self.registers)
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int]:
         """Options of its launch."""
         return {"num_warps": self.warps, "maxnreg": self.registers}

@@ -4,7 +4,7 @@
     images of a step         order, and parameters for their augmentation, both from the random bits of philox
     reading                  reading; damage finds unusable images, replacement chooses others
     decoding, augmenting     stream runs a DALI graph, on a CPU followed by cpu_views; cutmix mixes; presets
-    batches                  loader, evaluation_loader
+    batches                  loader, evaluation_loader; shortened prints them
     tar shards               shards, which reads, packs and verifies them
     checking every image     scan
     files on the disk        files

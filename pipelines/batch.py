@@ -6,10 +6,11 @@ import torch
 
 from .cutmix import Mix
 from .reading.supply import Failure
+from .shortened import Shortened
 
 
-@dataclass
-class Batch:
+@dataclass(repr=False)
+class Batch(Shortened):
     """One micro-batch of one rank.
 
     Attributes:

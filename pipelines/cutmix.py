@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .errors import DataError
 from .philox import CUTMIX, philox
+from .shortened import Shortened
 
 VIEWS = 2  # the global ones
 STEPS = 4096  # of the table for the Beta distribution
@@ -48,8 +49,8 @@ class CutMix:
             raise DataError(f"a CutMix group of {self.group} leaves an image without a partner; use 2 or more images")
 
 
-@dataclass
-class Mix:
+@dataclass(repr=False)
+class Mix(Shortened):
     """How the two global views of a rank's batch are mixed.
 
     Attributes:

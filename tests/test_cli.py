@@ -302,7 +302,7 @@ def test_shards_are_refused_where_no_folder_can_be(images, tmp_path, capsys, out
     Image.new("RGB", (16, 16)).save(images / "a.png")
     (tmp_path / "file").touch()
     (line,) = refused(capsys, "data", "shard", str(images), output.format(root=tmp_path))
-    assert line.startswith(f"error: {output.format(root=tmp_path)}") and line.endswith("; give another path")
+    assert output.format(root=tmp_path) in line and line.endswith(("; give another path", " is a file; give a folder"))
 
 
 def test_bug_is_not_swallowed(images, monkeypatch):
@@ -344,6 +344,14 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
             "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
         ),
         ("evaluate kn x", "evaluate kn x: unknown command; did you mean evaluate knn?"),
+        ("knn x", "knn x: unknown command; did you mean evaluate knn?"),
+        (
+            "evaluate frobnicate",
+            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN",
+        ),
+        ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
+        ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),
+        ("bench step --case frobnicate", "case = frobnicate: must be one of resnet50, resnet18, all"),
         ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
         ("evaluate knn", "run: missing; folder of the run."),
@@ -397,3 +405,20 @@ sys.exit(main())
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and "pip install" in line and str(ROOT) in line
     assert all({"yaml": "pyyaml"}.get(name, name) in line for name in gone.split())
+
+
+def test_ctrl_c_during_the_imports_is_one_line_and_the_shells_status():
+    """In a new interpreter, in which nothing is imported yet."""
+    code = f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "unigrad_fast.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.path[:0] = [{str(ROOT)!r}]
+from unigrad_fast.__main__ import main
+sys.exit(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")

@@ -175,6 +175,37 @@ def test_recipe_file_lies_over_the_recipe_that_it_names(tmp_path):
     assert config.data.batch_size == resolve("cifar_subset").data.batch_size
 
 
+def test_dotted_keys_are_groups_in_python_and_in_files_and_may_stand_beside_nested_ones(tmp_path):
+    data = {"batch_size": 64, "global_views.flip_probability": 0.25, "global_views": {"scale": (0.3, 1)}}
+    config = resolve(
+        "quickstart", {"data": data, "data.batch_size": 64, "data.global_views.scale": (0.3, 1), "seed": 3}
+    )
+    assert (config.data.batch_size, config.seed) == (64, 3)
+    views = config.data.global_views
+    assert (views.flip_probability, views.scale) == (0.25, (0.3, 1.0))
+    (tmp_path / "mine.yaml").write_text("recipe: quickstart\nmodel.projector: {depth: 3}\nmodel.projector.width: 64\n")
+    projector = resolve(tmp_path / "mine.yaml").model.projector
+    assert (projector.depth, projector.width) == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"data.batch_size": 64, "data": {"batch_size": 32}}, "data.batch_size: given twice, as 64 and as 32"),
+        ({"data": {"cutmix.alpha": 1, "cutmix": {"alpha": 2}}}, "data.cutmix.alpha: given twice, as 1 and as 2"),
+        ({"data": 5, "data.batch_size": 64}, r"data: given twice, as 5 and as {'batch_size': 64}"),
+    ],
+)
+def test_a_key_that_is_given_dotted_and_nested_with_different_values_is_refused(tree, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        resolve("quickstart", tree)
+    assert str(caught.value) == f"{said}; give it once"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError) as caught:
+        resolve(tmp_path / "mine.yaml")
+    assert str(caught.value).startswith(f"recipe = {tmp_path}/mine.yaml: {said.partition(':')[0]}: given twice, as ")
+
+
 def test_recipe_file_lies_over_another_file_wherever_it_is_used_from(tmp_path, monkeypatch):
     (tmp_path / "bases").mkdir()
     (tmp_path / "bases/base.yaml").write_text("recipe: cifar_subset\nseed: 5\nmodel: {projector: {width: 64}}\n")
@@ -320,6 +351,13 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ),
         ("--width 3", "width = 3: unknown key; did you mean model.projector.width?"),
         ("--optimizer.lr 3", "optimizer.lr = 3: unknown key; did you mean optimizer.base_lr?"),
+        ("--training.epochs 3", "training.epochs = 3: unknown key; did you mean schedule.epochs?"),
+        ("--epochs 3", "epochs = 3: unknown key; did you mean schedule.epochs?"),
+        (
+            "--data.progresive.epochs 3",
+            "data.progresive.epochs = 3: unknown key; did you mean data.progressive.epochs?",
+        ),
+        ("--frobnicate 3", "frobnicate = 3: unknown key; valid keys are seed, output, "),
         ("--modl.backbone resnet18", "modl.backbone = resnet18: unknown key; did you mean model.backbone?"),
         ("--optimizer.base_lr nan", "optimizer.base_lr = nan: must be a number above 0"),
         ("--optimizer.weight_decay inf", "optimizer.weight_decay = inf: must be a number of at least 0"),
@@ -330,7 +368,7 @@ def test_a_path_may_look_like_a_number(monkeypatch, tmp_path):
         ("--telemetry.tensorboard 1", "telemetry.tensorboard = 1: must be true or false"),
         (
             "--engine.precision bf15",
-            "engine.precision = bf15: must be one of auto, bf16, fp32; did you mean bf16?",
+            "engine.precision = bf15: must be one of auto, bf16, fp16, fp32; did you mean bf16?",
         ),
         ("--data.train=", "data.train = '': must be a path or null"),
         ("--data.batch_size", "--data.batch_size: a value is missing; it must be an integer from 2 to 16777216"),

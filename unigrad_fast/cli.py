@@ -57,13 +57,21 @@ def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
             if name in RENAMED:
                 note(name, RENAMED[name])
             return RENAMED.get(name, name), words[length:]
-    group = [usage(name) for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    usages = ", ".join(map(usage, group))
     if group and (len(words) == 1 or words[1].startswith("-")):
-        raise UserError(f"{words[0]}: names a group of commands; type one of {', '.join(group)}")
+        raise UserError(f"{words[0]}: names a group of commands; type one of {usages}")
     given = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words)) or words[0]
-    close = difflib.get_close_matches(given, [*COMMANDS, *RENAMED], n=1, cutoff=0.5)
-    hint = f"did you mean {RENAMED.get(close[0], close[0])}?" if close else f"commands are {', '.join(COMMANDS)}"
-    raise UserError(f"{given}: unknown command; {hint}")
+    if group:
+        inner = {name.split()[1]: name for name in (*group, *RENAMED) if name.startswith(f"{words[0]} ")}
+        close = [inner[word] for word in difflib.get_close_matches(words[1], inner, n=1)]
+    else:
+        close = [name for name in COMMANDS if name.split()[-1] == words[0]]
+        close = close or difflib.get_close_matches(given, [*COMMANDS, *RENAMED], n=1)
+    others = f"type one of {usages}" if group else f"commands are {', '.join(COMMANDS)}"
+    raise UserError(
+        f"{given}: unknown command; " + (f"did you mean {RENAMED.get(close[0], close[0])}?" if close else others)
+    )
 
 
 def run(words: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from unigrad_fast.recipes import DEFAULT_RECIPE, current_names, exchanged, load_
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import renamed
-from unigrad_fast.runtime.trees import BARE, merge, parse_arguments
+from unigrad_fast.runtime.trees import BARE, merge, nested, parse_arguments
 from unigrad_fast.runtime.validation import AbsolutePath, Node, group, leaves, shown, validate
 from unigrad_fast.runtime.wording import count
 
@@ -242,8 +242,8 @@ class Engine(Node):
     """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
     zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
-    precision: Annotated[Literal["auto", "bf16", "fp32"], JUDGMENT] = "auto"
-    """Precision of the networks; auto uses bf16 if the hardware supports it. The objective reduces in fp32."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], JUDGMENT] = "auto"
+    """Precision of the networks; auto is bf16 where the hardware has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: Annotated[bool, JUDGMENT] = False
     """Whether a GPU uses TF32, with 10 of 23 mantissa bits, for fp32 matrix products and convolutions."""
     compile: bool = False
@@ -258,8 +258,8 @@ class Engine(Node):
     """Consecutive steps with non-finite values after which the run stops (10: ours)."""
     target_stream: Annotated[bool, MACHINE] = False
     """Whether a GPU overlaps the target branch with the online one; needs one rank or model.sync_batch_norm false."""
-    cuda_graph: Annotated[bool, MACHINE] = False
-    """Whether a GPU captures a step as a CUDA graph and replays it; needs zero_stage 0 and no accumulation."""
+    cuda_graph: Annotated[Literal["auto"] | bool, MACHINE] = "auto"
+    """Whether a GPU replays steps as a CUDA graph; needs zero_stage 0; auto means false until a GPU has tried it."""
 
 
 class Checkpoint(Node):
@@ -273,7 +273,8 @@ class Checkpoint(Node):
 
 class KNN(Node):
     k: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below."""
+    """Number of neighbours that vote; auto is 200 from 20,000 training images up (the usual protocol), 20 below. All
+    images vote if there are fewer."""
     temperature: float = Field(default=0.1, ge=0.001, le=1000)
     """Temperature of the vote weights exp(similarity / temperature) (usual protocol: 0.1)."""
 
@@ -292,12 +293,12 @@ class Evaluation(Node):
 
 
 class Telemetry(Node):
-    every: int = Field(default=10, ge=1)
-    """Optimizer steps between two rows of metrics."""
+    every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between two rows of metrics; null: 10, or fewer for 50 rows in a short run; kept on resume."""
     tensorboard: bool = True
     """Whether to write TensorBoard event files into the run folder."""
-    effective_rank_every: int = Field(default=100, ge=1)
-    """Optimizer steps between two computations of the correlation matrix's effective rank."""
+    effective_rank_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between two computations of F's effective rank; null: 100, or fewer, in the same way."""
 
 
 class Config(Node):
@@ -378,19 +379,23 @@ class Config(Node):
             problems.append(
                 "engine.recompute_projector = true: does not work with engine.compile true; leave one of them out"
             )
-        if engine.cuda_graph:
-            steps, method, reasons = engine.accumulation_steps, self.objective.method, []
-            if steps > 1:
-                reasons.append(f"engine.accumulation_steps is {steps}, but a graph holds one micro-batch; use 1")
-            if engine.zero_stage:
-                stage = engine.zero_stage
-                reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step cannot be captured; use 0")
-            if method != "unigrad":
-                reasons.append(f"objective.method is {method}, whose step has not been captured yet; use unigrad")
-            if engine.compile:
-                reasons.append("engine.compile is on, and the two are untested together; leave one of them out")
-            problems += [f"engine.cuda_graph = true: {reason}" for reason in reasons]
+        if engine.cuda_graph is True:
+            problems += [f"engine.cuda_graph = true: {reason}" for reason in self.graph_obstacles()]
         return problems
+
+    def graph_obstacles(self) -> list[str]:
+        """Why these settings' step cannot be captured as a CUDA graph, each with its remedy."""
+        engine, reasons = self.engine, []
+        if engine.zero_stage:
+            stage = engine.zero_stage
+            reasons.append(f"engine.zero_stage is {stage}, where DeepSpeed's step cannot be captured; use 0")
+        if self.objective.takes("eigen_every"):
+            reasons.append(
+                f"objective.method is {self.objective.method}, whose eigenvectors the host reads; use another"
+            )
+        if engine.compile:
+            reasons.append("engine.compile is on, and the two are untested together; leave one of them out")
+        return reasons
 
     def _objective_problems(self) -> list[str]:
         try:
@@ -489,13 +494,14 @@ def resolve(
 
     Args:
         recipe: shipped name or path of a YAML file; None takes the overrides' recipe, or else the model's default.
-        overrides: nested mapping, or command-line arguments such as `["--model.projector.width", "4096"]`.
+        overrides: mapping, nested or with dotted keys such as `{"model.projector.width": 4096}`; or command-line
+            arguments such as `["--model.projector.width", "4096"]`.
         model: Config, or a subclass with more keys; if it has a key `name`, the recipe's name is its default.
 
     Raises:
         UserError: lists every unknown key, wrong value and impossible combination.
     """
-    top = current_names(overrides if isinstance(overrides, Mapping) else parse_arguments(overrides))
+    top = current_names(nested(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides))
     named = top.pop("recipe", None)
     if named is BARE or named == "":
         raise UserError(

@@ -391,11 +391,11 @@ def _by_kind(persistent: Mapping[str, float], transient: Mapping[str, float]) ->
         "master weights": persistent.get("master weights", 0),
         "momentum": persistent["momentum"],
         "gradients": transient["gradients"],
-        "target": persistent["target"] + persistent["the target's weights in bf16"],
+        "target": persistent["target"] + persistent["the target's weights in half precision"],
         "F": persistent["correlation"],
         "activations": transient["activations"] + transient["gathered"],
         "buckets": transient["buckets"],
-        "other": persistent["running statistics"] + transient["weights in bf16"] + transient["temporaries"],
+        "other": persistent["running statistics"] + transient["weights in half precision"] + transient["temporaries"],
     }
     return {kind: round(size) for kind, size in kinds.items()}
 

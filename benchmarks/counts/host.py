@@ -3,9 +3,9 @@
     python -m unigrad_fast.benchmarks.counts.host [--output benchmarks/results]
 
 Each kind is repeated on tensors of a few elements, so that Python, torch's dispatcher and the memory of the result are
-nearly all that takes time. Kernels are launched through Triton's own code onto a driver that does nothing. Figures
-are those of `cards.json`, with which the dry run reckons; what cannot be measured without a GPU (a launch in the driver,
-NCCL's enqueuing, a call of cuDNN) is named there. Rows are appended to OUTPUT/host.jsonl.
+nearly all that takes time. Kernels are launched through Triton's own code onto a driver that does nothing. The dry run
+takes the figures from `cards.json`, which also names what cannot be measured without a GPU: a launch in the driver,
+NCCL's enqueuing, a call of cuDNN. Rows are appended to OUTPUT/host.jsonl.
 """
 
 from __future__ import annotations

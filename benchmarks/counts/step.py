@@ -1,6 +1,6 @@
 """Launches, memory traffic, FLOPs and communication of a training step on several GPUs, counted without any.
 
-    unigrad-fast bench step --dry_run true [--ranks 8] [--images 128] [--card h100|a100] [--recipe NAME]
+    unigrad-fast bench step --dry_run true [--ranks 8] [--images 128] [--card NAME] [--recipe NAME]
 
 See `unigrad_fast.dry_run`. Milliseconds are expected from the figures of `cards.json`: the card's, one operator after
 the other, and beside it the host's; nothing is measured. Rows are appended to OUTPUT/dry_step.jsonl.

@@ -1,6 +1,6 @@
 """A training step at several projector widths on several GPUs, counted without any.
 
-    unigrad-fast bench width --dry_run true --recipe imagenet_100ep [--ranks 8] [--images 128] [--card h100|a100]
+    unigrad-fast bench width --dry_run true --recipe imagenet_100ep [--ranks 8] [--images 128] [--card NAME]
 
 See `unigrad_fast.dry_run`. The objective's share is that of the expected time, without its collectives. Rows are
 appended to OUTPUT/dry_width.jsonl.

@@ -1,9 +1,8 @@
 """Checks of the data path: the GPU's results against the CPU's, and their speed.
 
-If DALI cannot be imported, only the photometric operations in torch are checked. Otherwise: every operation and every
-preset, the graph against the CPU's path with the same parameters; decoding, also of single images against batches, and
-repeatedly; unusable files; `Loader` with several shares for the GPU's JPEG unit and with small and full views. The
-images are drawn, or the user's.
+Without DALI: the photometric operations in torch. With it: every operation and every preset, the graph against the
+CPU's path with the same parameters; decoding, also of single images against batches, and repeatedly; unusable files;
+`Loader` with several shares for the GPU's JPEG unit and with small and full views. The images are drawn, or the user's.
 
 On a CPU the graph's CPU backend replaces the GPU's, at small sizes.
 """
@@ -449,25 +448,26 @@ Check = Callable[[Ground], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (decoding, operations, recipes, loading, bad_files, speed, growth)
 
 
+def photometric_in_torch(device: torch.device) -> Iterator[Finding]:
+    """`photometric = torch`, which does not need DALI."""
+    with TemporaryDirectory() as name:
+        yield from torch_operations(Ground(device, None, Path(name)))
+
+
 def check(device: torch.device, images: Path | None = None, output: Path | None = None) -> Iterator[Finding]:
     """All findings; measurements are appended to device_data.jsonl in the folder `output`, if there is one.
 
     Raises:
         DataError: `images` cannot be used.
     """
+    import nvidia.dali
+
     with TemporaryDirectory() as name:
         folder = Path(name)
-        try:
-            import nvidia.dali
-            import PIL  # noqa: F401
-        except ImportError as error:
-            yield Finding("data path", f"only torch's operations checked: {error}", True)
-            checks, ground = (torch_operations,), Ground(device, None, folder)
-        else:
-            manifest, what = find_images(device, images, folder)
-            yield Finding("data path", f"DALI {nvidia.dali.__version__}, {what}", True)
-            checks, ground = (torch_operations, *CHECKS), Ground(device, manifest, folder)
-        yield from findings(checks, ground)
+        manifest, what = find_images(device, images, folder)
+        yield Finding("data path", f"DALI {nvidia.dali.__version__}, {what}", True)
+        ground = Ground(device, manifest, folder)
+        yield from findings(CHECKS, ground)
         if output and ground.rows:
             common = {"images": what, "batch_size": ground.batch_size, "dali": nvidia.dali.__version__}
             append(output, "device_data", [{**common, **row} for row in ground.rows])

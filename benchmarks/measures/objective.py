@@ -20,9 +20,7 @@ relative error against float64. Rows are appended to OUTPUT/objective.jsonl.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -200,20 +198,18 @@ def bench(
     most_seconds: float = 20.0,
     compiled: bool = True,
     output: Path | None = None,
-    end: float = math.inf,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[dict]:
     """Measure, print the tables and append the rows.
 
     Args:
         device: device to measure on.
-        shapes: C and N of each measurement.
+        shapes: C and N of each measurement; the next is asked for when the previous one is done.
         repetitions: largest number of rounds; in each, every variant runs one block.
         block_seconds: approximate seconds per block, in whole steps.
         most_seconds: limit for the rounds of one shape, but at least `timed.LEAST_ROUNDS` are run.
         compiled: whether to measure compiled variants too.
         output: folder of the rows; None writes none.
-        end: time by `time.monotonic` after which no further shape is started.
         progress: called with a description of the current activity.
 
     Returns:
@@ -229,7 +225,7 @@ def bench(
     if missing := left_out(device):
         print(f"not measured, because fp32 results of bf16 matrices need a GPU with bf16: {', '.join(missing)}")
     print("limit: share of the roofline; N·C: peak memory beyond F in fp32 arrays of that size; F: with its copies")
-    for C, N in itertools.takewhile(lambda _: time.monotonic() < end, shapes):
+    for C, N in shapes:
         torch.compiler.reset()  # torch.compile gives up after a number of shapes
         measured = measure(variants(C, device, compiled), N, C, repetitions, block_seconds, most_seconds, progress)
         setting = {

@@ -4,7 +4,9 @@ import os
 import re
 
 from ..errors import DataError
-from ..files.headers import ENDINGS, reason
+from ..files.headers import ENDINGS, EXTENSIONS, reason
+
+_SHOWN = 40  # characters of a line in a message
 
 
 def list_text(source: str) -> tuple[list[int], list[bytes], list[bytes]]:
@@ -38,7 +40,9 @@ def not_there(source: str, numbers: list[int], names: list[bytes], missing: list
     """The message for a list with missing images, given by their positions."""
     first = missing[0]
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    path = os.fsdecode(os.path.join(os.fsencode(os.path.dirname(source)), names[first]))
+    name = os.fsdecode(names[first])
+    is_text = len(name) > _SHOWN and not name.lower().endswith(EXTENSIONS)  # of a file that is no list
+    path = f"{name[:_SHOWN]}..." if is_text else os.path.join(os.path.dirname(source), name)
     return (
         f"{source}, line {numbers[first]}: {path} does not exist or is not a file{more}; correct the path, which "
         "is relative to the list's folder, or remove the line; put a TAB before a label"

@@ -3,7 +3,7 @@
 import io
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -141,16 +141,21 @@ def defects(
     return found
 
 
-def decoded(data: np.ndarray) -> np.ndarray:
-    """The pixels of an encoded image, uint8 [height, width, 3], decoded on the CPU."""
-    images, _ = graph.build_decoder(lambda info: [[data]]).run()
-    return np.array(images[0])  # a copy: the pipeline's memory goes with it
+def decoded(images: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The pixels of encoded images, uint8 [height, width, 3] each, decoded on the CPU, one after the other."""
+    fed: list[np.ndarray] = []
+    pipeline = graph.build_decoder(lambda info: [[*fed]])
+    for data in images:
+        fed[:] = [data]
+        pixels, _ = pipeline.run()
+        yield np.array(pixels[0])  # a copy, because the pipeline uses its memory again
 
 
 def as_png(data: np.ndarray) -> np.ndarray:
     """The image, decoded on the CPU and encoded again without loss."""
     file = io.BytesIO()
-    Image.fromarray(decoded(data)).save(file, "PNG", compress_level=1)
+    (pixels,) = decoded([data])
+    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
     return np.frombuffer(file.getvalue(), np.uint8)
 
 

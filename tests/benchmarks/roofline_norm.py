@@ -91,9 +91,9 @@ def gradient(fusion: Fusion) -> Count:
 
 
 def settle_bytes(ranks: int, groups: int, channels: int) -> int:
-    """Three float64 per rank, group and channel read, mean and variance written, two running buffers read and written,
-    and the rows of each group and the counter of batches."""
-    return 24 * ranks * groups * channels + 8 * groups * channels + 16 * channels + 8 * groups + 16
+    """Two float64 per rank, group and channel and one per rank and group read, mean and variance written, two running
+    buffers read and written, and the rows of each group and the counter of batches."""
+    return 8 * ranks * groups * (2 * channels + 1) + 8 * groups * channels + 16 * channels + 8 * groups + 16
 
 
 def ours(fusion: Fusion) -> tuple[float, float]:

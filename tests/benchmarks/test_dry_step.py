@@ -49,4 +49,4 @@ def test_what_is_refused_leaves_no_folder(tmp_path, capsys, more, said):
 def test_a_file_in_place_of_the_folder_is_said_before_anything_is_counted(tmp_path, capsys):
     (tmp_path / "results").write_text("")
     assert counted(tmp_path, SMALL) == 2
-    assert "results: is a file or lies below one; give a folder" in capsys.readouterr().err
+    assert "results is a file; give a folder" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from drawn_images import draw_tree
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -22,6 +24,8 @@ from unigrad_fast.checkpoints.files import Reader, write_weights
 from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.pipelines import EvaluationLoader, Manifest
+from unigrad_fast.pipelines.presets import DEVIATION
 from unigrad_fast.runtime.run_folder import RunFolder
 
 CLASSES = ["cat", "dog", "eel"]
@@ -34,10 +38,12 @@ def _emptied(tmp_path: Path) -> Iterator[None]:
     shutil.rmtree(tmp_path)
 
 
-def make_run(folder: Path, backbone: str = "resnet18", stem: str = "imagenet", step: int = 30) -> Config:
+def make_run(
+    folder: Path, backbone: str = "resnet18", stem: str = "imagenet", step: int = 30, **settings: dict
+) -> Config:
     """A run of random weights, other ones in each branch."""
     model = {"backbone": backbone, "stem": stem, "projector": {"depth": 1, "width": 4}}
-    config = resolve("quickstart", {"model": model, "output": folder})
+    config = resolve("quickstart", {"model": model, "output": folder, **settings})
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     tensors = {}
@@ -66,9 +72,16 @@ def run(tmp_path: Path) -> Path:
 
 
 def exported(capsys: pytest.CaptureFixture, *arguments) -> list[str]:
-    """The lines of Python that a successful export prints."""
+    """The lines of Python that a successful export prints to load the file."""
+    return printed(capsys, *arguments)[0]
+
+
+def printed(capsys: pytest.CaptureFixture, *arguments) -> tuple[list[str], list[str]]:
+    """The lines of Python that a successful export prints to load the file, and to prepare images."""
     assert cli.main(["export", *map(str, arguments)]) == 0
-    return [line.strip() for line in capsys.readouterr().out.partition("Load it with:\n")[2].splitlines()]
+    blocks = capsys.readouterr().out.partition("Load it with:\n")[2].split("Prepare an RGB image as evaluate does")
+    loading, preparing = ([line[2:] for line in block.splitlines() if line.startswith("  ")] for block in blocks)
+    return loading, preparing
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments) -> str:
@@ -83,7 +96,8 @@ def executed(lines: list[str]) -> torch.nn.Module:
     assert len(lines) == 3
     names: dict = {}
     exec("\n".join(lines), names)
-    return names["model"].eval()
+    assert not names["model"].training
+    return names["model"]
 
 
 @pytest.mark.long
@@ -100,6 +114,28 @@ def test_printed_lines_load_the_online_backbone_into_torchvision(backbone, forma
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model(images), original(images))
+
+
+@pytest.mark.parametrize(("size", "crop_fraction"), [(48, 0.875), (32, 0.8)])
+def test_the_printed_lines_prepare_images_as_an_evaluation_does(size, crop_fraction, tmp_path, capsys):
+    make_run(tmp_path / "run", data={"image_size": size}, evaluation={"crop_fraction": crop_fraction})
+    _, lines = printed(capsys, tmp_path / "run")
+    names: dict = {}
+    exec("\n".join(lines), names)
+    (tmp_path / "images").mkdir()
+    for number, path in enumerate(sorted(draw_tree(tmp_path / "drawn", per_class=2, size=64).rglob("*.jpg"))):
+        with Image.open(path) as image:  # wider ones, and without loss, because decoders of JPEG differ
+            image.resize((64 + 9 * number, 64)).save(tmp_path / f"images/{number}.png")
+    manifest = Manifest.from_folder(tmp_path / "images")
+    ((ours, index),) = EvaluationLoader(manifest, size, crop_fraction, threads=1)
+    levels = 255 * torch.tensor(DEVIATION)[:, None, None]
+    for expected, i in zip(ours, index.tolist(), strict=True):
+        with Image.open(manifest.path(i)) as image:
+            found = names["transform"](image.convert("RGB"))
+        # Pillow rounds to a level after each direction, we round once. A filter's weights add up to 1, so both are less
+        # than 1.5 levels apart, that is 1 of whole levels. (At the edges of an image, which are not in these crops, the
+        # filters differ.)
+        assert (levels * (found - expected)).abs().max() < 1.01
 
 
 @pytest.mark.parametrize("format", ["torchvision", "safetensors"])
@@ -230,8 +266,7 @@ def test_wrong_outputs_are_refused_before_any_work(run, capsys, tmp_path, monkey
     assert "is a folder" in refused(capsys, run, "--output", tmp_path)
     (run / "export").write_text("a file in the way")
     assert "cannot be created" in refused(capsys, run)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may write everywhere
-    assert "not writable" in refused(capsys, run, "--output", tmp_path / "encoder.pth")
+    assert "/proc is not writable" in refused(capsys, run, "--output", "/proc/encoder.pth")
 
 
 def test_nothing_that_is_there_is_replaced_unless_told_so(run, capsys, tmp_path):

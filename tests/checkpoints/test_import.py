@@ -315,7 +315,7 @@ def test_folders_are_checked_first(tmp_path, capsys):
     file = tmp_path / "absent.pth"
     (tmp_path / "file").write_text("")
     assert "exists already" in refused(capsys, file, tmp_path / "file")
-    assert "cannot be created" in refused(capsys, file, tmp_path / "file/below/it")
+    assert f"{tmp_path}/file is a file; give a folder" in refused(capsys, file, tmp_path / "file/below/it")
     error = refused(capsys, file, tmp_path / "run", "--data.train", str(tmp_path / "images"))
     assert f"data.train = {tmp_path}/images: no such file or folder" in error
 

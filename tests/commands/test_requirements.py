@@ -67,3 +67,20 @@ def test_images_without_a_validation_set_of_theirs_are_told_how_to_train(tmp_pat
     config = resolve("quickstart", {"data": {"train": str(tmp_path), "val": str(tmp_path / "absent")}})
     with pytest.raises(UserError, match=r"data\.val = .*: no such file or folder; .* --data\.val null"):
         require_folders(config)
+
+
+def test_a_new_run_around_its_images_is_refused_and_one_begun_there_goes_on(tmp_path):
+    (tmp_path / "set/train").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "set")
+    (tmp_path / "elsewhere").mkdir()
+    output, train, elsewhere = (str(tmp_path / name) for name in ("set", "link/train", "elsewhere"))
+    for key, images in (("train", {"train": train}), ("val", {"train": elsewhere, "val": train})):
+        config = resolve(overrides={"data": images, "output": output})
+        with pytest.raises(UserError) as caught:
+            require_folders(config)
+        assert str(caught.value) == (
+            f"output = {output}: data.{key} = {train} lies in it, but a folder that holds a run cannot be opened as "
+            f"images; give another folder, such as {output}/run"
+        )
+    (tmp_path / "set/config.yaml").write_text(to_yaml(config))
+    require_folders(config)

@@ -17,8 +17,8 @@ from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
-# A word in capitals stands for what the reader types.
-PLACEHOLDER = re.compile(r" = [A-Z_]+: must be ")
+# A word in capitals stands for what the reader types, a variable of the shell for its values.
+PLACEHOLDER = re.compile(r" = (?:[A-Z_]+|\$\w+): must be ")
 LIKE_A_PATH = re.compile(r"[A-Z_]+|.*[./].*")
 A_METHOD = "simclr"  # in place of METHOD
 

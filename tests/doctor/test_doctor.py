@@ -163,6 +163,22 @@ def test_other_version_of_deepspeed_is_refused(quick_parts, capsys, monkeypatch)
     assert errors == ["error: DeepSpeed: 0.19.7, but ==0.19.8 is required; pip install deepspeed==0.19.8"]
 
 
+@pytest.mark.parametrize("home", [None, "runtime"])
+def test_a_gpu_without_nvcc_is_no_problem_and_that_is_said(home, tmp_path, monkeypatch):
+    from torch.utils import cpp_extension
+
+    home = home and tmp_path / home
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home and str(home))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    package = next(each for each in packages.PACKAGES if each[0] == "DeepSpeed")
+    row = packages._package(*package)
+    assert row.status == "ok" and "without nvcc" in row.found
+    if home is not None:
+        (home / "bin").mkdir(parents=True)
+        (home / "bin/nvcc").touch()
+        assert "nvcc" not in packages._package(*package).found
+
+
 def test_an_unknown_choice_of_kernels_is_shown_with_the_remedy(quick_parts, capsys, monkeypatch):
     monkeypatch.setenv("UNIGRAD_KERNELS", "cuda")
     status, rows, errors = examine(capsys)

@@ -10,6 +10,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from unigrad_fast.evaluation.features import LeftOut
 from unigrad_fast.evaluation.knn import KNNResult, count_hits, sharded_knn
 from unigrad_fast.evaluation.shares import Share, rounded
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
@@ -96,10 +97,11 @@ def test_equally_similar_images_vote_by_the_smaller_class():
         assert weighted_knn(bank, labels, query, truth, k=2, chunk=chunk).accuracy == 100.0
 
 
-def test_k_is_cut_to_the_bank_and_recorded():
+def test_more_neighbours_than_the_bank_has_images_are_refused_and_auto_takes_all_of_them():
     data = clusters(seed=1, bank=12)
-    assert weighted_knn(*data, k=200) == weighted_knn(*data, k=12)
-    assert weighted_knn(*data, k=200).k == 12
+    assert weighted_knn(*data) == weighted_knn(*data, k=12)
+    with pytest.raises(UserError, match=r"^k = 13: exceeds the 12 training images; give at most 12, or auto$"):
+        weighted_knn(*data, k=13)
 
 
 @pytest.mark.parametrize(("bank", "k"), [(19_999, 20), (20_000, 200)])

@@ -18,7 +18,9 @@ from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import RunStopped
+from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.training.start import Attempt, list_images
 
 DAMAGED = {"train": ["0/3.jpg", "1/2.jpg"], "val": ["1/5.jpg"]}
 IMAGES = {"train": 24, "val": 20}
@@ -39,17 +41,25 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def judged(data: Path, max_bad_fraction: float = 0.1) -> dict[str, KNNResult]:
-    """The results of the mean colour, and of the baselines."""
+def probe_of(data: Path, max_bad_fraction: float = 0.1, k: int | None = None) -> KNNProbe:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folders = {"train": data / "train", "val": data / "val"}
     limits = {"threads": 1, "image_size": 16, "max_bad_fraction": max_bad_fraction}
-    config = resolve("cifar_subset", {"data": folders | limits})
-    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"batch_size": 4})})
+    judging = {"batch_size": 4} | ({"knn.k": k} if k else {})
+    config = resolve("cifar_subset", {"data": folders | limits, "evaluation": judging})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     manifests = [Manifest.from_folder(folder) for folder in folders.values()]
-    probe = KNNProbe(config.data, config.evaluation, world, *manifests)
-    results = {"mean": probe(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), None)}
+    return KNNProbe(config.data, config.evaluation, world, *manifests)
+
+
+def mean_colour() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def judged(data: Path, max_bad_fraction: float = 0.1) -> dict[str, KNNResult]:
+    """The results of the mean colour, and of the baselines."""
+    probe = probe_of(data, max_bad_fraction)
+    results = {"mean": probe(mean_colour(), None)}
     return results | {name: probe(module, None, size, 1.0) for name, (module, size) in BASELINES.items()}
 
 
@@ -99,3 +109,25 @@ def test_too_many_unusable_images_stop_all_ranks(data, workers, ranks):
     messages = workers(ranks).run(stopped, data)
     start = f"2 of 24 images cannot be used, more than data.max_bad_fraction = 0 allows, first {data}/train/0/3.jpg"
     assert messages[0].startswith(start) and len(set(messages)) == 1
+
+
+def result_of_k(data: Path, k: int) -> KNNResult:
+    return probe_of(data, k=k)(mean_colour(), None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_a_run_with_fewer_images_than_k_all_of_them_vote(data, workers, ranks):
+    damage(data)
+    many, all_of_them = (workers(ranks).run(result_of_k, data, k) for k in (24, 22))
+    assert many == all_of_them and many[0].k == 22
+
+
+def test_a_run_with_fewer_images_than_k_says_so_when_it_begins(data):
+    probe = probe_of(data, k=25)
+    with Preemption() as preemption:
+        attempt = Attempt(preemption, numbered=False)
+        attempt.world = probe.world
+        settings = resolve("cifar_subset", {"data": probe.data, "evaluation": probe.settings})
+        list_images(settings, attempt, None)
+        assert attempt.warnings == ["evaluation.knn.k = 25: exceeds the 24 training images, so all of them vote"]
+    assert probe_of(data, k=24).few_images(24) is None

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.linear_paper import ProbeSchedule, Unfinished, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
 from unigrad_fast.pipelines import Loader, Manifest
-from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
+from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.process_group import World
 
 EPOCHS = 40
@@ -84,6 +85,24 @@ def fit_share() -> tuple[Tensor, Tensor]:
     classifier = fit((own - mean) / deviation, own_labels, 4, len(features), torch.device("cpu"))
     fold(classifier, mean, deviation)
     return classifier.weight.detach(), classifier.bias.detach()
+
+
+@pytest.mark.parametrize(
+    ("images", "ranks", "remedy"),
+    [
+        (24, 1, "only 24 training images; give --batch_size 24 or less"),
+        (25, 2, "only 25 training images; give --batch_size 24 or less"),
+        (3, 2, "only 3 training images; give --batch_size 2"),
+        (1, 2, "only 1 training image; use at most 1 rank"),
+    ],
+)
+def test_a_batch_of_more_images_than_there_are_is_refused_with_the_largest_that_divides_over_the_ranks(
+    images, ranks, remedy
+):
+    encoder = SimpleNamespace(config=SimpleNamespace(data=None), world=SimpleNamespace(size=ranks), train=range(images))
+    with pytest.raises(UserError) as caught:
+        paper(encoder, ProbeSchedule())
+    assert str(caught.value) == f"batch_size = 4096: there are {remedy}"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])

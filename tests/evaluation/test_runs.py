@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -96,6 +97,8 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
     assert result(run, "knn-epoch2-3")["queries"] == 24
     said(capsys, "evaluate", "knn", run, "--k", 5, "--temperature", 0.2)
     assert result(run, "knn-epoch2") == first
+    refused = said(capsys, "evaluate", "knn", run, "--k", 25, status=2)
+    assert refused == "error: k = 25: exceeds the 24 training images; give at most 24, or auto\n"
 
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 2)
     paper = result(run, "linear-paper-epoch2"), (run / "evaluation/linear-paper-epoch2.safetensors").read_bytes()
@@ -189,11 +192,16 @@ def test_an_edited_configuration_gives_way_to_the_checkpoints(run, command, edit
 
 
 def test_a_run_that_cannot_be_written_to_is_evaluated_into_another_folder(run, tmp_path, capsys, monkeypatch):
-    whole, access = sorted(run.rglob("*")), os.access
-    # Tests may run as root, who may write everywhere.
-    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(run) and access(path, mode))
+    whole, make = sorted(run.rglob("*")), os.mkdir
+
+    def mkdir(path, *arguments):  # tests may run as root, who may write everywhere
+        if Path(path).is_relative_to(run):
+            raise OSError(errno.EROFS, "Read-only file system")
+        make(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
     refused = said(capsys, "evaluate", "knn", run, status=2)
-    assert f"{run}: not writable, but the result is written there; give another folder with --output" in refused
+    assert f"{run} is not writable (Read-only file system); give another folder with --output" in refused
     given = ("--output", tmp_path / "new/results")
     assert f"written to {tmp_path}/new/results/knn-epoch2.json" in said(capsys, "evaluate", "knn", run, *given)
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1, *given)

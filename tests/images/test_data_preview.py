@@ -26,7 +26,7 @@ from unigrad_fast.images.preview_sheet import (
     load_font,
     shortened,
 )
-from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, preset_views
+from unigrad_fast.pipelines import CutMix, Loader, Manifest, View, graph, preset_views
 from unigrad_fast.pipelines.order import epoch_order
 from unigrad_fast.pipelines.parameters import sample
 from unigrad_fast.runtime.errors import UserError
@@ -306,3 +306,11 @@ def test_images_alone_are_shown_as_pretrain_would_take_them(images, tmp_path, ca
     assert moved in refused(capsys, "moved.yaml")
     said = "my.yaml: this recipe has no data.train; type `data preview IMAGES --recipe"
     assert said in refused(capsys, "my.yaml")
+
+
+def test_all_originals_are_decoded_by_one_pipeline(manifest, images):
+    with mock.patch.object(graph, "build_decoder", side_effect=graph.build_decoder) as built:
+        rows = collect(manifest, preset_views("simsiam", 32), COUNT, 0, 0)
+    assert sum(not call.kwargs for call in built.call_args_list) == 1  # the other is the loader's
+    for row in rows:
+        assert np.array_equal(row.original, Image.open(images / row.name))

@@ -285,7 +285,7 @@ def test_folder_with_something_else_is_refused(tree, tmp_path, capsys):
     (tmp_path / "other/shards.json").write_text("[]")
     assert "shards.json is damaged" in refused(capsys, tree, tmp_path / "other")
     (tmp_path / "file").write_text("")
-    assert "is a file; give a new folder" in refused(capsys, tree, tmp_path / "file")
+    assert "is a file; give a folder" in refused(capsys, tree, tmp_path / "file")
     assert "absent does not exist" in refused(capsys, tmp_path / "absent", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

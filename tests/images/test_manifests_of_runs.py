@@ -19,7 +19,7 @@ from worker_group import WorkerGroup
 
 from unigrad_fast.config import resolve
 from unigrad_fast.images import manifests
-from unigrad_fast.images.manifests import are_the_same, digest, identity, read_manifests
+from unigrad_fast.images.manifests import difference, digest, identity, read_manifests
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError
 from unigrad_fast.runtime.process_group import World
@@ -58,7 +58,9 @@ def test_equal_copies_on_two_machines_are_the_same_images(workers, tmp_path):
 def test_different_images_are_refused_on_all_ranks(workers, tmp_path, other):
     folders = [folder(tmp_path / "one", ["a/1.jpg", "a/2.jpg"]), folder(tmp_path / "two", other)]
     for rank, message in enumerate(workers(2).run(read, folders)):
-        assert message.startswith(f"DataError: {folders[rank]}: ranks 0 and 1 see different images")
+        assert message.startswith(
+            f"DataError: {folders[rank]}: ranks 0 and 1 see different images (2 and {len(other)}); "
+        )
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -95,25 +97,40 @@ def test_images_are_known_again_though_a_few_changed_but_not_as_smaller_copies(t
     for number in range(30):
         Image.new("RGB", (20 + number, 16)).save(tmp_path / f"{number:02}.png")
     remembered = identity(Manifest.open(tmp_path, cache=tmp_path / ".cache"))
-    assert are_the_same(json.loads(json.dumps(remembered)), Manifest.open(tmp_path))
+    assert difference(json.loads(json.dumps(remembered)), Manifest.open(tmp_path)) is None
 
     (tmp_path / "07.png").write_bytes(b"")
     Image.new("RGB", (5, 5)).save(tmp_path / "09.png")
     damaged = Manifest.open(tmp_path)
-    assert len(damaged.unreadable()) == 1 and are_the_same(remembered, damaged)
-    assert are_the_same(identity(damaged), Manifest.open(tmp_path)), "and the other way round, when it is repaired"
+    assert len(damaged.unreadable()) == 1 and difference(remembered, damaged) is None
+    assert difference(identity(damaged), Manifest.open(tmp_path)) is None, (
+        "and the other way round, when it is repaired"
+    )
 
     for path in tmp_path.glob("*.png"):
         Image.new("RGB", (10, 8)).save(path)
-    assert not are_the_same(remembered, Manifest.open(tmp_path))
+    said = "30 images then, 30 now; 00.png had 20 x 16 pixels and has 10 x 8"
+    assert difference(remembered, Manifest.open(tmp_path)) == said
 
 
-def test_images_of_other_names_are_others(tmp_path):
-    for name in "ab":
-        Image.new("RGB", (20, 16)).save(tmp_path / f"{name}.png")
-    remembered = identity(Manifest.open(tmp_path))
-    (tmp_path / "b.png").rename(tmp_path / "c.png")
-    assert not are_the_same(remembered, Manifest.open(tmp_path))
+def test_of_other_images_the_number_and_the_first_that_is_gone_or_new_is_said(tmp_path, monkeypatch):
+    names = ["a.png", "b.png", "c\udcff.png"]
+    images = folder(tmp_path / "images", names)
+    remembered = json.loads(json.dumps(identity(Manifest.open(images))))
+    (tmp_path / "images/b.png").rename(tmp_path / "images/d.png")
+    assert difference(remembered, Manifest.open(images)) == "3 images then, 3 now; b.png is gone"
+    (tmp_path / "images/d.png").unlink()
+    assert difference(remembered, Manifest.open(images)) == "3 images then, 2 now; b.png is gone"
+    more = folder(tmp_path / "more", [*names, "bb.png"])
+    assert difference(remembered, Manifest.open(more)) == "3 images then, 4 now; bb.png is new"
+    (tmp_path / "more/list.txt").write_bytes(b"\n".join(map(os.fsencode, reversed(names))))
+    reordered = Manifest.open(tmp_path / "more/list.txt")
+    assert difference(remembered, reordered) == "3 images then, 3 now; their names or their order differ"
+    early = {key: remembered[key] for key in ("names", "sizes")}
+    assert difference(early, reordered) == "their names, number or sizes in pixels differ"
+    monkeypatch.setattr(manifests, "SAMPLED", 2)
+    remembered = identity(Manifest.open(images))
+    assert "is new" not in difference(remembered | {"count": 3}, Manifest.open(more)), "not all are known"
 
 
 def looks(work: Callable[[], object]) -> dict[str, int]:

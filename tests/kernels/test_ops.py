@@ -11,6 +11,7 @@ from formulas import error, one_step, random, unit
 from unigrad_fast.kernels import (
     attach_gradient,
     correlation_product,
+    dispatch,
     embedding_gradient,
     mirror_,
     unigrad_gradient,
@@ -257,6 +258,7 @@ def test_a_second_derivative_is_refused_not_wrong():
     ],
 )
 def test_the_device_or_else_the_environment_decides_who_computes(choice, device, expected, monkeypatch):
+    monkeypatch.setattr(dispatch, "capability_of", lambda device: (8, 0))
     monkeypatch.setenv("UNIGRAD_KERNELS", choice)
     assert use_triton(torch.device(device)) == expected
 

@@ -541,6 +541,11 @@ def test_list_keeps_its_order_and_takes_names_with_blanks(tmp_path):
         ("a.jpg\t" + "7" * 5000, r"x\.txt, line 1: label 7{20}\.\.\. is out of range"),
         ("# nothing\n", r"x\.txt: lists no image"),
         ("a\0b", r"x\.txt: not a text file"),
+        (
+            "Photographs of cats, which were taken in the garden last year.\n",
+            r"x\.txt, line 1: Photographs of cats, which were taken in\.\.\. does not exist or is not a file; correct",
+        ),
+        (f"{'far/' * 20}c.jpg\n", rf"x\.txt, line 1: .*{'far/' * 20}c\.jpg does not exist"),
         ("sub\n", r"x\.txt, line 1: .*/sub does not exist or is not a file"),
     ],
 )

@@ -1,14 +1,19 @@
 """What we did not write is never replaced: files, the folders of runs, images, links that lead nowhere."""
 
+import errno
+import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from unigrad_fast import cli
+from unigrad_fast.commands import bench
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import unwritable
 from unigrad_fast.runtime.run_folder import OWN, RunFolder
 
 
@@ -127,6 +132,42 @@ def test_every_command_names_a_link_that_leads_nowhere_and_its_target(words, bel
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and f"{link}" in line
     assert "is a link to /nonexistent/me, which does not exist; create it, or give another path" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        *(("pretrain --data.train {images} --output {out}", "output"), ("plan --output {out}", "output")),
+        *(("data synth {out}", "folder"), ("data shard {images} {out}", "folder"), ("import {images}/a {out}", "run")),
+        *(("bench step --output {out}", "output"), ("bench step --dry_run true --output {out}", "output")),
+        *(("bench loader --output {out}", "output"), ("bench kernels --output {out}", "output")),
+        *(("bench kernels --compile_only true --output {out}", "output"), ("bench methods --output {out}", "output")),
+        *(("bench width --output {out}", "output"), ("bench scaling --output {out}", "output")),
+    ],
+)
+def test_every_command_refuses_a_place_where_no_folder_can_be_made_before_any_work(
+    words, key, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench, "_fitting_threads", nullcontext)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a").touch()
+    out = "/proc/unigrad/x"
+    assert cli.main(words.format(images=tmp_path / "images", out=out).split()) == 2
+    why = "/proc is not writable (No such file or directory); give another folder"
+    assert capsys.readouterr() == ("", f"error: {key} = {out}: {why}\n")
+
+
+def test_a_full_disk_is_no_fault_of_the_place(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    assert unwritable(tmp_path / "new") is None
+
+
+def test_trying_a_place_leaves_nothing_there(tmp_path):
+    assert unwritable(tmp_path / "new/folder") is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_name_too_a_link_that_leads_nowhere_is_named(tmp_path, capsys, monkeypatch):

@@ -405,6 +405,28 @@ def test_engine_starts_without_a_compiler_twice_and_silently_and_a_verbose_one_t
     assert "DeepSpeed Final Optimizer = SGD" in printed[1]
 
 
+AS_WITH_A_GPU = """
+import torch, torch.utils.cpp_extension
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.utils.cpp_extension.CUDA_HOME = None
+from unigrad_fast.runtime.quiet import quiet_deepspeed
+deepspeed = quiet_deepspeed()
+assert deepspeed.accelerator.get_accelerator().device_name() == "cuda"
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+deepspeed.init_distributed("gloo")
+"""
+
+
+def test_deepspeed_starts_silently_beside_a_gpu_without_nvcc():
+    """Asked which of its kernels could be compiled, it would print a line for each."""
+    environment = clean_environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("DS_ACCELERATOR", None)
+    command = [sys.executable, "-W", "ignore", "-c", AS_WITH_A_GPU]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert "compat" not in result.stderr
+
+
 def rank_and_pid(offset: int) -> tuple[int, int]:
     return dist.get_rank() + offset, os.getpid()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,16 @@ from forked import start
 
 from unigrad_fast.pipelines.cores import quota
 from unigrad_fast.runtime import process_group, processors
-from unigrad_fast.runtime.processors import CHOSEN_BY, ComputeThreads, Use, Watch, capacity, compute_threads, crowded
+from unigrad_fast.runtime.processors import (
+    CHOSEN_BY,
+    FREE_LOOKS,
+    ComputeThreads,
+    Use,
+    Watch,
+    capacity,
+    compute_threads,
+    crowded,
+)
 
 CPU = torch.device("cpu")
 
@@ -185,6 +194,50 @@ def test_a_neighbour_that_comes_later_is_told_once(machine, monkeypatch):
         assert found.endswith("stop those programs, or continue with 1")
         assert threads.newly_crowded("continue with {}".format) is None
     assert ComputeThreads(warning="said at the start", ranks=1).newly_crowded("continue with {}".format) is None
+
+
+def looked(threads: ComputeThreads, machine: Callable, seen: list[Use]) -> list[str | None]:
+    """What is said at each of some looks at a machine."""
+    said = []
+    for each in seen:
+        machine(each)
+        said.append(threads.newly_free("continue with {}".format))
+    return said
+
+
+def test_cores_that_others_needed_at_the_start_are_said_to_be_free_once_when_they_stay_so(machine, monkeypatch):
+    machine(BESIDE)
+    with compute_threads(CPU) as threads:
+        assert looked(threads, machine, [IDLE]) == [None]  # too early to say
+        monkeypatch.setattr(processors, "LATER_SECONDS", 0.0)
+        pauses = ([IDLE] * (FREE_LOOKS - 1) + [BESIDE]) * 3
+        assert not any(looked(threads, machine, pauses))
+        *before, found = looked(threads, machine, [IDLE] * FREE_LOOKS)
+        assert not any(before)
+        assert found == (
+            "other programs no longer need the cores: 4 cores can be used, but this run goes on with 3 threads, which "
+            "decide its rounding; to use all, continue with 4"
+        )
+        assert torch.get_num_threads() == 3
+        assert not any(looked(threads, machine, [BESIDE] * 2 + [IDLE] * 2 * FREE_LOOKS))
+
+
+@pytest.mark.parametrize(
+    "uses", [[IDLE], [use(4, busy=6.0), use(4, place="b", busy=6.0)]], ids=["free from the start", "other cores, too"]
+)
+def test_nothing_is_said_of_free_cores_where_none_were_needed_or_not_all_are_seen(machine, monkeypatch, uses):
+    monkeypatch.setattr(processors, "LATER_SECONDS", 0.0)
+    machine(*uses)
+    with compute_threads(CPU) as threads:
+        torch.set_num_threads(1)
+        assert not any(looked(threads, machine, [IDLE] * 2 * FREE_LOOKS))
+
+
+def test_a_number_that_the_user_chose_is_not_said_to_be_too_small(machine, monkeypatch):
+    monkeypatch.setattr(processors, "LATER_SECONDS", 0.0)
+    machine(BESIDE)
+    with compute_threads(CPU, asked=2) as threads:
+        assert not any(looked(threads, machine, [IDLE] * 2 * FREE_LOOKS))
 
 
 @pytest.fixture

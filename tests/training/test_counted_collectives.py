@@ -12,13 +12,26 @@ from unigrad_fast.dry_run.walking import walk
 from unigrad_fast.runtime.collectives import CollectiveSpy, Sum
 
 
+class NamingSpy(CollectiveSpy):
+    """Also knows the operators' names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.add(operator._schema.name)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+
 def spied(images: str, settings: dict) -> tuple[Config, dict[str, Sum]]:
     """The second step of a run; both global views pass together, as they do on a GPU."""
     trainer = make_trainer(small_config(images, model__batch_statistics="per_size", **settings), stages=1)
     stream = batches(trainer)
     trainer.step(0, stream)
-    with CollectiveSpy() as spy:
+    with NamingSpy() as spy:
         trainer.step(1, stream)
+    assert spy.names and not spy.names & {"c10d::allgather_", "c10d::allgather_coalesced_"}, "a gather into a list"
     return trainer.config, dict(spy.found)
 
 

@@ -7,7 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from test_fragments import build
+
+from unigrad_fast.training.deepspeed_private import compute_in
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZER = (
@@ -47,7 +50,21 @@ def test_deepspeed_has_every_part(workers, stage):
     )
 
 
+def dtypes_of_autocast(stage: int) -> list[torch.dtype]:
+    engine, _ = build({"stage": stage})
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        compute_in(engine, dtype)
+        found.append(engine.torch_autocast_dtype())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeed_takes_the_dtype_of_autocast_after_it_has_begun(workers, stage):
+    assert workers(1).run(dtypes_of_autocast, stage) == [[torch.float16, torch.bfloat16]]
+
+
 def test_no_other_module_names_one():
-    names = re.compile("|".join({name.partition(".")[0] for name in (*OPTIMIZER, *PARAMETER)}))
+    names = re.compile("|".join({name.partition(".")[0] for name in (*OPTIMIZER, *PARAMETER, "torch_autocast_dtype")}))
     files = [file for folder in ("unigrad_fast", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert [file.name for file in files if names.search(file.read_text(encoding="utf-8"))] == ["deepspeed_private.py"]

@@ -117,3 +117,19 @@ def test_ranks_begin_collectives_in_one_order_and_before_backward_ends(workers):
 )
 def test_only_tensors_without_gaps_are_dense(tensor, dense):
     assert is_dense(tensor) is dense
+
+
+def of_largest(divide_first: bool) -> list[float]:
+    """The mean of a gradient that no fp32 sum over ranks can hold."""
+    weight = nn.Parameter(torch.ones(2))
+    reduction = BucketedReduction([weight], divide_first=divide_first)
+    reduction.open()
+    (weight * 3e38).sum().backward()
+    reduction.finish()
+    return weight.grad.tolist()
+
+
+def test_gradients_divided_first_do_not_overflow_in_the_sum_over_ranks(workers):
+    largest = torch.tensor(3e38).item()
+    assert workers(2).run(of_largest, True) == [[largest] * 2] * 2
+    assert workers(2).run(of_largest, False) == [[float("inf")] * 2] * 2

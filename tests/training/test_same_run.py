@@ -54,6 +54,6 @@ def test_ranks_with_other_settings_are_refused_by_key_on_all_of_them(workers):
     assert first == second and first.splitlines() == [
         "seed = 7 on rank 1 (node1): rank 0 (node0) has 0",
         f"optimizer.base_lr = 0.07 on rank 1 (node1): rank 0 (node0) has {rate}",
-        f"telemetry.every = 3 on rank 1 (node1): rank 0 (node0) has {one.telemetry.every}",
+        "telemetry.every = 3 on rank 1 (node1): rank 0 (node0) has null",
         "start all ranks of a run with the same command",
     ]

@@ -10,19 +10,23 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from recorder import record
 from thin import thin
 from trainer_state import batches, changed, make_trainer, small_config, state
 
 from unigrad_fast.benchmarks.device_check import graph as device_check_graph
+from unigrad_fast.benchmarks.device_check.engine import build_thin_engine
 from unigrad_fast.benchmarks.device_check.step import Size
 from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.kernels import multi_tensor
+from unigrad_fast.kernels import dispatch, multi_tensor
+from unigrad_fast.objectives.originals import original
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import checkpoint, step_graph
+from unigrad_fast.training import trainer as trainer_module
 from unigrad_fast.training.rates import Rates
 from unigrad_fast.training.step_graph import COUNTERS, LAUNCHED, StepGraph
 from unigrad_fast.training.telemetry.phases import PhaseClock
@@ -79,7 +83,8 @@ def both_ways(settings: Config, low_precision: bool = False) -> tuple[list, int,
     launched, replaying = trainers
     inner = replaying.on_device
     replaying.on_device = mock.Mock(side_effect=inner)
-    found = walked(launched), walked(with_graph(replaying))
+    with mock.patch.object(original, "host_may_read", lambda tensor: False):  # as on a GPU
+        found = walked(launched), walked(with_graph(replaying))
     return unlike(*found), found[0][3], replaying.on_device.call_count
 
 
@@ -90,9 +95,10 @@ def both_ways(settings: Config, low_precision: bool = False) -> tuple[list, int,
         (1, {**CUTMIX, **MULTICROP, "optimizer__bias_base_lr": 0.5}, True),
         (1, {"optimizer__name": "adamw", "optimizer__base_lr": 0.01, "optimizer__clip_norm": 1.0}, False),
         (2, {"optimizer__name": "lars", "optimizer__exclude_bias_and_norm": True, "engine__precision": "bf16"}, True),
+        (1, {"engine__accumulation_steps": 2}, False),
         pytest.param(2, {"objective__placement": "sharded"}, True, marks=pytest.mark.slow),
     ],
-    ids=["sgd", "CutMix and multi-crop", "adamw", "lars on two ranks", "F in shards"],
+    ids=["sgd", "CutMix and multi-crop", "adamw", "lars on two ranks", "accumulation", "F in shards"],
 )
 def test_replayed_steps_are_the_launched_ones_bit_for_bit(images, workers, ranks, changes, low_precision):
     """Rates change in every step, one step is dropped, and F is read in between for its effective rank."""
@@ -100,6 +106,44 @@ def test_replayed_steps_are_the_launched_ones_bit_for_bit(images, workers, ranks
     for differing, dropped, launches in workers(ranks).run(both_ways, settings, low_precision):
         assert differing == []
         assert dropped == 1 and launches == LAUNCHED + 1
+
+
+CAPTURED = [
+    *(pytest.param(method, "gradient", marks=pytest.mark.slow) for method in ("moco", "vicreg")),
+    ("simclr", "gradient"),
+    ("moco", "original"),
+    *(pytest.param(method, "original", marks=pytest.mark.slow) for method in ("simsiam", "byol", "barlow_twins")),
+]
+
+
+@pytest.mark.parametrize(("method", "form"), CAPTURED)
+def test_other_methods_are_replayed_bit_for_bit(images, workers, method, form):
+    chosen = {"objective__correlation_source": None, "objective__method": method, "objective__form": form}
+    settings = small_config(str(images), **chosen)
+    ((differing, _, launches),) = workers(1).run(both_ways, settings)
+    assert differing == [] and launches == LAUNCHED + 1
+
+
+def refusing(settings: Config) -> tuple[list, int]:
+    """What differs, and how often a step was tried to be captured, where the second rank cannot."""
+    tried = 0
+
+    def fail(compute):
+        nonlocal tried
+        tried += 1
+        recorded = record(compute)  # the recorder computes, so all ranks have to
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return recorded
+
+    launched, replaying = make_trainer(settings, stages=1), with_graph(make_trainer(settings, stages=1))
+    replaying.compute.record = fail
+    return unlike(walked(launched), walked(replaying)), tried
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_launching(images, workers):
+    for differing, tried in workers(2).run(refusing, small_config(str(images))):
+        assert differing == [] and tried == 1
 
 
 def forgetting_rates(settings: Config) -> list:
@@ -132,7 +176,7 @@ def growing(settings: Config) -> tuple[list, list[int]]:
     sizes: list[int] = []
 
     def noting(compute):
-        sizes.append(replaying.compute._batch.views[0].shape[-1])
+        sizes.append(replaying.compute._batches[0].views[0].shape[-1])
         return record(compute)
 
     launched, replaying = make_trainer(settings, stages=1), with_graph(make_trainer(settings, stages=1))
@@ -195,9 +239,10 @@ def test_a_replay_takes_f_as_it_was_left_to_it_and_leaves_its_repair_to_the_host
 def check_on_the_cpu() -> tuple:
     """Findings of the device check; then of one in which replays compute nothing."""
     world, size = World(0, 1, 0, 1, CPU, "gloo"), Size("resnet18", 16, 4, 32)
-    with thin(stages=1), mock.patch.multiple(device_check_graph, ROUNDS=1, TIMED=1):
-        good = device_check_graph.equal(world, size, record), device_check_graph.timed(world, size, [], record)
-        return *good, device_check_graph.equal(world, size, lambda compute: (compute(), lambda: None))
+    with thin(stages=1), mock.patch.object(device_check_graph, "RECORD", record):
+        good = device_check_graph.equal(world, size), device_check_graph.timed(world, size, [])
+    with thin(stages=1), mock.patch.object(device_check_graph, "RECORD", lambda compute: (compute(), lambda: None)):
+        return *good, device_check_graph.equal(world, size)
 
 
 def test_the_device_check_compares_and_times_both_ways_of_training(workers):
@@ -205,6 +250,28 @@ def test_the_device_check_compares_and_times_both_ways_of_training(workers):
     ((equal, timed, broken),) = workers(1).run(check_on_the_cpu)
     assert equal[1].startswith("0 of ") and equal[2] and not broken[2]
     assert timed[0].endswith("resnet18, 16 px, 4 images") and timed[1].count(" ms") == 2
+
+
+@pytest.fixture(autouse=True)
+def _gpu_for_triton(monkeypatch):
+    """What stands for a GPU here is one that Triton supports."""
+    monkeypatch.setattr(dispatch, "capability_of", lambda device: (9, 0))
+
+
+def beside_deepspeed(settings: Config) -> list:
+    """What differs where a thin engine takes the place of DeepSpeed's, and its counters."""
+    engines = nullcontext(), mock.patch.object(trainer_module, "build_engine", build_thin_engine)
+    found = []
+    for engine in engines:
+        with engine:
+            trainer = make_trainer(settings, stages=1)
+        found.append(walked(trainer))
+    return unlike(*found)
+
+
+def test_the_device_checks_thin_engine_trains_like_deepspeed_bit_for_bit(images, workers):
+    settings = small_config(str(images), engine__accumulation_steps=2, engine__precision="bf16")
+    assert workers(1).run(beside_deepspeed, settings) == [[]]
 
 
 def on_a_gpu(ranks: int = 1, backend: str = "nccl") -> World:
@@ -224,16 +291,16 @@ def asking(**engine) -> Config:
 )
 def test_ranks_that_cannot_record_are_refused(world, reason):
     with pytest.raises(UserError, match=rf"^engine\.cuda_graph = true: {reason}$"):
-        step_graph.require(world)
+        step_graph.wanted(asking(), world)
+    assert not step_graph.wanted(asking(cuda_graph="auto"), world)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"engine": {"accumulation_steps": 2}}, r"engine\.accumulation_steps is 2, .* use 1"),
         ({"engine": {"zero_stage": 1}}, r"engine\.zero_stage is 1, .* use 0"),
         ({"engine": {"compile": True}}, r"engine\.compile is on, .* leave one of them out"),
-        ({"objective": {"method": "simclr"}}, r"objective\.method is simclr, .* use unigrad"),
+        ({"objective": {"method": "byol_directpred"}}, r"objective\.method is byol_directpred, .* use another"),
     ],
 )
 def test_a_step_that_cannot_be_recorded_is_refused_before_there_are_ranks(changes, reason):
@@ -245,12 +312,16 @@ def test_a_step_that_cannot_be_recorded_is_refused_before_there_are_ranks(change
 def test_kernels_in_plain_torch_are_refused(monkeypatch):
     monkeypatch.setenv("UNIGRAD_KERNELS", "torch")
     with pytest.raises(UserError, match="UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"):
-        step_graph.require(on_a_gpu())
+        step_graph.wanted(asking(), on_a_gpu())
 
 
-def test_on_one_gpu_and_over_nccl_it_is_taken():
-    step_graph.require(on_a_gpu())
-    step_graph.require(on_a_gpu(8))
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_on_gpus_and_over_nccl_it_is_taken_if_asked_for_and_by_itself_once_a_gpu_has_tried_it(monkeypatch, ranks):
+    auto = asking(cuda_graph="auto")
+    assert step_graph.wanted(asking(), on_a_gpu(ranks)) and not step_graph.wanted(auto, on_a_gpu(ranks))
+    monkeypatch.setattr(step_graph, "TRIED", True)
+    assert step_graph.wanted(auto, on_a_gpu(ranks)) and not step_graph.wanted(asking(cuda_graph=False), on_a_gpu(ranks))
+    assert not step_graph.wanted(asking(cuda_graph="auto", zero_stage=1), on_a_gpu(ranks))
 
 
 def trainer_of(images: str) -> None:
@@ -263,15 +334,15 @@ def test_a_run_without_a_gpu_is_refused(images, workers):
 
 
 def test_the_run_has_a_stream_of_its_own_where_steps_are_recorded():
-    gpu, off = torch.device("cuda", 0), asking(cuda_graph=False)
-    assert isinstance(step_graph.own_stream(asking().engine, CPU), nullcontext)
-    assert isinstance(step_graph.own_stream(off.engine, gpu), nullcontext)
+    gpu, off = on_a_gpu(), asking(cuda_graph=False)
+    assert isinstance(step_graph.own_stream(asking(), replace(gpu, device=CPU)), nullcontext)
+    assert isinstance(step_graph.own_stream(off, gpu), nullcontext)
     events: list[str] = []
     with (
         mock.patch.object(torch.cuda, "Stream") as stream,
         mock.patch.object(torch.cuda, "current_stream", return_value="the default one"),
         mock.patch.object(torch.cuda, "stream", side_effect=lambda each: events.append(each) or nullcontext()),
-        step_graph.own_stream(asking().engine, gpu),
+        step_graph.own_stream(asking(), gpu),
     ):
         assert events == [stream.return_value]
     stream.return_value.wait_stream.assert_called_once_with("the default one")

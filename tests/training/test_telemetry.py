@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from unigrad_fast.config import Config
+from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.evaluation.knn import KNNResult
 from unigrad_fast.training.telemetry import Telemetry, curves
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD, CollapseWatch
 from unigrad_fast.training.telemetry.introduction import show_end
+from unigrad_fast.training.telemetry.loggers import COMPARED
 
 
 class Clock:
@@ -215,17 +216,53 @@ def test_other_ranks_write_and_show_nothing(tmp_path):
 
 
 def test_tensorboard_holds_the_numbers(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run = Run(tmp_path, tensorboard=True)
     with run.telemetry as telemetry:
         telemetry.log_train(10, METRICS | {"negative_term": math.nan})
         telemetry.log_knn(10, knn(50.0))
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = tensorboard_of(tmp_path)
     assert events.Scalars("train/loss")[0].step == 10
     assert events.Scalars("train/loss")[0].value == pytest.approx(-0.9)
     assert events.Scalars("knn/accuracy")[0].value == 50.0
     assert "train/negative_term" not in events.Tags()["scalars"]
+
+
+def tensorboard_of(folder: Path):
+    """What TensorBoard reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard_groups_times_and_memory_apart_from_what_judges_the_training(tmp_path):
+    run = Run(tmp_path, tensorboard=True)
+    with run.telemetry as telemetry:
+        run.advance(range(1, 11))
+        telemetry.log_train(10, METRICS | {"ms_data": 4.5})
+    names = set(tensorboard_of(tmp_path).Tags()["scalars"])
+    others = {"time/ms_data", "time/images_per_second", "time/data_wait_share", "system/memory_gib"}
+    assert names == {f"train/{name}" for name in METRICS} | others
+
+
+@pytest.mark.parametrize("method", ["unigrad", "byol"])
+def test_tensorboard_compares_runs_by_their_settings(tmp_path, method):
+    from tensorboard.plugins.hparams import metadata
+
+    config = resolve("quickstart", {"objective": {"method": method}, "data": {"batch_size": 32}})
+    for start_step in (0, 10):  # a resumed run writes them again
+        with Telemetry(tmp_path, config, 100, 10, start_step=start_step, console=Console(quiet=True)) as telemetry:
+            telemetry.log_train(start_step + 10, METRICS)
+    events = tensorboard_of(tmp_path)
+    told = metadata.parse_experiment_plugin_data(events.SummaryMetadata(metadata.EXPERIMENT_TAG).plugin_data.content)
+    values = metadata.parse_session_start_info_plugin_data(
+        events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    ).hparams
+    assert values["objective.method"].string_value == method
+    assert (values["data.batch_size"].number_value, values["optimizer.base_lr"].number_value) == (32, 1.6)
+    assert ("objective.balance" in values) == (method == "unigrad")
+    assert {info.name for info in told.hparam_infos} == set(COMPARED)  # whichever run TensorBoard takes them from
+    assert {info.name.tag for info in told.metric_infos} == {"train/loss", "knn/accuracy"}
+    assert "train/loss" in events.Tags()["scalars"]
 
 
 def test_summary_and_table_hold_the_result_and_what_to_do_next(tmp_path):
@@ -311,12 +348,52 @@ def test_curves_are_drawn_from_the_metrics(tmp_path, evaluated):
             assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**6)) > 20
         drawing = path.with_suffix(".svg").read_text()
         said = {text.strip() for text in re.findall("<!--(.*?)-->", drawing, re.DOTALL)}
-        assert {"Loss", "Positive cosine", "kNN accuracy, %", "Feature deviation", "Effective rank of F"} <= said
-        assert ("20.0 untrained" in said) == ("70.0" in said) == evaluated
-        assert ("not evaluated" in said) == (not evaluated)
+        assert {"Loss", "Positive cosine", "Feature deviation", "Effective rank of F"} <= said
+        assert "Learning rate and target momentum" in said
+        assert ("kNN accuracy, %" in said) == ("20.0 untrained" in said) == ("70.0" in said) == evaluated
     before = (tmp_path / "curves.svg").read_bytes()
     curves.draw(tmp_path)
     assert (tmp_path / "curves.svg").read_bytes() == before  # no date, no random names
+
+
+def drawn(folder: Path) -> tuple[set[str], int]:
+    """The texts of a run's curves.svg, and the number of its axes."""
+    curves.draw(folder)
+    drawing = (folder / "curves.svg").read_text()
+    return {text.strip() for text in re.findall("<!--(.*?)-->", drawing, re.DOTALL)}, drawing.count('<g id="axes_')
+
+
+def test_what_a_method_does_not_have_is_left_out_of_the_curves(tmp_path):
+    with Run(tmp_path).telemetry as telemetry:
+        for step in (1, 10, 20):
+            telemetry.log_train(
+                step, {name: METRICS[name] for name in ("loss", "positive_cosine", "feature_std", "lr")}
+            )
+    said, axes = drawn(tmp_path)
+    assert {"Loss", "Positive cosine", "Feature deviation", "Learning rate"} <= said
+    assert axes == 4
+
+
+def test_curves_of_a_run_that_measured_nothing_are_a_title(tmp_path):
+    with Run(tmp_path / "early").telemetry:
+        pass
+    assert drawn(tmp_path / "early") == ({"early"}, 0)
+
+
+def test_curves_name_recipe_method_and_images(tmp_path):
+    given = {"data": {"train": "/photos/2024_$5/train"}, "objective": {"method": "simclr"}}
+    with Run(tmp_path / "run").telemetry as telemetry:
+        telemetry.log_train(10, METRICS)
+    (tmp_path / "run/config.yaml").write_text(to_yaml(resolve("quickstart", given)))
+    said, _ = drawn(tmp_path / "run")
+    assert {"run", "recipe quickstart, method simclr, images 2024_$5/train"} <= said
+
+
+def test_curves_are_drawn_beside_a_damaged_configuration(tmp_path):
+    with Run(tmp_path / "run").telemetry as telemetry:
+        telemetry.log_train(10, METRICS)
+    (tmp_path / "run/config.yaml").write_text("{")
+    assert "Loss" in drawn(tmp_path / "run")[0]
 
 
 def test_somebodys_settings_of_figures_do_not_change_the_curves(tmp_path):

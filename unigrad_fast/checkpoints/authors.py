@@ -26,7 +26,7 @@ from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import dangling_link, utf8_path
+from unigrad_fast.runtime.files import dangling_link, unwritable, utf8_path
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
@@ -97,7 +97,7 @@ def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> 
     """Create the run folder, completely or not at all."""
     unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
     try:
-        unfinished.mkdir()
+        unfinished.mkdir(parents=True)
         RunFolder(unfinished).configuration.write_text(to_yaml(config), encoding="utf-8")
         write_weights(unfinished, tensors, step, epoch, config.model_dump(mode="json"))
         os.rename(unfinished, run)
@@ -116,14 +116,8 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
         problems.append(f"run = {run}: {problem}")
     elif os.path.lexists(run):
         problems.append(f"run = {run}: exists already; give a new folder")
-    elif not problems:
-        try:
-            run.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problems.append(f"run = {run}: cannot be created ({error.strerror}); give another folder")
-        else:
-            if not os.access(run.parent, os.W_OK | os.X_OK):
-                problems.append(f"run = {run}: {run.parent} is not writable; give another folder")
+    elif problem := unwritable(run):
+        problems.append(f"run = {run}: {problem}")
     if problems:
         raise UserError("\n".join(problems))
 

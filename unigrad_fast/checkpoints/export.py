@@ -7,6 +7,7 @@ import io
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,10 @@ from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_branch, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.networks.backbones import build_backbone
-from unigrad_fast.pipelines.presets import DEVIATION, MEAN
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import dangling_link, utf8_path
+from unigrad_fast.runtime.files import dangling_link, unwritable, utf8_path
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 
@@ -102,9 +103,11 @@ def export(
         added += f" ({len(of_probe['linear']['numbers'])} of them had training images; the others are never chosen)"
     print(
         f"{config.model.backbone}, {branch} branch, epoch {about['epoch']:g}, step {about['step']}{added}: "
-        f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json\nLoad it with:"
+        f"{path} ({len(content) / 1e6:.1f} MB), described in {path.name}.json"
     )
-    print(*(f"  {line}" for line in loading_lines(path, format, config, head)), sep="\n")
+    print("Load it with:", *loading_lines(path, format, config, head), sep="\n  ")
+    preparing = "Prepare an RGB image as evaluate does, for model(transform(image)[None]), with:"
+    print(preparing, *preparing_lines(about), sep="\n  ")
 
 
 def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def describe_probe(path: Path) -> dict[str, Any]:
 
 
 def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, ...] | None) -> list[str]:
-    """Three lines of Python that create `model` with the weights; `head` is the shape [classes, D] of the probe."""
+    """Three lines of Python that create `model`, in evaluation mode; `head` is the shape [classes, D] of the probe."""
     name, stem = config.model.backbone, config.model.stem
     if stem == "imagenet":
         package, classes = "torchvision", "" if head is None else f"num_classes={head[0]}"
@@ -215,7 +218,20 @@ def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, .
         packages, state = f"torch, {package}", f"torch.load({str(path)!r}, weights_only=True)"
     else:
         packages, state = f"safetensors.torch, torch, {package}", f"safetensors.torch.load_file({str(path)!r})"
-    return [f"import {packages}", f"model = {model}", f"model.load_state_dict({state})"]
+    return [f"import {packages}", f"model = {model}", f"model.eval().load_state_dict({state})"]
+
+
+def preparing_lines(about: Mapping[str, Any]) -> list[str]:
+    """Lines of Python that create `transform`, from Pillow's RGB image to fp32 [3, S, S]; `about` is of `describe`."""
+    size = about["image_size"]
+    steps = (
+        f"Resize({short_side(size, about['crop_fraction'])})",
+        f"CenterCrop({size})",
+        "ToTensor()",
+        f"Normalize({about['mean']}, {about['std']})",
+    )
+    composed = ", ".join(f"transforms.{step}" for step in steps)
+    return ["from torchvision import transforms", f"transform = transforms.Compose([{composed}])"]
 
 
 def _format(format: Format | None, output: Path | None) -> Format:
@@ -247,8 +263,8 @@ def _writable_folder(run: Path, output: Path | None) -> Path:
         raise UserError(f"output = {output}: is a folder; give a file")
     if not os.path.isdir(folder):
         raise UserError(f"output = {output}: the folder {folder} does not exist; create it, or give another file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"output = {output or folder}: {folder} is not writable; give another file with --output FILE")
+    if problem := unwritable(folder):
+        raise UserError(f"output = {output or folder}: {problem} with --output")
     return folder
 
 

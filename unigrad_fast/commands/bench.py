@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from unigrad_fast.benchmarks.harness.record import OUTPUT
 from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_folders, require_triton
 from unigrad_fast.config import MOST_THREADS, Config
+from unigrad_fast.dry_run.cards import CardName
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import renamed
@@ -27,7 +28,7 @@ Warmup = Annotated[int, Field(ge=1, description="Warm-up steps before them.")]
 DryRun = Annotated[bool, Field(description="Count the work of a step on GPUs you need not have, and measure nothing.")]
 CountedRanks = Annotated[int, Field(ge=1, le=4096, description="Number of GPUs in the dry run.")]
 CountedImages = Annotated[int, Field(ge=1, le=2**16, description="Images per GPU in the dry run.")]
-CountedCard = Annotated[Literal["h100", "a100"], Field(description="GPU type in the dry run.")]
+CountedCard = Annotated[CardName, Field(description="GPU type in the dry run.")]
 
 
 class BenchStep(Node):

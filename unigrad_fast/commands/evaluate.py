@@ -28,7 +28,7 @@ class EvaluateKNN(Node):
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the checkpoint; null is the newest."""
     k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Number of neighbours that vote, like evaluation.knn.k of a run; null is the run's."""
+    """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
     data: EvaluationData = EvaluationData()

@@ -6,12 +6,13 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import refuse_unused
 from unigrad_fast.config import Config
+from unigrad_fast.dry_run.cards import CardName
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import require_folder
@@ -37,7 +38,7 @@ class Plan(Config):
     """Total number of GPUs."""
     nodes: int = Field(default=1, ge=1, le=4096)
     """Number of machines, with equally many GPUs in each."""
-    card: Literal["h100", "a100"] = "h100"
+    card: CardName = "h100"
     """GPU type; figures and sources in cards.json."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of each GPU in GiB, as fast as the card; null is the card's."""
@@ -88,7 +89,7 @@ def _files(config: Config, options: Plan) -> list[Path]:
         name += f"-{options.gpus}x{config.images_at_once(options.gpus)}"
         name += f"-nodes{options.nodes}" if options.nodes > 1 else ""
         name += f"-width{config.model.projector.width}-stage{engine.zero_stage}-accumulation{engine.accumulation_steps}"
-    precision = "bf16" if engine.precision == "auto" else engine.precision  # as it is walked
+    precision = _card(options).precision if engine.precision == "auto" else engine.precision  # as it is walked
     endings = (".json", ".md", ".png") if options.sweep else (".json",)
     return [options.output / f"{name}-{precision}{ending}" for ending in endings]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import dangling_link
-from unigrad_fast.runtime.outputs import within_images
+from unigrad_fast.runtime.files import dangling_link, unwritable
+from unigrad_fast.runtime.outputs import around_images, within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node, shown
 
@@ -56,17 +56,14 @@ def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:
     output = config.output
     if fresh and not numbered and RunFolder(output).holds_run():
         return [f"output = {output}: already contains a run; --fresh needs an empty folder"]
-    problem = within_images(output, {"data.train": config.data.train, "data.val": config.data.val})
+    images = {"data.train": config.data.train, "data.val": config.data.val}
+    problem = within_images(output, images)
+    if not numbered and not RunFolder(output).holds_run():
+        problem = problem or around_images(output, images)
     if problem := problem or (dangling_link(output.parent) if numbered else RunFolder(output).problem()):
         return [f"output = {output}: {problem}"]
-    parent = output.parent if numbered else output
-    while not os.path.exists(parent):
-        parent = parent.parent
-    if not os.path.isdir(parent):
-        return [f"output = {output}: {parent} is a file; give a folder"]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"output = {output}: {parent} is not writable; give another folder"]
-    return []
+    problem = unwritable(output.parent if numbered else output)
+    return [f"output = {output}: {problem}"] if problem else []
 
 
 def refuse_unused(options: Node, keys: Collection[str], why: str) -> None:

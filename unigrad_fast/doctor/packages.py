@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import re
 import sys
+from pathlib import Path
 
 from unigrad_fast.doctor import Finding, first_line
 from unigrad_fast.runtime.nvidia import driver_version
@@ -52,7 +53,17 @@ def _package(name: str, module: str, requirement: str) -> Finding:
     if module == "torch":
         cuda = _torch_cuda()
         version = f"{version}, built for " + (f"CUDA {cuda}" if cuda else "the CPU only")
+    if module == "deepspeed" and _lacks_nvcc():
+        version = f"{version}; without nvcc it cannot compile its own kernels, and a run needs none of them"
     return Finding(name, version)
+
+
+def _lacks_nvcc() -> bool:
+    """Whether there is a GPU but no CUDA compiler where DeepSpeed looks for it."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return torch.cuda.is_available() and not (CUDA_HOME and Path(CUDA_HOME, "bin/nvcc").exists())
 
 
 def _dali() -> Finding:

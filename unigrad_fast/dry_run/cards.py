@@ -8,9 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from unigrad_fast.runtime.errors import UserError
+
+CardName: TypeAlias = Literal["h100", "h200", "b200", "a100", "l40s", "rtx5090", "rtx4090", "rtx3090", "t4"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Card:
     """Figures of a GPU, in FLOP/s, bytes, bytes/s and seconds; `cards.json` gives their sources.
 
     Attributes:
+        capability: compute capability; below 8.0 plain torch computes, as Triton does not support it.
         latency: from a load to its value.
         waiting: of a rank at a collective, for the slowest of the others.
         view: the loader's work on the card for a view of 224 pixels.
@@ -36,12 +39,18 @@ class Card:
     ring_hop: float
     network_hop: float
     tree_hop: float
+    capability: tuple[int, int]
     multiprocessors: int
     latency: float
     waiting: float
     view: float
     slowest: tuple[float, float]
     fastest: tuple[float, float]
+
+    @property
+    def precision(self) -> str:
+        """What `engine.precision auto` is on it."""
+        return "bf16" if self.capability >= (8, 0) else "fp16"
 
     @property
     def usable_memory(self) -> float:
@@ -60,10 +69,9 @@ class Card:
     @classmethod
     def of(cls, key: str) -> Card:
         """Raises UserError for an unknown card."""
-        known = _figures()["cards"]
-        if key not in known:
+        if key not in (known := get_args(CardName)):
             raise UserError(f"card = {key}: unknown; use one of {', '.join(known)}")
-        figures = known[key]
+        figures = _figures()["cards"][key]
         convolution, memory = figures["convolution_tflops"], figures["memory_tbs"]
         ends = [(1e12 * convolution[end], 1e12 * memory[end]) for end in (1, 2)]
         return cls(
@@ -79,6 +87,7 @@ class Card:
             ring_hop=1e-6 * figures["ring_hop_us"][0],
             network_hop=1e-6 * figures["network_hop_us"][0],
             tree_hop=1e-6 * figures["tree_hop_us"][0],
+            capability=tuple(figures["capability"][0]),
             multiprocessors=figures["multiprocessors"][0],
             latency=1e-6 * figures["latency_us"][0],
             waiting=1e-6 * figures["waiting_us"][0],

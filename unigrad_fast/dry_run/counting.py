@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk, Work
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.kernels.batch_norm_reference import pooled_size
+from unigrad_fast.networks import batch_norm
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
@@ -30,11 +31,18 @@ from unigrad_fast.training.trainer import Trainer
 
 # Operators that launch no kernel: views, allocations, and queries about a tensor.
 VIEWS = {
-    "alias", "as_strided", "as_strided_", "chunk", "detach", "device", "expand", "permute", "promote_types", "select",
+    "alias", "as_strided", "as_strided_", "chunk", "detach", "expand", "permute", "promote_types", "select",
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
     "_unsafe_view", "_is_mkldnn_fp16_supported", "empty", "empty_like", "new_empty", "new_empty_strided",
-    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size", "numel", "sym_size",
+    "empty_strided", "set_", "lift_fresh", "_reshape_alias", "is_same_size",
 }  # fmt: skip
+ATTRIBUTES = {"device", "numel", "sym_size"}  # operators for tensors without content alone
+
+# Functions that communicate, by the owner of their collectives; all others are of weights and gradients.
+EXCHANGES = {
+    "objective": (objective_ranks, "begin_gather", "exchange_columns"),
+    "norms": (batch_norm, "gathered", "summed_"),
+}
 
 
 class Count(TorchDispatchMode):
@@ -46,7 +54,7 @@ class Count(TorchDispatchMode):
         self.phase = "data"
         self.trainer, self.persistent = trainer, _persistent(trainer)
         self.memory = Memory(self.persistent)
-        self._exchanging = ""  # the objective's communication function that is running
+        self._exchanging = "", "weights"  # the function of EXCHANGES that is running, and its owner
         parameters = list(trainer.online.module.parameters())
         self._weights = {key_of(p) for p in parameters}
         buckets = trainer.reduction.buckets if trainer.reduction else ()
@@ -68,15 +76,13 @@ class Count(TorchDispatchMode):
                     self.memory.name(tensor, "gradients")
             self.phase = following[phase]
 
-        def noted(name: str) -> Callable[..., Any]:
-            function = getattr(objective_ranks, name)
-
+        def noted(function: Callable[..., Any], whose: str) -> Callable[..., Any]:
             def call(*arguments: Any, **keywords: Any) -> Any:
-                self._exchanging = name
+                before, self._exchanging = self._exchanging, (function.__name__, whose)
                 try:
                     return function(*arguments, **keywords)
                 finally:
-                    self._exchanging = ""
+                    self._exchanging = before
 
             return call
 
@@ -94,8 +100,10 @@ class Count(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
         called = register_module_forward_pre_hook(lambda *_: self._calls.update(module=1))
         self._patches.callback(called.remove)
-        for name in ("begin_gather", "exchange_columns"):
-            self._patches.enter_context(mock.patch.object(objective_ranks, name, noted(name)))
+        for whose, (module, *names) in EXCHANGES.items():
+            for name in names:
+                call = noted(getattr(module, name), whose)
+                self._patches.enter_context(mock.patch.object(module, name, call))
         return super().__enter__()
 
     def __exit__(self, *error: object):
@@ -111,6 +119,8 @@ class Count(TorchDispatchMode):
         name = operator._schema.name
         short = name.partition("::")[2]
         self.memory.take(result, functools.partial(self._kind_of, short, args), self.phase)
+        if short in ATTRIBUTES:
+            return result
         if short in VIEWS:
             self._calls["view"] += 1
             return result
@@ -128,9 +138,7 @@ class Count(TorchDispatchMode):
         whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
         self._calls["collective"] += 1
         self._calls["enqueue"] += 1
-        of_norm = short == "allgather_" or (kind == "reduce" and operands[0].ndim == 3)  # [G, 2, C]; others are flat
-        whose = "objective" if self._exchanging else "norms" if of_norm else "weights"
-        self.found.each_collective.append(Collective(kind, whole, whose, self.phase, size))
+        self.found.each_collective.append(Collective(kind, whole, self._exchanging[1], self.phase, size))
         if short == "allgather_":  # NCCL gathers into one tensor, from which each rank's part is copied
             self._add(Work("copies", self.phase, self.ranks, read=whole, written=whole))
             self._calls["operator"] += self.ranks
@@ -145,10 +153,10 @@ class Count(TorchDispatchMode):
 
     def _kind_of(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
         """The kind of an operator's result, as far as known by now; gradients of activations count as activations."""
-        if self._exchanging == "begin_gather":
+        if self._exchanging[0] == "begin_gather":
             return "gathered"
         if short in ("_to_copy", "to") and key_of(args[0]) in self._weights:
-            return "weights in bf16"
+            return "weights in half precision"
         if self.trainer.fragments.sharded and result.numel() == engine.BUCKET:
             return "buckets"
         if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
@@ -191,7 +199,7 @@ class Count(TorchDispatchMode):
             flops = 2 * operands[0].shape[0] * operands[1].numel()
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
-        passes = 1
+        passes = _tensors_apart(args) if short.startswith("_foreach_") else 1
         if name == "unigrad_fast::lars_" and args[7]:  # a first pass computes the norms
             passes = 2
             read += sum(map(_bytes, (*args[0], *args[1])))
@@ -205,7 +213,22 @@ class Count(TorchDispatchMode):
         self._calls["kernel" if own else "operator of backward" if self.phase == "backward" else "operator"] += 1
         grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
         part = self._part(name, short)
+        if convolves:
+            self._convert_weight(short, args)
         self._add(Work(part, self.phase, passes, int(flops), read, written, convolves, **grid))
+
+    def _convert_weight(self, short: str, args: tuple[Any, ...]) -> None:
+        """Count what cuDNN's convolutions of channels-last images do with a weight in another layout.
+
+        The weight is converted forward, and again backward for the gradient of the images. Autograd converts the
+        weight's own gradient, which the walk sees.
+        """
+        images, weight = (args[1], args[2]) if short == "convolution_backward" else (args[0], args[1])
+        last = torch.channels_last
+        if not images.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last):
+            return
+        if short != "convolution_backward" or args[10][0]:
+            self._add(Work("copies", self.phase, 1, read=_bytes(weight), written=_bytes(weight)))
 
     def _part(self, name: str, short: str) -> str:
         if short.startswith("convolution"):
@@ -223,6 +246,18 @@ class Count(TorchDispatchMode):
         if short in ("_to_copy", "to"):
             return "casts"
         return "other"
+
+
+def _tensors_apart(args: tuple[Any, ...]) -> int:
+    """Launches of one of torch's operators over lists: one, or one per tensor if shapes or layouts differ in a row."""
+    lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
+    rows = list(zip(*lists, strict=True))
+    return 1 if all(len(set(map(_layout, row))) == 1 for row in rows) else len(rows)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides, except those strides of dimensions of size 1: a fake tensor's may not be the real one's."""
+    return tuple((size, 0 if size == 1 else by) for size, by in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
@@ -314,7 +349,7 @@ def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:
         **partition,
         "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
         "target": list(trainer.target.parameters()),
-        "the target's weights in bf16": list(trainer.target_copies.values()),
+        "the target's weights in half precision": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [
             t for part in trainer.objective.modules() for t in vars(part).values() if isinstance(t, Tensor)

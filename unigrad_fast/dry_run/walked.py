@@ -96,7 +96,7 @@ class Collective:
     bytes: int = 0
 
 
-TRANSIENT = ("activations", "weights in bf16", "gathered", "gradients", "buckets", "temporaries")
+TRANSIENT = ("activations", "weights in half precision", "gathered", "gradients", "buckets", "temporaries")
 
 
 @dataclass

@@ -41,8 +41,6 @@ def require_walkable(config: Config, ranks: int) -> None:
     """Raises UserError if the batch does not divide over the ranks, or for a setting that cannot be walked."""
     if config.engine.target_stream:
         raise UserError("engine.target_stream = true: the dry run does not model overlap; leave it out")
-    if config.engine.cuda_graph:
-        raise UserError("engine.cuda_graph = true: the dry run walks the step without a graph; leave it out")
     if config.engine.compile:
         raise UserError("engine.compile = true: the dry run walks the uncompiled step; leave it out")
     if config.objective.takes("eigen_every"):
@@ -64,10 +62,14 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         RuntimeError: the step reads a tensor's value, or a process group exists already.
     """
     require_walkable(config, ranks)
-    if as_cuda and config.engine.precision == "auto":  # every card has bf16, whatever this machine's CPU has
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})})
+    engine = config.engine.model_copy(update={"cuda_graph": False})  # the same step, and what its replay takes is known
+    if as_cuda and engine.precision == "auto":  # as on the card, whatever this machine's CPU has
+        engine = engine.model_copy(update={"precision": card.precision})
+    config = config.model_copy(update={"engine": engine})
     found = Walk(card, ranks)
-    device = as_on_cuda() if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
+    device = (
+        as_on_cuda(card.capability) if as_cuda else mock.patch.object(batch_norm, "host_may_read", lambda tensor: False)
+    )
     fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with device, fake, _Fused(), prepared(config, ranks) as (trainer, batches):
         try:
@@ -139,6 +141,13 @@ def build_trainer(config: Config, world: World) -> training.Trainer:
     def build_fragments(engine, optimizer: Gated) -> Fragments:  # their self-check reads values
         return (PartitionedFragments if engine.zero_optimization_stage() else WholeFragments)(engine, optimizer)
 
+    def to(module: nn.Module, *_: object, memory_format: torch.memory_format | None = None) -> nn.Module:
+        if memory_format is not None:  # torch's own cannot exchange fake parameters
+            for parameter in module.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+        return module
+
     loader = types.SimpleNamespace(steps_per_epoch=1000 * config.engine.accumulation_steps)
     with (
         mock.patch.object(training, "BadImages"),
@@ -147,7 +156,7 @@ def build_trainer(config: Config, world: World) -> training.Trainer:
         mock.patch.object(branches, "make_target", make_target),
         mock.patch.object(process_group, "limit"),  # no other rank to wait for
         mock.patch.object(training, "build_fragments", build_fragments),
-        mock.patch.object(nn.Module, "to", lambda module, *_, **__: module),
+        mock.patch.object(nn.Module, "to", to),
     ):
         return training.Trainer(config, world, None)
 

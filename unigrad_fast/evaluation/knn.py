@@ -30,7 +30,9 @@ from torch import Tensor
 
 from unigrad_fast.evaluation.shares import Share, norms, similarity_to
 from unigrad_fast.runtime.collectives import gather_into
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.wording import count
 
 PROTOCOL = "weighted kNN"
 BRANCH = "online backbone"  # the branch whose features a run evaluates
@@ -71,20 +73,25 @@ def sharded_knn(
 
     Args:
         bank, queries: this rank's; of either another rank may have more, fewer or none.
-        k: neighbours that vote, cut to the size of the bank; "auto" is 200 for a bank of at least 20,000 images,
-            else 20.
+        k: neighbours that vote, at most the size of the bank; "auto" is 200 for a bank of at least 20,000 images, else
+            20, or the whole bank if it is smaller.
         temperature: T of the votes exp(s / T).
         chunk: rows per block, and about as many queries in a round; it bounds the memory and changes nothing else.
 
     Neither the order of the bank nor that of the queries matters: among equally similar images those with the smaller
     class number vote, and among equal votes the smaller class number wins. A class without a vote is never a top-5 hit.
+
+    Raises:
+        UserError: on all ranks, if k exceeds the size of the bank.
     """
     all_labels = torch.cat([bank.labels, queries.labels])
-    classes = _over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
-    in_bank = _over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
-    most = int(_over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
-    count = int(in_bank.sum())
-    k = min(count, (200 if count >= LARGE_BANK else 20) if k == "auto" else k)
+    classes = over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
+    in_bank = over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
+    most = int(over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
+    images = int(in_bank.sum())
+    if k == "auto":
+        k = min(images, 200 if images >= LARGE_BANK else 20)
+    require_k(k, images)
     share = max(1, chunk // world.size)  # of a rank's queries, in a round
     totals = torch.tensor([0, 0, len(queries.labels)])
     for start in range(0, most, share):
@@ -93,15 +100,21 @@ def sharded_knn(
         product, label = (each[: len(truth)].cpu() for each in found)
         similarity = product / norms(own.cpu())[:, None]
         totals[:2] += count_hits(similarity, label, truth, int(classes), temperature, chunk)
-    top1, top5, judged = _over_ranks(totals, world).tolist()
+    top1, top5, judged = over_ranks(totals, world).tolist()
     return KNNResult(
         accuracy=100 * top1 / judged,
         top5=100 * top5 / judged if int((in_bank > 0).sum()) >= 5 else None,
         k=k,
         temperature=temperature,
         queries=judged,
-        bank=count,
+        bank=images,
     )
+
+
+def require_k(k: int, bank: int) -> None:
+    """Raises UserError if fewer images than k are in the bank."""
+    if k > bank:
+        raise UserError(f"k = {k}: exceeds the {count(bank, 'training image')}; give at most {bank}, or auto")
 
 
 def _found(bank: Share, own_QD: Tensor, rows: int, world: World, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -137,7 +150,8 @@ def _back(found: Tensor, world: World) -> Tensor:
     return torch.cat(received.chunk(world.size), dim=1)
 
 
-def _over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+def over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    """A tensor on the CPU reduced over ranks, in place."""
     if world.size > 1:
         dist.all_reduce(number, operation)
     return number

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
 from unigrad_fast import config
-from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
+from unigrad_fast.evaluation.knn import KNNResult, over_ranks, sharded_knn
 from unigrad_fast.evaluation.shares import own_images, read_share
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.wording import count
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class KNNProbe:
     world: World
     train: Manifest
     val: Manifest
+
+    def few_images(self, bank: int) -> str | None:
+        """A line for the user if a bank has fewer images than should vote; None otherwise."""
+        k = self.settings.knn.k
+        if k == "auto" or k <= bank:
+            return None
+        return f"evaluation.knn.k = {k}: exceeds the {count(bank, 'training image')}, so all of them vote"
 
     def __call__(
         self,
@@ -53,6 +62,9 @@ class KNNProbe:
             )
             for manifest in (self.train, self.val)
         )
-        result = sharded_knn(bank, queries, self.world, self.settings.knn.k, self.settings.knn.temperature)
+        k: int | Literal["auto"] = self.settings.knn.k
+        if k != "auto":  # a run goes on if there are fewer images
+            k = min(k, int(over_ranks(torch.tensor(len(bank.labels)), self.world)))
+        result = sharded_knn(bank, queries, self.world, k, self.settings.knn.temperature)
         told = (*bank.left_out.told("training"), *queries.left_out.told("validation"))
         return replace(result, left_out=told)

@@ -67,7 +67,11 @@ def paper(
         smaller = " or less" if largest > world.size else ""
         raise UserError(
             f"batch_size = {schedule.batch_size}: there are only {count(len(encoder.train), 'training image')}; "
-            + (f"give --batch_size {largest}{smaller}" if largest else f"use at most {len(encoder.train)} ranks")
+            + (
+                f"give --batch_size {largest}{smaller}"
+                if largest
+                else f"use at most {count(len(encoder.train), 'rank')}"
+            )
         )
     parts = micro_batches(schedule.batch_size, world.size, encoder.config.evaluation.batch_size)
     loader = Loader(

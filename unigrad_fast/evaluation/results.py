@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import require_folder, write_whole
+from unigrad_fast.runtime.files import unwritable, write_whole
 from unigrad_fast.runtime.outputs import require_file
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
@@ -30,16 +30,14 @@ def folder_of(run: Path, output: Path | None = None) -> Path:
     folder = RunFolder(run).evaluation
     if output is not None and os.path.realpath(output) != os.path.realpath(folder):
         folder = output
-        require_folder(folder)
         require_file(folder / "results.json")
     elif os.path.lexists(folder) and not os.path.isdir(folder):
         raise UserError(
             f"{folder}: is not a folder, but results are written there; move it away, or give another folder with "
             "--output"
         )
-    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{place}: not writable, but the result is written there; give another folder with --output")
+    if problem := unwritable(folder):
+        raise UserError(f"results go to {folder}, but {problem} with --output")
     return folder
 
 

@@ -19,7 +19,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
+from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.results import folder_of, write_result
@@ -90,11 +90,13 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
         asked: checkpoint, images and settings that override the run's.
 
     Raises:
-        UserError: the run has no weights, labels or validation images.
+        UserError: the run has no weights, labels or validation images, or `asked.k` exceeds the training images.
         RunStopped: a feature is not finite, or too many images cannot be used.
     """
     folder = folder_of(run, asked.output)
     with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
+        if isinstance(asked.k, int):
+            require_k(asked.k, len(this.train))
         probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
         rows: dict[str, KNNResult] = {}
         if baselines:
@@ -107,6 +109,8 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
             return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
+        if few := probe.few_images(rows["trained encoder"].bank):
+            this.say(few)
         result, epoch = rows["trained encoder"], f"{this.settings['epoch']:g}"
         title = (
             f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "

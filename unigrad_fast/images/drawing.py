@@ -12,6 +12,7 @@ from PIL import Image
 
 from unigrad_fast.images.drawn_pictures import CLASSES, draw_pictures
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.files import require_folder
 
 JPEG_QUALITY = 90
 PICTURES_AT_ONCE = 50  # the arrays of this many small pictures fit into the cache
@@ -87,6 +88,7 @@ def draw(
             if restored := _write(folder, seed, parts, size):
                 print(f"{restored:,} images of the set in {folder} were missing and have been drawn again")
             return folder
+        require_folder(folder, "folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             drawn = Path(temporary) / "set"  # a subfolder, because other users cannot read the temporary one

@@ -15,6 +15,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.listing import cache
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
+from unigrad_fast.runtime.wording import count
 
 COMPARED = 16  # files that a node compares with those that rank 0 has listed
 SAMPLED = 256  # images whose sizes a run records
@@ -40,11 +41,14 @@ def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest 
         alone = world.rank != 0 and _sees_others(folders, told, world)
         again = on_all_ranks(lambda: [_list(folder) for folder in folders] if alone else [])
         own = told if world.rank == 0 else again
-    digests = gather([digest(listed.manifest) for listed in own])
+    digests = gather([(digest(listed.manifest), len(listed.manifest)) for listed in own])
     for number, folder in enumerate(folders):
         for rank, theirs in enumerate(digests):
             if theirs and theirs[number] != digests[0][number]:
-                raise DataError(f"{folder}: ranks 0 and {rank} see different images; give all machines the same files")
+                seen = f"{digests[0][number][1]:,} and {theirs[number][1]:,}"
+                raise DataError(
+                    f"{folder}: ranks 0 and {rank} see different images ({seen}); give all machines the same files"
+                )
     manifests = on_all_ranks(lambda: [_taken(*pair) for pair in zip(told, own or told, strict=True)])
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
@@ -108,17 +112,45 @@ def digest(manifest: Manifest) -> str:
 
 
 def identity(manifest: Manifest) -> dict[str, Any]:
-    """Identifies the images of a run: a digest of the names, and the sizes of some images."""
+    """Identifies the images of a run: their number, a digest of the names, and names and sizes of some images."""
     some = np.unique(np.linspace(0, len(manifest) - 1, SAMPLED).astype(int))
-    return {"names": cache.digest(manifest.names, manifest.offsets), "sizes": manifest.header_sizes()[some].tolist()}
+    return {
+        "count": len(manifest),
+        "names": cache.digest(manifest.names, manifest.offsets),
+        "some": [_name(manifest, image) for image in some.tolist()],
+        "sizes": manifest.header_sizes()[some].tolist(),
+    }
 
 
-def are_the_same(remembered: dict[str, Any], manifest: Manifest) -> bool:
-    """Whether these are the images of a run: the same names, and, with few exceptions, the same sizes in pixels.
+def difference(remembered: dict[str, Any], manifest: Manifest) -> str | None:
+    """How images differ from those of a run; None if they have the same names and, with few exceptions, sizes.
 
     Files that were damaged or repaired in the meantime are tolerated; a smaller copy of the images is not.
+
+    Args:
+        remembered: the `identity` of the run's images; in early checkpoints without `count` and `some`.
     """
     now = identity(manifest)
-    pairs = [pair for pair in zip(remembered["sizes"], now["sizes"], strict=False) if min(*pair[0], *pair[1]) > 0]
-    changed = sum(before != after for before, after in pairs)
-    return remembered["names"] == now["names"] and changed <= max(1, len(pairs) // 10)
+    before, after = ([tuple(size) for size in each["sizes"]] for each in (remembered, now))
+    pairs = [pair for pair in zip(before, after, now["some"], strict=False) if min(*pair[0], *pair[1]) > 0]
+    changed = [pair for pair in pairs if pair[0] != pair[1]]
+    if remembered["names"] == now["names"] and len(changed) <= max(1, len(pairs) // 10):
+        return None
+    if "count" not in remembered:
+        return "their names, number or sizes in pixels differ"
+    counts = f"{count(remembered['count'], 'image')} then, {now['count']:,} now"
+    if remembered["names"] == now["names"]:
+        (*size, name) = changed[0]
+        had, has = (f"{width} x {height}" for width, height in size)
+        return f"{counts}; {name} had {had} pixels and has {has}"
+    there, known = {_name(manifest, image) for image in range(len(manifest))}, set(remembered["some"])
+    if gone := next((name for name in remembered["some"] if name not in there), None):
+        return f"{counts}; {gone} is gone"
+    if remembered["count"] <= SAMPLED and (new := next((name for name in now["some"] if name not in known), None)):
+        return f"{counts}; {new} is new"
+    return f"{counts}; their names or their order differ"
+
+
+def _name(manifest: Manifest, image: int) -> str:
+    start, end = manifest.offsets[image : image + 2]
+    return os.fsdecode(manifest.names[start:end].tobytes())

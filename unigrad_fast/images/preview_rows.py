@@ -94,12 +94,12 @@ def collect(
     boxes = [np.stack([p.x, p.y, p.x + p.width, p.y + p.height], axis=1).tolist() for p in drawn]
     pixels = [_pixels(view) for view in batch.views]
     rows = []
-    for place, image in enumerate(index.tolist()):
-        original = Image.fromarray(decoded(np.frombuffer(manifest.read(image), np.uint8)))
+    originals = decoded(np.frombuffer(manifest.read(image), np.uint8) for image in index.tolist())
+    for place, (image, original) in enumerate(zip(index.tolist(), originals, strict=True)):
         rows.append(
             Row(
                 name=Path(manifest.path(image)).name,
-                original=original,
+                original=Image.fromarray(original),
                 boxes=[tuple(box[place]) for box in boxes],
                 views=[view[place] for view in pixels],
                 applied=[operations(parameters, place) for parameters in drawn],

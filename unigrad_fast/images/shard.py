@@ -15,6 +15,7 @@ from unigrad_fast.pipelines.shards import packing, verification
 from unigrad_fast.pipelines.shards.index import INDEX
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.wording import count
 
@@ -34,7 +35,7 @@ def shard(
     Files that do not answer within `read_timeout` seconds are left out.
 
     Raises:
-        UserError: the folder is inside the folder of the images.
+        UserError: the folder is inside the folder of the images, or cannot be written.
         DataError: the source or the folder cannot be used.
         RunStopped: shards differ from what was written.
     """
@@ -42,7 +43,10 @@ def shard(
     console = new_console(soft_wrap=True)
     if problem := within_images(folder, {"source": source}):
         raise UserError(f"folder = {folder}: {problem}")
-    if not (verify and "index" in packing.read_description(folder)):  # verifying does not need the source
+    finished = "index" in packing.read_description(folder)
+    if not finished:
+        require_folder(folder, "folder")
+    if not (verify and finished):  # verifying does not need the source
         _pack(source, folder, options, threads, console, read_timeout)
     if verify:
         _verify(folder, threads, console)

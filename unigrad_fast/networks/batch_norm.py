@@ -1,18 +1,18 @@
 """Batch norm with statistics per group of images (a view is a group), over the images of all ranks.
 
 One pass over all groups gives the same results as one pass per group: each group has its own statistics, and running
-buffers are updated once per group, in order. All groups share one collective forward and one backward, of a few float64
+buffers are updated once per group, in order. All groups share one collective forward and one backward, of two float64
 numbers per channel. Ranks may have different numbers of rows, because the counts are exchanged too and stay on the
 device. Every rank merges the same numbers in the same order, so statistics and running buffers are bitwise equal on all
 ranks. The arithmetic is that of `kernels.batch_norm_reference`.
 
-Shape suffixes: G groups, R ranks, C channels.
+Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,26 @@ from torch.autograd.function import once_differentiable
 from unigrad_fast.kernels import batch_norm_ops
 from unigrad_fast.kernels.batch_norm_reference import is_dense
 from unigrad_fast.kernels.dispatch import host_may_read, use_triton
+from unigrad_fast.runtime.collectives import gather_into
 from unigrad_fast.runtime.torch_private import BatchNorm
 
 
 def is_alone() -> bool:
     """Whether there is no other rank to share statistics with."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def gathered(own_GS: Tensor) -> Tensor:
+    """What each rank has, [R, G, S]."""
+    groups, numbers = own_GS.shape
+    parts = own_GS.new_empty(dist.get_world_size() * groups, numbers)  # gloo takes no other shape
+    gather_into(parts, own_GS)
+    return parts.view(-1, groups, numbers)
+
+
+def summed_(sums_G2C: Tensor) -> None:
+    """Adds up what each rank has, in place."""
+    dist.all_reduce(sums_G2C)
 
 
 Statistics: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # mean, variance [G, C] and rows [G], over all ranks
@@ -119,10 +133,11 @@ class GroupedBatchNorm(BatchNorm):
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
         if pool is not None and not (fused and self.training and relu and _is_stem(pool)):
             return pool(self.forward(x, residual, relu))
-        if self.training and (fused or self._shares_statistics()):
-            return self._train(x, residual, relu, twice, pool is not None, fused)
+        shared = self.training and self.synchronised and not is_alone()
+        if self.training and (fused or shared):
+            return self._train(x, residual, (relu, twice, pool is not None, shared), fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
-            return self._normalise(x, self.running_mean[None], self.running_var[None], residual, relu)
+            return self._normalise(batch_norm_ops, x, self.running_mean[None], self.running_var[None], residual, relu)
         if not self.training:
             return _finished(super().forward(x), residual, relu)
         parts = [self._alone(part) for part in x.chunk(self.groups.count)]
@@ -138,54 +153,49 @@ class GroupedBatchNorm(BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Already checked in `forward`."""
 
-    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, twice: bool, pool: bool, fused: bool):
+    def _train(self, x: Tensor, residual: Tensor | None, settings: tuple[bool, bool, bool, bool], fused: bool):
+        relu, _, pool, shared = settings
         if not torch.is_grad_enabled() and fused:
-            mean_GC, variance_GC, _ = self._statistics(x)
-            if pool:
-                return batch_norm_ops.pool(x, mean_GC, variance_GC, self.weight, self.bias, self.eps, False)[0]
-            return self._normalise(x, mean_GC, variance_GC, residual, relu)
-        x = _dense(x, like=x)
-        with torch.no_grad():
-            statistics = self._statistics(x)
-        settings = (*statistics, self.eps, self._shares_statistics())
-        affine = (self.weight, self.bias)
+            functions, device = batch_norm_ops.chosen_for(x)
+            with device:
+                mean_GC, variance_GC, _ = self._statistics(functions, x, shared)
+                if pool:
+                    return functions.pool(x, mean_GC, variance_GC, self.weight, self.bias, self.eps, False)[0]
+                return self._normalise(functions, x, mean_GC, variance_GC, residual, relu)
         if fused:
-            return _GroupedBatchNorm.apply(x, *affine, residual, relu, twice, pool, *settings)
-        return _finished(_GroupedBatchNorm.apply(x, *affine, None, False, False, False, *settings), residual, relu)
+            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, settings, self)
+        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, (False, False, False, shared), self)
+        return _finished(y, residual, relu)
 
-    def _shares_statistics(self) -> bool:
-        return self.synchronised and not is_alone()
-
-    def _statistics(self, x: Tensor) -> Statistics:
+    def _statistics(self, functions: Any, x: Tensor, shared: bool) -> Statistics:
         """Statistics of x, also used to update the running buffers; in a recomputation, those of the pass."""
         current = self.groups.current
         if current is not None and current.repeats:
             return current.statistics[self]
-        own_G3C = batch_norm_ops.statistics(x, self.groups.count)
-        parts_RG3C = own_G3C.unsqueeze(0)
-        if self._shares_statistics():
-            parts_RG3C = own_G3C.new_empty(dist.get_world_size(), *own_G3C.shape)
-            dist.all_gather(list(parts_RG3C.unbind()), own_G3C)
+        own_GS = functions.statistics(x, self.groups.count)
+        parts_RGS = gathered(own_GS) if shared else own_GS.unsqueeze(0)
         if host_may_read(x):
-            least = int(parts_RG3C[:, :, 0, 0].sum(0).min())
+            least = int(parts_RGS[..., -1].sum(0).min())
             if least <= 1:
                 raise ValueError(
                     "batch norm in training needs more than 1 value per channel over all ranks together, "
                     f"got {least} (input of this rank: {list(x.shape)}, {self.groups.count} groups); use a larger batch"
                 )
         state = (self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        found = batch_norm_ops.settle(parts_RG3C, *state, torch.promote_types(x.dtype, torch.float32))
+        found = functions.settle(parts_RGS, *state, torch.promote_types(x.dtype, torch.float32))
         if current is not None:
             current.statistics[self] = found
         return found
 
-    def _normalise(self, x: Tensor, mean_GC, variance_GC, residual: Tensor | None, relu: bool) -> Tensor:
+    def _normalise(
+        self, functions: Any, x: Tensor, mean_GC, variance_GC, residual: Tensor | None, relu: bool
+    ) -> Tensor:
         """Normalise without gradient; overwrites x if it is not needed afterwards."""
         arguments = (mean_GC, variance_GC, self.weight, self.bias, residual, self.eps, relu)
         if is_dense(x) and (relu or residual is not None):
-            batch_norm_ops.normalise_(x, *arguments)
+            functions.normalise_(x, *arguments)
             return x
-        return batch_norm_ops.normalise(x, *arguments, False)[0]
+        return functions.normalise(x, *arguments, False)[0]
 
 
 def _is_stem(pool: nn.MaxPool2d) -> bool:
@@ -204,18 +214,22 @@ class _GroupedBatchNorm(torch.autograd.Function):
     """Normalisation with each group's statistics over all ranks."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, relu, twice, pool, mean_GC, variance_GC, count_G, eps, synchronised):
+    def forward(ctx, x, weight, bias, residual, settings, norm):
+        relu, twice, ctx.pool, ctx.shared = settings
+        x = _dense(x, like=x)
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual, backward can derive the ReLU's mask from x.
-        keep_mask = pool or (relu and residual is not None)
-        affine = (mean_GC, variance_GC, weight, bias)
-        if pool:
-            y, mask = batch_norm_ops.pool(x, *affine, eps, True)
-        else:
-            y, mask = batch_norm_ops.normalise(x, *affine, residual, eps, relu, keep_mask)
-        ctx.save_for_backward(x, weight, bias, mean_GC, variance_GC, count_G, mask if keep_mask else None)
-        ctx.eps, ctx.relu, ctx.residual, ctx.synchronised = eps, relu and not pool, residual is not None, synchronised
-        ctx.pool = pool
+        keep_mask = ctx.pool or (relu and residual is not None)
+        functions, device = batch_norm_ops.chosen_for(x)
+        with device:
+            statistics = norm._statistics(functions, x, ctx.shared)
+            affine = (*statistics[:2], weight, bias)
+            if ctx.pool:
+                y, mask = functions.pool(x, *affine, norm.eps, True)
+            else:
+                y, mask = functions.normalise(x, *affine, residual, norm.eps, relu, keep_mask)
+        ctx.save_for_backward(x, *affine, mask if keep_mask else None, statistics[2])
+        ctx.eps, ctx.relu, ctx.residual = norm.eps, relu and not ctx.pool, residual is not None
         if not twice:
             return y
         ctx.set_materialize_grads(False)
@@ -224,31 +238,34 @@ class _GroupedBatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, second=None):
-        x, weight, bias, mean_GC, variance_GC, count_G, mask = ctx.saved_tensors
+        *saved, mask, count_G = ctx.saved_tensors
+        x, weight, bias = saved[0], saved[3], saved[4]
         if dy is None:  # only the second of two results was used
             dy, second = second, None
-        dy, second = (None if each is None else _dense(each, like=x) for each in (dy, second))
+        dy = _dense(dy, like=x)
+        second = None if second is None else _dense(second, like=x)
         mask, choice = (None, mask) if ctx.pool else (mask, None)
         keep = second is not None or (ctx.residual and ctx.relu)
-        arguments = (x, mean_GC, variance_GC, weight, bias)
-        settings = (ctx.eps, ctx.relu, second, keep, choice)
-        sums_G2C, dparameters_2C, kept = batch_norm_ops.sums(dy, *arguments, mask, *settings)
-        dy = kept if keep else dy
+        functions, device = batch_norm_ops.chosen_for(x)
         dx = None
-        if ctx.needs_input_grad[0]:
-            if ctx.synchronised:
-                dist.all_reduce(sums_G2C)
-            dx = batch_norm_ops.gradient(dy, *arguments, sums_G2C, count_G, ctx.eps, ctx.relu and not keep, choice)
-        dweight, dbias = (
-            None if p is None else d.to(p.dtype) for p, d in zip((weight, bias), dparameters_2C, strict=True)
-        )
-        return dx, dweight, dbias, dy if ctx.residual else None, *([None] * 8)
+        with device:
+            settings = (ctx.eps, ctx.relu, second, keep, choice)
+            sums_G2C, dparameters_2C, kept = functions.sums(dy, *saved, mask, *settings)
+            dy = kept if keep else dy
+            if ctx.needs_input_grad[0]:
+                if ctx.shared:
+                    summed_(sums_G2C)
+                dx = functions.gradient(dy, *saved, sums_G2C, count_G, ctx.eps, ctx.relu and not keep, choice)
+        dweight, dbias = dparameters_2C.unbind()
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        dbias = None if bias is None else dbias.to(bias.dtype)
+        return dx, dweight, dbias, dy if ctx.residual else None, None, None
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:
     """x as contiguous or channels-last, whichever `like` is; always channels-last for the kernels."""
     channels_last = like.dim() == 4 and (
-        use_triton(like.device) or like.is_contiguous(memory_format=torch.channels_last)
+        like.is_contiguous(memory_format=torch.channels_last) or use_triton(like.device)
     )
     return x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 

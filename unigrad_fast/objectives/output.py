@@ -8,14 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.pipelines.shortened import Shortened
 from unigrad_fast.runtime.torch_private import register_pytree_node
 
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")  # metrics of gradient forms
 TENSORS = ("loss", "metrics", "nonfinite", "unit")
 
 
-@dataclass(eq=False)
-class ObjectiveOutput:
+@dataclass(eq=False, repr=False)
+class ObjectiveOutput(Shortened):
     """What an objective returns; no two of its tensors share memory.
 
     Attributes:

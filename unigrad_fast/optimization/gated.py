@@ -1,4 +1,4 @@
-"""Base of all optimizers: clipping, and dropping a step on the device if its gradients are not finite."""
+"""Base of all optimizers: clipping, the loss scale, and dropping a step on the device if gradients are not finite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from unigrad_fast.optimization.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Gated(torch.optim.Optimizer):
         nonfinite: float32 scalar on the parameters' device. Code that finds a non-finite value before the step sets it
             to 1; `measure` does so for gradients; `open` clears it.
         gradient_norm: ℓ2 norm of the whole gradient at the last step, before clipping; a scalar on the device.
+        loss_scale: what the loss was multiplied by before backward, so that the gradients must be divided by it; None
+            is no scale.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -50,9 +54,10 @@ class Gated(torch.optim.Optimizer):
         self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         self._measured = False
         self._is_old = False  # the flag belongs to an earlier step
+        self.loss_scale: LossScale | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("clip_norm", "nonfinite", "gradient_norm", "_measured", "_is_old")
+        own = ("clip_norm", "nonfinite", "gradient_norm", "_measured", "_is_old", "loss_scale")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     @property
@@ -101,8 +106,12 @@ class Gated(torch.optim.Optimizer):
         self._take(norm)
 
     def _take(self, norm: Tensor) -> None:
+        overflowed = (~torch.isfinite(norm)).float()
+        if self.loss_scale is not None:
+            self.loss_scale.note(self.nonfinite, overflowed)
+            norm = norm / self.loss_scale.value
         self.gradient_norm = norm
-        torch.maximum(self.nonfinite, (~torch.isfinite(norm)).float(), out=self.nonfinite)
+        torch.maximum(self.nonfinite, overflowed, out=self.nonfinite)
         self._measured = True
 
     @torch.no_grad()
@@ -137,7 +146,11 @@ class GatedFused(Gated):
 
     def move(self) -> None:
         self.found_inf = self.nonfinite
+        # The kernel divides gradients by `grad_scale`.
         if self.clip_norm > 0:
-            # The kernel divides gradients by it.
             self.grad_scale = (self.gradient_norm / self.clip_norm).clamp_(min=1.0).float()
+            if self.loss_scale is not None:
+                self.grad_scale *= self.loss_scale.value
+        elif self.loss_scale is not None:
+            self.grad_scale = self.loss_scale.value
         super(Gated, self).step()

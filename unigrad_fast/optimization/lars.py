@@ -95,6 +95,8 @@ class LARS(Gated):
         scale = None
         if self.clip_norm > 0:
             scale = (self.clip_norm / self.gradient_norm).clamp_(max=1.0).float()
+        if self.loss_scale is not None:
+            scale = (1.0 if scale is None else scale) / self.loss_scale.value
         for group in self.param_groups:
             lr = group["lr"]
             if not isinstance(lr, Tensor):

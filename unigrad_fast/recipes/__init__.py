@@ -13,7 +13,7 @@ from unigrad_fast.objectives import catalogue
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import renamed
-from unigrad_fast.runtime.trees import merge
+from unigrad_fast.runtime.trees import merge, nested
 from unigrad_fast.runtime.validation import absolute, shown
 
 DEFAULT_RECIPE = "imagenet_100ep"
@@ -144,4 +144,7 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"recipe = {name}: holds {shown(tree)}; a recipe must be a tree of keys and values")
-    return current_names(tree)
+    try:
+        return current_names(nested(tree))
+    except UserError as error:
+        raise UserError(f"recipe = {name}: {error}") from None

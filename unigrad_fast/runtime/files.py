@@ -5,7 +5,9 @@ Imports nothing that may be missing.
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +25,28 @@ def dangling_link(path: Path) -> str | None:
     return None
 
 
-def require_folder(output: Path) -> None:
-    """Raises UserError if no folder can be made: the path or a parent is a file, or a dangling link."""
-    if problem := dangling_link(output):
-        raise UserError(f"output = {output}: {problem}")
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"output = {output}: is a file or lies below one; give a folder")
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder, which need not exist yet; None if it can be, also if its disk is full.
+
+    This is tried: permissions say nothing about /sys and /proc, nor to root about a disk that is mounted read-only.
+    """
+    if problem := dangling_link(folder):
+        return problem
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not os.path.isdir(place):
+        return f"{place} is a file; give a folder"
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".unigrad-fast-", dir=place))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # /proc says the last
+            return f"{place} is not writable ({error.strerror}); give another folder"
+    return None
+
+
+def require_folder(folder: Path, key: str = "output") -> None:
+    """Raises UserError if nothing can be written to a folder; call before any work."""
+    if problem := unwritable(folder):
+        raise UserError(f"{key} = {folder}: {problem}")
 
 
 def write_whole(path: Path, content: bytes) -> None:

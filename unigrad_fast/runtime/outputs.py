@@ -2,7 +2,7 @@
 
 A file is written under a free name, or over one with the same content; anything else needs `--overwrite true`. A run
 is written to a new folder, to its own folder, or to one without files that a run would replace. No other command
-replaces files of a run, and nothing is written among the images or through a dangling link.
+replaces files of a run, nothing is written among the images or through a dangling link, and no new run around images.
 """
 
 from __future__ import annotations
@@ -57,6 +57,18 @@ def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
     for key, folder in images.items():
         if folder is not None and os.path.isdir(folder) and real.is_relative_to(os.path.realpath(folder)):
             return f"lies in {key} = {folder}, where the output would be read as images; give another place"
+    return None
+
+
+def around_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
+    """Why a new run cannot be written to a path: a folder of images is inside it. None if there is none."""
+    real = os.path.realpath(path)
+    for key, folder in images.items():
+        if folder is not None and os.path.isdir(folder) and Path(os.path.realpath(folder)).is_relative_to(real):
+            return (
+                f"{key} = {folder} lies in it, but a folder that holds a run cannot be opened as images; "
+                f"give another folder, such as {path / 'run'}"
+            )
     return None
 
 

@@ -26,11 +26,13 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """The dtype that the networks compute in under autocast; None is plain fp32.
 
     Args:
-        precision: "bf16", "fp32", or "auto" for bf16 where the hardware has it.
+        precision: "bf16", "fp16", "fp32", or "auto": bf16 where the hardware has it, else fp16 on a GPU (compute
+            capability below 8.0) and fp32 on a CPU.
     """
-    if precision == "bf16" or (precision == "auto" and has_fast_bf16(device)):
-        return torch.bfloat16
-    return None
+    if precision == "auto":
+        slower = "fp16" if device.type == "cuda" else "fp32"
+        precision = "bf16" if has_fast_bf16(device) else slower
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
 
 
 @contextmanager

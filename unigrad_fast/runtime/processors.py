@@ -1,4 +1,4 @@
-"""Chooses the number of compute threads from the cores that are free, and warns if other programs take them later.
+"""Chooses the number of compute threads from the cores that are free, and says if other programs take or leave them.
 
 Threads that meet after every operator are as slow as the one that waits for a core. Beside one busy program on two
 cores, one thread is faster than two (docs/measurements.md). The number decides the order of sums, so a run keeps it.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TOLERATED = 0.5  # cores that other programs may use
 LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0  # of watching before a number is chosen
 LATER_SECONDS = 10.0  # between two looks at the cores during a run
+FREE_LOOKS = 6  # in a row at which the cores must be free: other programs pause, too
 VARIABLE = "OMP_NUM_THREADS"
 CHOSEN_BY = (  # with one of these variables a user or a launcher decides the number of threads, or their cores
     *(VARIABLE, "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY"),
@@ -153,13 +154,21 @@ class ComputeThreads:
     Attributes:
         said: a line that says how many and why, if the user did not choose them.
         warning: a line that says that they are too many, if they are.
+
+    Args:
+        ranks: number of ranks that share this machine's cores; 0 to watch nothing.
+        hindered: other programs needed the cores when the number was chosen.
     """
 
-    def __init__(self, said: str | None = None, warning: str | None = None, ranks: int = 0) -> None:
+    def __init__(
+        self, said: str | None = None, warning: str | None = None, ranks: int = 0, hindered: bool = False
+    ) -> None:
         self.said, self.warning = said, warning
-        self._ranks = 0 if warning else ranks  # that share this machine's cores; 0 when there is nothing more to watch
+        self._ranks = 0 if warning else ranks  # 0 when there is nothing more to watch
+        self._hindered_ranks = ranks if hindered else 0  # likewise, for the end of the crowding
         self._was_crowded = False  # when last looked at
-        self._watch = Watch()
+        self._free_looks = 0  # in a row
+        self._watch, self._free_watch = Watch(), Watch()
 
     def newly_crowded(self, remedy: Callable[[int], str]) -> str | None:
         """A warning, once, if other programs came to need the cores; may be called often, on any rank.
@@ -174,6 +183,25 @@ class ComputeThreads:
             return None
         self._ranks = 0
         return found
+
+    def newly_free(self, remedy: Callable[[int], str]) -> str | None:
+        """A line, once, if the cores that other programs needed at the start stay free; may be called often.
+
+        The number stays, as it decides the bits.
+        """
+        if not self._hindered_ranks or self._free_watch.seconds() < LATER_SECONDS:
+            return None
+        use, self._free_watch = self._free_watch.use(), Watch()
+        found = capacity(use, [use] * self._hindered_ranks)
+        is_free = not found.crowded and found.threads > use.threads
+        self._free_looks = self._free_looks + 1 if is_free else 0
+        if self._free_looks < FREE_LOOKS:
+            return None
+        self._hindered_ranks = 0
+        return (
+            f"other programs no longer need the cores: {found.why}, but this run goes on with "
+            f"{count(use.threads, 'thread')}, which decide its rounding; to use all, {remedy(found.threads)}"
+        )
 
 
 @contextmanager
@@ -233,7 +261,9 @@ def _choose(watched: bool, asked: int | None, kept: int | None, key: str) -> Com
         said = f"{computing}: {found.why}; set {key} to change it"
     each = [replace(each, threads=number) for each in uses]
     ranks = sum(each.place == use.place for each in uses)
-    return ComputeThreads(said, crowded(each, lambda fitting: f"set {_set_to(key, fitting)}"), ranks)
+    warning = crowded(each, lambda fitting: f"set {_set_to(key, fitting)}")
+    # Where ranks have other cores, too, this rank does not see whether those are free.
+    return ComputeThreads(said, warning, ranks, found.crowded and not is_given and ranks == len(uses))
 
 
 def _set_to(key: str, threads: int) -> str:

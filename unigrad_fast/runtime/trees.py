@@ -24,6 +24,35 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def nested(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree in which dotted keys, at any depth, are groups: {"a.b": 1} as {"a": {"b": 1}}.
+
+    Args:
+        prefix: the dotted path of the tree with a trailing dot, for messages.
+
+    Raises:
+        UserError: a key is given both ways with different values.
+    """
+    whole: dict[str, Any] = {}
+    for key, value in tree.items():
+        name, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
+        value = {rest: value} if dot else value
+        if isinstance(value, Mapping):
+            value = nested(value, f"{prefix}{name}.")
+        whole[name] = _joined(whole[name], value, f"{prefix}{name}") if name in whole else value
+    return whole
+
+
+def _joined(one: Any, other: Any, key: str) -> Any:
+    """Two values of a key, of which groups are joined key by key."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        common = {name: _joined(one[name], other[name], f"{key}.{name}") for name in one.keys() & other.keys()}
+        return {**one, **other, **common}
+    if one != other:
+        raise UserError(f"{key}: given twice, as {one} and as {other}; give it once")
+    return one
+
+
 def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
     """The tree of strings given by `--a.b value` and `--a.b=value`.
 

@@ -45,12 +45,13 @@ class Node(BaseModel):
             value = value.strip("[]()").split(",")
         if isinstance(value, str) and int in arms(cls.model_fields[info.field_name].annotation):
             value = _whole(value)
-        wants_bool = cls.model_fields[info.field_name].annotation is bool
-        if value is BARE and wants_bool:
+        kinds = list(arms(cls.model_fields[info.field_name].annotation))
+        if value is BARE and bool in kinds:
             value = True
-        if wants_bool and isinstance(value, str):
+        if isinstance(value, str) and bool in kinds:
             value = {"true": True, "false": False}.get(value.lower(), value)
-        if value == "" or value is BARE or wants_bool != isinstance(value, bool):
+        is_wrong = bool not in kinds if isinstance(value, bool) else kinds == [bool]
+        if value == "" or value is BARE or is_wrong:
             raise ValueError("wrong type")
         return value
 
@@ -61,6 +62,7 @@ class Node(BaseModel):
 
 
 AnyNode = TypeVar("AnyNode", bound=Node)
+CLOSE = 0.6  # likeness from which a key is suggested
 
 
 def _is_list(annotation: Any) -> bool:
@@ -160,16 +162,22 @@ def _unknown(model: type[Node], owner: type[Node], key: str, value: Any) -> str:
 
 
 def _nearest_key(model: type[Node], wrong: str) -> str | None:
-    def likeness(key: str) -> tuple[float, float]:
-        leaf, wrong_leaf = key.rpartition(".")[2], wrong.rpartition(".")[2]
-        whole = difflib.SequenceMatcher(None, wrong, key).ratio()
-        last = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
+    wrong_groups, _, wrong_leaf = wrong.rpartition(".")
+
+    def likeness(key: str) -> tuple[float, float, int]:
+        groups, _, leaf = key.rpartition(".")
+        last = _likeness(wrong_leaf, leaf)
         if wrong_leaf in leaf.split("_"):
             last = max(last, 0.9)
-        return max(whole, 0.95 * last), whole
+        of_groups = _likeness(wrong_groups, groups)
+        return max(_likeness(wrong, key), 0.95 * last), of_groups if of_groups >= CLOSE else 0.0, -len(key)
 
     best = max(keys(model), key=likeness)
-    return best if likeness(best)[0] >= 0.6 else None
+    return best if likeness(best)[0] >= CLOSE else None
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def allowed_values(owner: type[Node], key: str) -> str:

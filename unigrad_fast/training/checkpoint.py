@@ -3,6 +3,7 @@
     online.*     weights, and batch norm's running buffers            momentum.*   SGD's and LARS's, per weight
     target.*     the same for the target branch                       objective.*  F and the number of its updates
     gate.*       counters of dropped steps                            exp_avg.*, exp_avg_sq.*, step.*  AdamW's
+    loss_scale.* in fp16: the scale, and the steps since it changed
 
 The step is saved too; it determines the schedules and the data of every later step. Weights and optimizer state come
 from the fragments of the ZeRO stage, F from its placement; each rank writes a share of tensors that all ranks hold
@@ -79,6 +80,8 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         UserError: it does not match this run's state.
     """
     fragments = list(state(trainer))
+    if "loss_scale.value" not in reader.names:  # engine.precision is auto, and so far the run was not in fp16
+        fragments = [f for f in fragments if not f.name.startswith("loss_scale.")]
     on_all_ranks(lambda: _require_fit(fragments, reader))
     with torch.no_grad():
         for fragment in fragments:
@@ -108,6 +111,9 @@ def state(trainer: Trainer) -> Iterator[Fragment]:
     yield from _of_objective(trainer.objective)
     yield whole("gate.in_a_row", trainer.gate.in_a_row)
     yield whole("gate.total", trainer.gate.total)
+    if trainer.loss_scale is not None:
+        yield whole("loss_scale.value", trainer.loss_scale.value)
+        yield whole("loss_scale.good_steps", trainer.loss_scale.good_steps)
 
 
 def size(trainer: Trainer) -> int:
@@ -219,10 +225,10 @@ def _require_same(config: Config, reader: Reader) -> None:
 def require_same_images(reader: Reader, train: Manifest, config: Config) -> None:
     """Raises UserError if the training images differ from those that the checkpoint was made with."""
     remembered = reader.about.get("images")
-    if remembered is not None and not manifests.are_the_same(remembered, train):
+    if remembered is not None and (differs := manifests.difference(remembered, train)):
         raise UserError(
-            f"data.train = {config.data.train}: not the images that the run in {config.output} began with (their "
-            f"names, number or sizes in pixels differ); use the same images; {NEW_RUN}"
+            f"data.train = {config.data.train}: not the images that the run in {config.output} began with ({differs}); "
+            f"use the same images; {NEW_RUN}"
         )
 
 

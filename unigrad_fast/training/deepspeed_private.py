@@ -1,4 +1,5 @@
-"""The private parts of DeepSpeed's ZeRO optimizer, stages 1 and 2, that `fragments` relies on.
+"""The private parts of DeepSpeed: those of its ZeRO optimizer, stages 1 and 2, that `fragments` relies on, and the
+dtype of the engine's autocast.
 
 They are why DeepSpeed is pinned. No other module uses them, and `tests/training/test_deepspeed_private.py` reports
 which one an installed DeepSpeed lacks.
@@ -8,8 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def compute_in(engine, dtype: torch.dtype | None) -> None:
+    """Set the dtype of autocast in the engine's forward pass."""
+    engine._config.torch_autocast_dtype = dtype
 
 
 def flat_masters(zero) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import nn
 from unigrad_fast import config
 from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.runtime.quiet import quiet_deepspeed
+from unigrad_fast.training import deepspeed_private
 
 BUCKET = 50_000_000  # elements that DeepSpeed reduces or gathers per call; its default of 5e8 takes 1.9 GiB of fp32
 
@@ -52,6 +53,8 @@ def build_engine(
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16", "lower_precision_safe_modules": []},
         },
     )
+    # Told that it is fp16, DeepSpeed would add torch's loss scaler, for which the host waits in every step.
+    deepspeed_private.compute_in(engine, dtype)
     if settings.zero_stage == 0:
         # Only now, because DeepSpeed's broadcast of the parameters takes only contiguous tensors. At the other stages
         # they are slices of one flat tensor, and only the channels-last input decides the activations' layout.

@@ -1,5 +1,7 @@
 """The gate: a step with a non-finite value changes nothing, and the host need not wait to find out.
 
+In fp16, a step that is dropped only because the loss scale was too high is not counted (see `loss_scale`).
+
 Besides F, which the objective guards, three things hold state: the optimizer (see `sgd.SGD`), the target branch (see
 `target.update_target_`) and batch norm's running buffers in both branches, which the forward pass changes immediately.
 The gate copies the buffers before the step and restores them with a `torch.where`; it does the same with a predictor's
@@ -73,12 +75,21 @@ class StepGate:
         for buffers in self.buffers:
             buffers.restore_where(torch.ones((), device=self.total.device))
 
-    def close(self, skip: Tensor) -> None:
-        """Call after a step: if `skip` is not 0, undo the changes of its forward passes; count the step."""
+    def close(self, skip: Tensor, answered: Tensor | None = None) -> None:
+        """Call after a step: if `skip` is not 0, undo the changes of its forward passes; count the step.
+
+        Args:
+            answered: boolean scalar: a lower loss scale is the answer, so the step neither counts nor ends a row of
+                dropped steps.
+        """
         for buffers in self.buffers:
             buffers.restore_where(skip)
         skipped = (skip != 0).to(torch.int64)
-        self.in_a_row.add_(1).mul_(skipped)
+        if answered is None:
+            self.in_a_row.add_(1).mul_(skipped)
+        else:
+            skipped.mul_(~answered)
+            self.in_a_row.copy_(torch.where(answered, self.in_a_row, (self.in_a_row + 1) * skipped))
         self.total.add_(skipped)
 
     def send(self, step: int) -> None:

@@ -38,7 +38,7 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         images = start.list_images(config, attempt, saved)
         with start.build(config, attempt, images, saved is not None, verbose) as trainer:  # noqa: SIM117  a stage a line
             with start.restore(trainer, attempt, images, saved) as telemetry:
-                run(trainer, telemetry, images.probe, attempt.preemption, attempt.at, attempt.newly_crowded)
+                run(trainer, telemetry, images.probe, attempt.preemption, attempt.at, attempt.tell_cores)
 
 
 def run(
@@ -47,13 +47,13 @@ def run(
     probe: KNNProbe | None,
     preemption: Preemption,
     at: Callable[..., None] = lambda stage, alone=False: None,
-    newly_crowded: Callable[[], str | None] = lambda: None,
+    tell_cores: Callable[[Telemetry], None] = lambda telemetry: None,
 ) -> None:
     """Run all remaining steps, evaluating, saving and reporting along the way.
 
     Args:
         at: called with the stage that this rank has reached.
-        newly_crowded: called after every step; returns a warning, once, if other programs came to need the cores.
+        tell_cores: called after every step; tells if other programs came to need the cores, or left them.
     """
     if trainer.steps_done == trainer.total_steps and RunFolder(trainer.config.output).summary.exists():
         telemetry.say("this run is complete; there is nothing left to do")
@@ -80,8 +80,7 @@ def run(
             raise RunStopped(str(error)) from None
         report(trainer, telemetry, before=trainer.steps_done - 1)  # one step late, when the device has finished it
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
-        if said := newly_crowded():
-            telemetry.warn(said)
+        tell_cores(telemetry)
 
         preempted, bad, lost = preemption.agreed(trainer.bad_images.waiting, ends=bool(trainer.lost))
         if preempted or lost or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):

@@ -66,9 +66,12 @@ class BucketedReduction:
         parameters: trained parameters in the order of the forward pass, the same on all ranks. A parameter has a
             gradient on all ranks or on none; without one it stays without.
         bucket_bytes: size from which a bucket is full.
+        divide_first: divide gradients by the number of ranks before they are summed, not after, so that those of a
+            scaled loss stay within the range of one rank's.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(self, parameters: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES, divide_first: bool = False):
+        self._share, self._divide_first = 1.0 / dist.get_world_size(), divide_first
         self.buckets = [_Bucket()]
         self._bucket_of: dict[Tensor, _Bucket] = {}
         for parameter in reversed([p for p in parameters if p.requires_grad]):
@@ -94,10 +97,10 @@ class BucketedReduction:
         """Call after that pass; gradients are then averaged. On a GPU the stream waits for them, the host does not."""
         for bucket in self.buckets[self._next :]:
             self._reduce(bucket)
-        share = 1.0 / dist.get_world_size()
         for bucket in self.buckets:
             bucket.work.wait()
-            bucket.flat.mul_(share)
+            if not self._divide_first:
+                bucket.flat.mul_(self._share)
             bucket.flat = bucket.work = None  # the gradients hold it
         self._active = False
 
@@ -121,14 +124,19 @@ class BucketedReduction:
             foreach_copy_(views, [parameter.grad for parameter in there])
         for parameter, view in zip(there, views, strict=True):
             parameter.grad = view
+        if self._divide_first:
+            bucket.flat.mul_(self._share)
         bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
 
-def build_reduction(engine) -> BucketedReduction | None:
-    """The reduction for a DeepSpeed engine; None if DeepSpeed does it itself, or with a single rank."""
+def build_reduction(engine, divide_first: bool = False) -> BucketedReduction | None:
+    """The reduction for a DeepSpeed engine; None if DeepSpeed does it itself, or with a single rank.
+
+    DeepSpeed always divides before it sums.
+    """
     if engine.zero_optimization_stage() or dist.get_world_size() == 1:
         return None
-    return BucketedReduction(engine.module.parameters())
+    return BucketedReduction(engine.module.parameters(), divide_first=divide_first)
 
 
 def backward(engine, loss: Tensor, reduction: BucketedReduction | None) -> None:

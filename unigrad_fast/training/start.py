@@ -44,6 +44,7 @@ class Attempt:
         folder: the run's folder, once it is locked.
         kept_threads: compute threads of the run so far, if it resumes with as many ranks.
         threads: its compute threads, once chosen.
+        kept_intervals: the keys of `telemetry` that this command leaves open, with their values in the run so far.
         warnings: warnings to show when the run begins.
     """
 
@@ -54,6 +55,7 @@ class Attempt:
     folder: RunFolder | None = None
     kept_threads: int | None = None
     threads: ComputeThreads = field(default_factory=ComputeThreads)
+    kept_intervals: dict[str, int | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def note_loss(self, said: str) -> None:
@@ -61,13 +63,16 @@ class Attempt:
         if self.folder is not None and self.world.rank == 0:
             self.folder.log_loss(said)
 
-    def newly_crowded(self) -> str | None:
-        """A warning, once, if other programs came to need the cores that this run computes on."""
-        return self.threads.newly_crowded(
-            lambda fitting: (
-                "press Ctrl-C, which saves, and continue with fewer threads: the same command with "
-                + typed("--output", self.folder.path, "--engine.threads", str(fitting))
-            )
+    def tell_cores(self, telemetry: Telemetry) -> None:
+        """Warn, once, if other programs came to need the cores, and say, once, if those of the start have left."""
+        if said := self.threads.newly_crowded(lambda fitting: self._with_threads("fewer", fitting)):
+            telemetry.warn(said)
+        if said := self.threads.newly_free(lambda fitting: self._with_threads("more", fitting)):
+            telemetry.say(said)
+
+    def _with_threads(self, change: str, threads: int) -> str:
+        return f"press Ctrl-C, which saves, and continue with {change} threads: the same command with " + typed(
+            "--output", self.folder.path, "--engine.threads", str(threads)
         )
 
 
@@ -112,8 +117,13 @@ def open_run(config: Config, attempt: Attempt, fall_back: bool) -> Reader | None
     attempt.warnings += warnings
     if saved is None:
         on_all_ranks(lambda: require_same_run(config))
-    elif saved.about["ranks"] == attempt.world.size:
-        attempt.kept_threads = saved.about["config"]["engine"].get("threads")
+        return None
+    before = saved.about["config"]
+    if saved.about["ranks"] == attempt.world.size:
+        attempt.kept_threads = before["engine"].get("threads")
+    for key in ("every", "effective_rank_every"):
+        if getattr(config.telemetry, key) is None:
+            attempt.kept_intervals[key] = before["telemetry"].get(key)
     return saved
 
 
@@ -138,6 +148,7 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
     probe = None
     if queries.val is not None:
         probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)
+        attempt.warnings += filter(None, [probe.few_images(len(train))])
     return Images(train, probe)
 
 
@@ -153,13 +164,14 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         stack.enter_context(tensor_float32(engine.tf32))
         stack.enter_context(deterministic(engine.deterministic))
         stack.enter_context(fastest_convolutions(world.device))
-        stack.enter_context(own_stream(engine, world.device))
+        stack.enter_context(own_stream(config, world))
         attempt.folder = folder = stack.enter_context(RunFolder(config.output).occupied(attempt.numbered))
         stack.enter_context(folder.noted())
         attempt.preemption.note = folder.note_preemption
         if world.device.type == "cpu":  # the number decides bits
             engine = engine.model_copy(update={"threads": torch.get_num_threads()})
-        config = config.model_copy(update={"output": folder.path, "engine": engine})
+        telemetry = config.telemetry.model_copy(update=attempt.kept_intervals)
+        config = config.model_copy(update={"output": folder.path, "engine": engine, "telemetry": telemetry})
         trainer = Trainer(config, world, images.train, verbose, goes_on)
         process_group.limit(process_group.UNLIMITED)  # also in DeepSpeed's own groups, which exist by now
         attempt.warnings += filter(None, [attempt.threads.warning])

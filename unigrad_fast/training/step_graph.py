@@ -3,11 +3,13 @@
 The capture fixes what a step computes and the addresses of everything it reads and writes: views and CutMix's pairs are
 copied into fixed buffers, rates are in device memory (see `rates`). A replay skips the host's part of a step;
 DeepSpeed's counters are therefore advanced here. F's copy in lower precision is refreshed before the capture, and
-captured steps update both together, so F is as consistent between replays as after any other step.
+captured steps update both together, so F is as consistent between replays as after any other step. All micro-batches of
+a step are one graph, whose buffers hold all their views.
 
 The first steps with views of a given size are launched operator by operator, as without a graph: during them libraries
 choose their algorithms, kernels are compiled, and persistent memory is allocated. When the size changes, the previous
-graph is freed, with the memory of its activations.
+graph is freed, with the memory of its activations. Ranks agree on each capture: if it fails on one of them, all launch
+their steps from then on. NCCL's collectives can be captured, as long as all ranks capture and replay the same ones.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast import config
@@ -27,35 +30,50 @@ from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.pipelines import Batch
 from unigrad_fast.pipelines.cutmix import Mix
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.process_group import World, gather
+from unigrad_fast.runtime.rendezvous import say
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
+TRIED = False  # on a GPU; until then "auto" captures nothing
 LAUNCHED = 3  # steps with views of a size before one is captured
+SHOWN = 200  # characters of the error of a capture
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")  # attributes of DeepSpeed's engine
 
 Compute: TypeAlias = "Callable[[Iterable[Batch]], ObjectiveOutput]"
 Record: TypeAlias = "Callable[[Callable[[], ObjectiveOutput]], tuple[ObjectiveOutput, Callable[[], None]]]"
 
 
-def require(world: World) -> None:
-    """Raises UserError if a step cannot be captured on this world's ranks; `Config` checks further conditions."""
-    reason = None
-    if world.device.type != "cuda":
-        reason = "needs a GPU, and this run has none; leave it out"
-    elif not use_triton(world.device):
-        reason = "with UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"
-    elif world.size > 1 and world.backend != "nccl":
-        reason = f"{world.size} ranks use {world.backend}, for which the host waits; use nccl, or one rank"
-    if reason is not None:
+def wanted(settings: config.Config, world: World) -> bool:
+    """Whether steps are captured: if asked for, or with "auto" if they can be and this has been tried on a GPU.
+
+    Raises:
+        UserError: it is asked for, but this world's ranks cannot; `Config` checks further conditions.
+    """
+    asked = settings.engine.cuda_graph
+    if asked == "auto":
+        return TRIED and not settings.graph_obstacles() and obstacle(world) is None
+    if asked and (reason := obstacle(world)):
         raise UserError(f"engine.cuda_graph = true: {reason}")
+    return bool(asked)
 
 
-def own_stream(settings: config.Engine, device: torch.device) -> AbstractContextManager:
+def obstacle(world: World) -> str | None:
+    """Why a step cannot be captured on this world's ranks, and the remedy; None if it can."""
+    if world.device.type != "cuda":
+        return "needs a GPU, and this run has none; leave it out"
+    if not use_triton(world.device):
+        return "with UNIGRAD_KERNELS=torch the host waits within a step; unset one of them"
+    if world.size > 1 and world.backend != "nccl":
+        return f"{world.size} ranks use {world.backend}, for which the host waits; use nccl, or one rank"
+    return None
+
+
+def own_stream(settings: config.Config, world: World) -> AbstractContextManager:
     """A separate stream for a run that captures its steps, because the default stream cannot be captured."""
-    if not settings.cuda_graph or device.type != "cuda":
+    if world.device.type != "cuda" or not wanted(settings, world):
         return nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream = torch.cuda.Stream(world.device)
+    stream.wait_stream(torch.cuda.current_stream(world.device))
     return torch.cuda.stream(stream)
 
 
@@ -63,7 +81,7 @@ class StepGraph:
     """Computes steps like `compute`, most of them by replaying a graph.
 
     Args:
-        compute: the device's part of a step, given its micro-batch; the host reads no result inside it.
+        compute: the device's part of a step, given its micro-batches; the host reads no result inside it.
         engine: DeepSpeed's engine.
         record: captures its argument without computing; returns the argument's output and a function that replays it.
 
@@ -84,42 +102,69 @@ class StepGraph:
         self.averages = [module for module in objective.modules() if isinstance(module, MovingCorrelation)]
         self._shapes: list[torch.Size] | None = None
         self._launched = 0
-        self._batch: Batch | None = None
+        self._batches: list[Batch] = []
         self._output: ObjectiveOutput | None = None
         self._replay: Callable[[], None] | None = None
         self._counted: dict[str, int] = {}
+        self._failed = False
 
     def __call__(self, batches: Iterable[Batch]) -> ObjectiveOutput:
-        (batch,) = batches
-        shapes = [view.shape for view in batch.views]
+        if self._failed:
+            return self.compute(batches)
+        taken = list(batches)
+        shapes = [view.shape for batch in taken for view in batch.views]
         if shapes != self._shapes:
             self._shapes, self._launched = shapes, 0
-            self._replay = self._output = self._batch = None  # frees the memory of the previous graph
+            self._free()
         if self._launched < LAUNCHED:
             self._launched += 1
-            return self.compute([batch])
-        if self._batch is None:
-            self._batch = _empty_like(batch, self.device)
-        for ours, theirs in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            return self.compute(taken)
+        if not self._batches:
+            self._batches = [_empty_like(batch, self.device) for batch in taken]
+        for ours, theirs in zip(_tensors(self._batches), _tensors(taken), strict=True):
             ours.copy_(theirs, non_blocking=True)
-        if self._replay is None:
-            self._record_step(self._batch)
+        if self._replay is None and not self._is_recorded():
+            self._failed = True
+            self._free()
+            return self.compute(taken)
         self._replay()
         for name, by in self._counted.items():
             setattr(self.engine, name, getattr(self.engine, name) + by)
         self.phases.mark("step")
         return self._output
 
-    def _record_step(self, batch: Batch) -> None:
+    def _free(self) -> None:
+        """Forget the graph, with its memory."""
+        self._replay = self._output = None
+        self._batches = []
+
+    def _is_recorded(self) -> bool:
+        """Record a step; whether all ranks could. Rank 0 says why not."""
+        failure = ""
+        try:
+            self._record_step()
+        except RuntimeError as error:
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}"
+        failures = {rank: each for rank, each in enumerate(gather(failure)) if each}
+        if failures and not (dist.is_initialized() and dist.get_rank()):
+            rank, said = next(iter(failures.items()))
+            say(
+                f"WARNING: engine.cuda_graph: rank {rank} could not capture a step ({said}); steps are launched instead"
+            )
+        return not failures
+
+    def _record_step(self) -> None:
         for average in self.averages:
             average.make_current()
         before = {name: getattr(self.engine, name) for name in COUNTERS}
-        with self.phases.stopped():
-            output, self._replay = self.record(lambda: self.compute([batch]))
-        self._output = replace(output, loss=output.loss.detach())
-        self._counted = {name: getattr(self.engine, name) - count for name, count in before.items()}
-        for name, count in before.items():
-            setattr(self.engine, name, count)
+        try:
+            with self.phases.stopped():
+                output, self._replay = self.record(lambda: self.compute(self._batches))
+            self._output = replace(output, loss=output.loss.detach())
+            self._counted = {name: getattr(self.engine, name) - count for name, count in before.items()}
+        finally:
+            for name, count in before.items():
+                setattr(self.engine, name, count)
 
 
 def record_on_cuda(compute: Callable[[], ObjectiveOutput]) -> tuple[ObjectiveOutput, Callable[[], None]]:
@@ -149,6 +194,10 @@ def _empty_like(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, views=views, mix=mix)
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch that the device reads."""
-    return [*batch.views, *([] if batch.mix is None else vars(batch.mix).values())]
+def _tensors(batches: Iterable[Batch]) -> list[Tensor]:
+    """The tensors of batches that the device reads."""
+    return [
+        tensor
+        for batch in batches
+        for tensor in (*batch.views, *([] if batch.mix is None else vars(batch.mix).values()))
+    ]

@@ -20,6 +20,7 @@ from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
 from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
 from unigrad_fast.objectives.predictor import Predictor
+from unigrad_fast.optimization.loss_scale import LossScale
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
 from unigrad_fast.runtime.errors import UserError
@@ -39,6 +40,7 @@ from unigrad_fast.training.step_graph import StepGraph
 from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
+FEWEST_ROWS = 50  # of metrics, for curves
 REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 
 
@@ -54,6 +56,7 @@ class Trainer:
         objective: the objective, including F.
         branch: the source of targets; target: its momentum copy of the encoder, an empty module if it keeps none.
         target_copies: the target's weights in autocast's dtype, read by its forward pass.
+        loss_scale: what the loss is multiplied by before backward in fp16; else None.
         fragments: where the online branch's weights, gradients and optimizer state are in memory.
         loader: yields one micro-batch at a time.
         compute: the device's part of a step, launched operator by operator or as a graph.
@@ -72,8 +75,7 @@ class Trainer:
             raise UserError(str(error)) from None
         if config.engine.compile:
             require_compiler(config, world.size)
-        if config.engine.cuda_graph:
-            step_graph.require(world)
+        captures = step_graph.wanted(config, world)
         self.accumulation = config.engine.accumulation_steps
         self.dtype = autocast_dtype(config.engine.precision, world.device)
         self.target_stream = TargetStream(config.engine, config.model, world)
@@ -95,6 +97,8 @@ class Trainer:
         online = encoder if predictor is None else WithPredictor(encoder, predictor)
         constant = predictor is not None and config.objective.predictor_rate == "constant"
         self.optimizer = build_optimizer(online, config.optimizer, predictor if constant else None)
+        self.loss_scale = LossScale(world.device) if self.dtype == torch.float16 else None
+        self.optimizer.loss_scale = self.loss_scale
         with needs.optimizer(online, self.optimizer):
             self.online = build_engine(
                 online,
@@ -105,7 +109,7 @@ class Trainer:
                 verbose=verbose,
             )
             self.fragments = build_fragments(self.online, self.optimizer)
-        self.reduction = build_reduction(self.online)
+        self.reduction = build_reduction(self.online, divide_first=self.loss_scale is not None)
         self.rates = Rates(self.optimizer, world.device)
         if config.engine.compile:
             # In place: names stay the same, and the backbone, which is evaluated on its own, stays uncompiled.
@@ -121,12 +125,13 @@ class Trainer:
         self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
         self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
+        self.reported += [] if self.loss_scale is None else ["loss_scale"]
         parts = [encoder, self.target, *([] if predictor is None else [predictor])]
         self.gate = StepGate(parts, config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
         self.compute: step_graph.Compute = self.on_device
-        if config.engine.cuda_graph:
+        if captures:
             self.compute = StepGraph(self.on_device, self.online, self.objective, self.phases, world.device)
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
@@ -149,7 +154,7 @@ class Trainer:
             output = self.micro_step(batch)
         skip = self.optimizer.nonfinite
         self.branch.update_(self.rates.target_momentum, skip)
-        self.gate.close(skip)
+        self.gate.close(skip, None if self.loss_scale is None else self.loss_scale.update(skip))
         return output
 
     def micro_step(self, batch: Batch) -> ObjectiveOutput:
@@ -174,7 +179,8 @@ class Trainer:
             output = self.objective(online=online, target=target, mix=mix)
         torch.maximum(self.optimizer.nonfinite, output.nonfinite.float(), out=self.optimizer.nonfinite)
         self.phases.mark("objective")
-        backward(self.online, output.loss, self.reduction)
+        loss = output.loss if self.loss_scale is None else output.loss * self.loss_scale.value
+        backward(self.online, loss, self.reduction)
         self.phases.mark("backward")
         if self.online.is_gradient_accumulation_boundary():
             self.optimizer.measure(self.fragments.gradients(), self.fragments.sharded)
@@ -242,6 +248,7 @@ class Trainer:
             named = dict(zip(self.reported, numbers, strict=True))
             if math.isnan(named["effective_rank"]):  # not computed in this step
                 del named["effective_rank"]
+            has_momentum = self.config.objective.target == "momentum"
             yield (
                 step,
                 {
@@ -249,9 +256,16 @@ class Trainer:
                     **named,
                     **self.phases.read(step + 1),
                     "lr": self.learning_rate(step),
-                    "target_momentum": self.momentum(step + 1),
+                    **({"target_momentum": self.momentum(step + 1)} if has_momentum else {}),
                 },
             )
+
+    def reports(self, step: int) -> tuple[bool, bool]:
+        """Whether the metrics of a step are reported, and whether the effective rank is among them."""
+        given, is_end = self.config.telemetry, step in (0, self.total_steps - 1)
+        every = given.every or usual_interval(10, self.total_steps)
+        ranked_every = given.effective_rank_every or usual_interval(100, self.total_steps)
+        return is_end or (step + 1) % every == 0, is_end or (step + 1) % ranked_every < every
 
     def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of a step; records how long the step waited for them."""
@@ -265,10 +279,9 @@ class Trainer:
             yield batch
 
     def _send_numbers(self, step: int, output: ObjectiveOutput) -> None:
-        settings, last = self.config.telemetry, self.total_steps - 1
-        if (step + 1) % settings.every != 0 and step not in (0, last):
+        is_due, ranked = self.reports(step)
+        if not is_due:
             return
-        ranked = (step + 1) % settings.effective_rank_every < settings.every or step in (0, last)
         average = getattr(self.objective, "average", None)  # F, which not every method has
         if ranked and average is not None:
             rank = average.effective_rank(self.objective.process_group)
@@ -279,6 +292,7 @@ class Trainer:
             "feature_std": output.feature_std(),
             "gradient_norm": self.optimizer.gradient_norm,
             "effective_rank": rank,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}),
         }
         numbers = torch.stack([measured[name].detach().float() for name in self.reported])
         dist.all_reduce(numbers)
@@ -286,6 +300,11 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def usual_interval(most: int, total_steps: int) -> int:
+    """Steps between two reports: `most`, or fewer where a whole run would report less than FEWEST_ROWS times."""
+    return max(1, min(most, total_steps // FEWEST_ROWS))
 
 
 def require_compiler(config: Config, ranks: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 from unigrad_fast.config import Projector
-from unigrad_fast.kernels import batch_norm_ops
+from unigrad_fast.kernels import batch_norm
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.networks.residual import fuse
@@ -79,7 +79,7 @@ def test_gradients_from_both_branches_of_the_next_block_are_added_in_the_norm(co
     expected = state_after(copy.deepcopy(blocks).double(), x.double(), dy.double(), GROUPS)
     convert(blocks).count = GROUPS
     fuse(blocks, nn.Sequential())
-    once, seconds, sums = copy.deepcopy(blocks), [], batch_norm_ops.sums
+    once, seconds, sums = copy.deepcopy(blocks), [], batch_norm.sums
 
     def spy(*arguments):
         seconds.append(arguments[9] is not None)
@@ -89,7 +89,7 @@ def test_gradients_from_both_branches_of_the_next_block_are_added_in_the_norm(co
         torch.compiler.reset()
         blocks.compile(fullgraph=True, backend="aot_eager")
     else:
-        monkeypatch.setattr(batch_norm_ops, "sums", spy)
+        monkeypatch.setattr(batch_norm, "sums", spy)
     found = state_after(blocks, x, dy, 1)
     assert compiled or seconds == [False, False, True, False]
     for name, value in expected.items():

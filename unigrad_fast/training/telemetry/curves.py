@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.validation import leaves
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
 from unigrad_fast.training.telemetry.events import read_lines
 
@@ -30,6 +33,15 @@ SMOOTHED_SHARE = 0.04  # share of a curve's points averaged into one point of th
 FEWEST_SMOOTHED = 30  # points; shorter curves are not smoothed
 LEAST_ACCURACY_SPAN = 10  # percentage points; on a finer scale, chance would look like progress
 LABEL_POINTS = 12  # height of a label beside the accuracies, including the space below it
+PANELS = {  # in the order of the panels: event and title of each number
+    "loss": ("train", "Loss"),
+    "positive_cosine": ("train", "Positive cosine"),
+    "accuracy": ("knn", "kNN accuracy, %"),
+    "feature_std": ("train", "Feature deviation"),
+    "effective_rank": ("train", "Effective rank of F"),
+    "lr": ("train", "Learning rate"),
+}
+NOISY = ("loss", "positive_cosine", "feature_std")
 Series = tuple[np.ndarray, np.ndarray]  # epochs, values
 
 
@@ -37,11 +49,12 @@ def draw(run_dir: Path | str) -> Path:
     """Draws RUN/curves.png and RUN/curves.svg, and returns the path of the former.
 
     Plotted over epochs: the loss, the positive cosine, the kNN accuracy, the two signals of collapse, and the learning
-    rate with the target's momentum.
+    rate with the target's momentum. A panel without values is left out.
     """
     run_dir = Path(run_dir)
-    name = printable(run_dir.resolve().name).replace("$", r"\$")  # otherwise matplotlib would read a formula
-    return draw_comparison({name: run_dir}, RunFolder(run_dir).curves)
+    run = RunFolder(run_dir)
+    title = printable("\n".join(filter(None, [run_dir.resolve().name, _about(run)])))
+    return draw_comparison({title.replace("$", r"\$"): run_dir}, run.curves)  # otherwise $ would begin a formula
 
 
 @plotting()
@@ -50,38 +63,34 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
 
     Writes a PNG file and, beside it, an SVG file.
     """
-    figure = Figure(figsize=(13.3, 7.5), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03)
-    loss, cosine, accuracy, deviation, rank, rate = figure.subplots(2, 3).flat
-    momentum = rate.twinx()
-    titles = {
-        loss: "Loss",
-        cosine: "Positive cosine",
-        accuracy: "kNN accuracy, %",
-        deviation: "Feature deviation",
-        rank: "Effective rank of F",
-        rate: "Learning rate and target momentum",
-    }
-    for axes, title in titles.items():
-        _style(axes, title)
-    _style_momentum(momentum)
-    rate.set_ylabel("learning rate (solid)", fontsize=9)
-
     everything = [read_events(run_dir) for run_dir in runs.values()]
-    for color, events in zip(_colors(len(runs)), everything, strict=True):
-        _draw_smoothed(loss, _series(events, "train", "loss"), color)
-        _draw_smoothed(cosine, _series(events, "train", "positive_cosine"), color)
-        _draw_smoothed(deviation, _series(events, "train", "feature_std"), color)
-        _draw_line(rank, _series(events, "train", "effective_rank"), color)
-        _draw_line(rate, _series(events, "train", "lr"), color)
-        _draw_line(momentum, _series(events, "train", "target_momentum"), color, linestyle="--", alpha=0.7)
-    _limit_deviation(deviation)
-    _limit_rank(rank)
-    labels = _draw_accuracies(accuracy, everything)
+    found = {name: [_series(events, event, name) for events in everything] for name, (event, _) in PANELS.items()}
+    found = {name: series for name, series in found.items() if _any_finite(series)}
+    columns = max(2, math.ceil(len(found) / 2))
+    figure = Figure(figsize=(4.43 * columns, 7.5), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03)
+    places = iter(figure.subplots(2, columns).flat)
+    panels = dict(zip(found, places, strict=False))
+    for place in places:
+        place.remove()
+
+    colors, labels = _colors(len(runs)), []
     end = max((e["epoch"] for events in everything for e in events if "epoch" in e), default=0) or 1
-    for axes in titles:
-        if axes.lines:
-            axes.set_xlim(-0.02 * end, 1.02 * end)
+    for name, axes in panels.items():
+        _style(axes, PANELS[name][1])
+        axes.set_xlim(-0.02 * end, 1.02 * end)
+        if name == "accuracy":
+            labels = _draw_accuracies(axes, everything)
+            continue
+        for color, series in zip(colors, found[name], strict=True):
+            (_draw_smoothed if name in NOISY else _draw_line)(axes, series, color)
+    if "feature_std" in panels:
+        _limit_deviation(panels["feature_std"])
+    if "effective_rank" in panels:
+        _limit_rank(panels["effective_rank"])
+    momenta = [_series(events, "train", "target_momentum") for events in everything]
+    if "lr" in panels and _any_finite(momenta):
+        _draw_momentum(panels["lr"], momenta, colors)
     _name(figure, list(runs))
     figure.get_layout_engine().execute(figure)
     figure.set_layout_engine("none")  # done; each drawing would repeat it
@@ -91,6 +100,22 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
     with matplotlib.rc_context({"svg.hashsalt": "unigrad-fast"}):  # the same run gives the same bytes
         FigureCanvasSVG(figure).print_svg(path.with_suffix(".svg"), metadata={"Date": None})
     return path
+
+
+def _about(run: RunFolder) -> str:
+    """Recipe, method and training images of a run in one line; empty where no config.yaml can be read."""
+    try:
+        saved = dict(leaves(run.saved_configuration() or {}))
+    except UserError:
+        return ""
+    images = saved.get("data.train")
+    parts = {
+        "recipe": saved.get("recipe"),
+        "method": saved.get("objective.method"),
+        "row": saved.get("objective.row"),
+        "images": images and Path(*Path(str(images)).parts[-2:]),  # data/train and data2/train are both named train
+    }
+    return ", ".join(f"{key} {value}" for key, value in parts.items() if value)
 
 
 def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -103,6 +128,10 @@ def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:
     """Epochs and values; null, which stands for a non-finite value, becomes a gap."""
     found = [(e["epoch"], e[name]) for e in events if e["event"] == event and name in e]
     return np.array([x for x, _ in found], float), np.array([y for _, y in found], float)
+
+
+def _any_finite(series: Sequence[Series]) -> bool:
+    return any(np.isfinite(values).any() for _, values in series)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -142,8 +171,6 @@ def _draw_line(axes: Axes, series: Series, color: str, **style: Any) -> None:
 
 def _limit_deviation(axes: Axes) -> None:
     """Scale from 0 (all vectors equal) to 1 (spread evenly), with the threshold below which a run warns."""
-    if not _with_values(axes):
-        return
     _mark(axes, 1.0, "1: spread\nevenly")
     _mark(axes, COLLAPSED_FEATURE_STD, f"collapsed\nbelow {COLLAPSED_FEATURE_STD:g}")
     axes.set_ylim(0, max(1.06, axes.get_ylim()[1]))
@@ -151,11 +178,9 @@ def _limit_deviation(axes: Axes) -> None:
 
 def _limit_rank(axes: Axes) -> None:
     """Logarithmic scale from 1 (all vectors on one line), with the threshold below which a run warns."""
-    if not _with_values(axes):
-        return
     _mark(axes, COLLAPSED_EFFECTIVE_RANK, f"collapsed\nbelow {COLLAPSED_EFFECTIVE_RANK:g}")
     axes.set_yscale("log")
-    axes.set_ylim(0.93, max(10.0, 1.15 * np.nanmax([np.nanmax(line.get_ydata()) for line in _with_values(axes)])))
+    axes.set_ylim(0.93, max(10.0, 1.15 * np.nanmax(np.concatenate([line.get_ydata() for line in axes.lines]))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -181,10 +206,6 @@ def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annot
         last = next(e for e in reversed(events) if e["event"] == "knn")
         settings = f"{last['protocol']}, k {last['k']}, T {last['temperature']:g}, {last['branch']}"
         axes.set_ylabel(settings, fontsize=9, color=GRAY)
-    if not _with_values(axes):
-        axes.text(0.5, 0.5, "not evaluated", transform=axes.transAxes, ha="center", color=GRAY)
-        axes.set(xticks=[], yticks=[])
-        return []
     axes.margins(y=0.12)
     low, high = axes.get_ylim()
     missing = max(0.0, LEAST_ACCURACY_SPAN - (high - low))
@@ -225,7 +246,7 @@ def _beside(axes: Axes, value: float, text: str, color: str, **style: Any) -> An
 def _name(figure: Figure, labels: list[str]) -> None:
     """The name of a single run as the title, or a legend of several runs above the panels."""
     if len(labels) == 1:
-        figure.suptitle(labels[0], x=0.01, ha="left", fontsize=14, fontweight="bold")
+        figure.suptitle(labels[0], x=0.01, ha="left", fontsize=12, fontweight="bold")
         return
     handles = [Line2D([], [], color=color, linewidth=2) for color in _colors(len(labels))]
     figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=11)
@@ -233,10 +254,6 @@ def _name(figure: Figure, labels: list[str]) -> None:
 
 def _colors(count: int) -> list[str]:
     return [COLORS[number % len(COLORS)] for number in range(count)]
-
-
-def _with_values(axes: Axes) -> list[Line2D]:
-    return [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), float)).any()]
 
 
 def _style(axes: Axes, title: str) -> None:
@@ -249,8 +266,14 @@ def _style(axes: Axes, title: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 3, 5, 10)))
 
 
-def _style_momentum(axes: Axes) -> None:
+def _draw_momentum(rate: Axes, momenta: Sequence[Series], colors: Sequence[str]) -> None:
+    """The target's momentum, dashed, on an axis of its own to the right of the learning rate's."""
+    rate.set_title("Learning rate and target momentum", loc="left", fontsize=12)
+    rate.set_ylabel("learning rate (solid)", fontsize=9)
+    axes = rate.twinx()
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.tick_params(colors=GRAY, labelsize=9, length=0)
     axes.set_ylabel("target momentum (dashed)", color=GRAY, fontsize=9)
     axes.ticklabel_format(useOffset=False)
+    for color, series in zip(colors, momenta, strict=True):
+        _draw_line(axes, series, color, linestyle="--", alpha=0.7)

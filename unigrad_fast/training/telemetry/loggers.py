@@ -20,12 +20,24 @@ from unigrad_fast.runtime.shell import program, typed
 from unigrad_fast.training.telemetry.events import read_lines
 from unigrad_fast.training.telemetry.throughput import Length
 
+# TensorBoard's groups of the numbers that do not judge the training, and what it compares runs by.
+GROUPS = {"images_per_second": "time", "data_wait_share": "time", "memory_gib": "system"}
+COMPARED = (
+    *("recipe", "seed", "data.preset", "data.batch_size", "data.image_size", "model.backbone", "model.projector.width"),
+    *("objective.method", "objective.form", "objective.balance", "objective.decay", "objective.temperature"),
+    *("target.momentum", "optimizer.name", "optimizer.base_lr", "optimizer.weight_decay", "schedule.epochs"),
+)
+RESULTS = {"knn/accuracy": None, "train/loss": None}
+
 
 class Logger:
     """Receives the events of a run, on rank 0 only."""
 
-    def __init__(self, run: RunFolder, length: Length) -> None:
-        """Nothing is written before `open`."""
+    def __init__(self, run: RunFolder, length: Length, settings: Mapping[str, Any]) -> None:
+        """Nothing is written before `open`.
+
+        `settings` are the values by dotted key of the run's configuration, without those that have no effect.
+        """
 
     def open(self, start_step: int) -> None:
         """Begin or continue; discard what an earlier process wrote about later steps."""
@@ -52,7 +64,7 @@ class MetricsFile(Logger):
         complaint: what was wrong with the file when it was opened; None if nothing.
     """
 
-    def __init__(self, run: RunFolder, length: Length) -> None:
+    def __init__(self, run: RunFolder, length: Length, settings: Mapping[str, Any]) -> None:
         self.path, self.length = run.metrics, length
         self.events: list[dict[str, Any]] = []
         self.complaint: str | None = None
@@ -81,24 +93,32 @@ class MetricsFile(Logger):
 
 
 class TensorBoard(Logger):
-    """RUN/tensorboard: the numbers as TensorBoard's event files."""
+    """RUN/tensorboard: the numbers as TensorBoard's event files, and the settings for its tab of hyperparameters."""
 
-    def __init__(self, run: RunFolder, length: Length) -> None:
-        self.folder = run.tensorboard
+    def __init__(self, run: RunFolder, length: Length, settings: Mapping[str, Any]) -> None:
+        self.folder, self.settings = run.tensorboard, settings
         self._named = ExitStack()
 
     def open(self, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
 
         purge = {"purge_step": start_step + 1} if start_step else {}
         self.folder.mkdir(exist_ok=True)
         self.writer = SummaryWriter(self._named.enter_context(utf8_path(self.folder)), **purge)
+        # The tab takes its columns from any one of the runs, so each names all of them; one that it lacks is a number.
+        taken = {key: self.settings.get(key) for key in COMPARED}
+        columns, _, _ = hparams({key: 0 if value is None else value for key, value in taken.items()}, RESULTS)
+        _, values, _ = hparams(taken, RESULTS)
+        for summary in (columns, values):
+            self.writer.file_writer.add_summary(summary)
 
     def write(self, event: str, step: int, numbers: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         with naming(self.folder):
             for name, value in numbers.items():
                 if value is not None:
-                    self.writer.add_scalar(f"{event}/{name}", value, step)
+                    group = "time" if name.startswith("ms_") else GROUPS.get(name, event)
+                    self.writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
         self.writer.close()

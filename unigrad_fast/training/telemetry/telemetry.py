@@ -26,6 +26,7 @@ from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder, log_line
 from unigrad_fast.runtime.shell import typed
+from unigrad_fast.runtime.validation import leaves
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
 from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
@@ -64,9 +65,11 @@ class Telemetry:
         self.active = rank == 0
         self.step = self.start_step = start_step
         self.length = Length(total_steps, steps_per_epoch, config.evaluation.every * steps_per_epoch or total_steps)
-        self.metrics = MetricsFile(self.run, self.length)
+        unused = config.unused()
+        settings = {key: value for key, value in leaves(config) if key not in unused}
+        self.metrics = MetricsFile(self.run, self.length, settings)
         wanted = [logger for key, logger in LOGGERS.items() if getattr(config.telemetry, key)]
-        self.loggers = [self.metrics, *(logger(self.run, self.length) for logger in wanted)]
+        self.loggers = [self.metrics, *(logger(self.run, self.length, settings) for logger in wanted)]
         self.messages = Messages(console or new_console(), self.run.log)
         self.lines = ProgressLines(self.length, clock)
         self.bar: ProgressBar | None = None  # in place of the lines
