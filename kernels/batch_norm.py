@@ -3,16 +3,21 @@
     statistics  n, mean and Σ (x − mean)² per group and channel: x is read once
     settle      the statistics of all ranks merged, running buffers updated: C numbers per rank and group
     normalise   y = relu((x − mean)/σ · γ + β + residual): x and residual are read once, y is written once
+    pool        the maximum of relu((x − mean)/σ · γ + β) in windows of 3 × 3 at every second row and column, and where
+                it is: x is read once, a quarter of y and a byte for each of its elements are written
     sums        Σ dy' and Σ dy'·x̂ per group and channel: dy and x are read once
-    gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx and dy' are written once
+    gradient    dx = γ/σ · (dy' − Σdy'/n − x̂·Σ(dy'·x̂)/n): dy and x are read once, dx is written once
 
 with x̂ = (x − mean)/σ, and dy' the part of dy that passes the ReLU. Without a residual that part can be recomputed from
-x; with one, a bit per element is saved.
+x. With one, a bit per element is saved, and `sums` writes dy', the residual's gradient, from which `gradient` goes on.
+A result that is used twice has two gradients: `sums` adds them as it reads them. After `pool`, `sums` and `gradient`
+find each position's gradient in the windows that have it.
 
 A tensor is processed as rows of channels, channels-last: each row of an image is one position of its feature map. The
-rows of a group are cut into chunks, with one program per chunk and block of channels. The program that takes the last
-ticket merges the results of the chunks in their order, so that two runs are bitwise equal. Sums within a chunk are fp32
-and relative to the chunk's first row; sums across chunks and ranks are float64.
+rows of a group are cut into chunks, with one program per chunk and block of channels. The results of the chunks are
+merged in bunches, and then those of the bunches, by the program that takes the last ticket and in a fixed order, so
+that two runs are bitwise equal. Sums within a chunk are fp32 and relative to the chunk's first row; sums across chunks
+and ranks are float64.
 
 Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 """
@@ -24,8 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_reference import WORD, empty_mask
-from .heuristics import PARTS, PROGRAMS, Cut, blocks, cut
+from .batch_norm_reference import NOWHERE, WORD, empty_mask, pooled_size
+from .heuristics import NORM_KERNELS, Cut, blocks, cut
 
 
 @triton.jit
@@ -33,7 +38,7 @@ def place(rows, chunk, C, COLUMNS: tl.constexpr):
     """This program's group and channels, a mask of the channels that exist, and its chunk's first row and end."""
     o_C = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * chunk
-    return tl.program_id(1), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
+    return tl.program_id(1).to(tl.int64), o_C, o_C < C, first, tl.minimum(first + chunk, rows)
 
 
 @triton.jit
@@ -41,7 +46,7 @@ def tile_at(start, last, group, rows, o_C, m_C, C, ROWS: tl.constexpr):
     """For the tile that begins at row `start` of a group: row indices over all groups [ROWS], offsets and a mask of the
     elements that exist, both [ROWS, COLUMNS]."""
     o_R = start + tl.arange(0, ROWS)
-    o_row = group.to(tl.int64) * rows + o_R
+    o_row = group * rows + o_R
     return o_row, o_row[:, None] * C + o_C[None, :], (o_R < last)[:, None] & m_C[None, :]
 
 
@@ -74,6 +79,59 @@ def is_last(p_ticket, programs):
 
 
 @triton.jit
+def bunch_of(PARTS: tl.constexpr):
+    """Of this program's chunk: its bunch, the bunch's first chunk and number of chunks, and the number of bunches."""
+    chunks = tl.num_programs(0)
+    bunch = tl.program_id(0) // PARTS
+    return bunch, bunch * PARTS, tl.minimum(chunks - bunch * PARTS, PARTS), tl.cdiv(chunks, PARTS)
+
+
+@triton.jit
+def ticket_of(p_tickets, group, bunch, bunches):
+    """The ticket of a bunch of chunks for this program's block of channels; `bunches` for that of all bunches."""
+    return p_tickets + (group * tl.num_programs(2) + tl.program_id(2)) * (bunches + 1) + bunch
+
+
+@triton.jit
+def parts_of(p_parts, parts, o_C, m_C, C, PARTS: tl.constexpr):
+    """Pointers to the first number of `parts` parts, and a mask of those that exist, [PARTS, COLUMNS]."""
+    o_P = tl.arange(0, PARTS)
+    return p_parts + o_P[:, None] * 2 * C + o_C[None, :], (o_P < parts)[:, None] & m_C[None, :]
+
+
+@triton.jit
+def merge_statistics(p_parts, parts, size, rows, o_C, m_C, C, PARTS: tl.constexpr):
+    """Mean and Σ (x − mean)² [COLUMNS] of `rows` rows, from parts of `size` rows each and a last one of the rest."""
+    p, m = parts_of(p_parts, parts, o_C, m_C, C, PARTS)
+    o_P = tl.arange(0, PARTS).to(tl.int64)
+    b_count = (tl.minimum((o_P + 1) * size, rows) - o_P * size).to(tl.float64)[:, None]
+    # Written by other programs: bypass the L1 cache, which may be stale.
+    b_pivot = tl.load(p_parts + o_C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+    b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
+    b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    b_shifted = tl.sum(tl.where(m, b_count * b_difference, 0.0), 0)
+    b_squares = tl.sum(tl.where(m, b_within + b_count * b_difference * b_difference, 0.0), 0)
+    count = tl.cast(rows, tl.float64)
+    return b_pivot + b_shifted / count, b_squares - b_shifted * b_shifted / count
+
+
+@triton.jit
+def merge_sums(p_parts, parts, o_C, m_C, C, PARTS: tl.constexpr):
+    """Both sums of all parts, [COLUMNS]."""
+    p, m = parts_of(p_parts, parts, o_C, m_C, C, PARTS)
+    b_sums = tl.load(p, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    b_products = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+    return tl.sum(b_sums, 0), tl.sum(b_products, 0)
+
+
+@triton.jit
+def store_pair(p_pair, b_first, b_second, o_C, m_C, C):
+    """Two numbers per channel."""
+    tl.store(p_pair + o_C, b_first, mask=m_C)
+    tl.store(p_pair + C + o_C, b_second, mask=m_C)
+
+
+@triton.jit
 def statistics_kernel(
     p_x,
     p_parts,
@@ -87,7 +145,7 @@ def statistics_kernel(
     PARTS: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
-    p_first = p_x + (group.to(tl.int64) * rows + first) * C
+    p_first = p_x + (group * rows + first) * C
     b_shift = tl.load(p_first + o_C, mask=m_C, other=0).to(tl.float32)  # [COLUMNS]
     b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     b_square = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -99,32 +157,31 @@ def statistics_kernel(
         b_square += b_x * b_x
     count = (last - first).to(tl.float64)
     b_total = tl.sum(b_sum, 0).to(tl.float64)
+    b_mean = b_shift.to(tl.float64) + b_total / count
+    b_squares = tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count
     chunks = tl.num_programs(0)
-    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
-    tl.store(p_part, b_shift.to(tl.float64) + b_total / count, mask=m_C)
-    tl.store(p_part + C, tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count, mask=m_C)
+    bunch, first_chunk, members, bunches = bunch_of(PARTS)
+    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
+    store_pair(p_group + tl.program_id(0) * 2 * C, b_mean, b_squares, o_C, m_C, C)
 
-    if is_last(p_tickets + group * tl.num_programs(2) + tl.program_id(2), chunks):
-        p_part = p_parts + group * chunks * 2 * C + o_C
-        b_pivot = tl.load(p_part, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-        b_mean = tl.zeros([PARTS, COLUMNS], tl.float64)
-        b_squares = tl.zeros([PARTS, COLUMNS], tl.float64)
-        for start in range(0, chunks, PARTS):
-            o_P = start + tl.arange(0, PARTS)
-            m = (o_P < chunks)[:, None] & m_C[None, :]
-            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
-            b_count = (tl.minimum((o_P + 1) * chunk, rows) - o_P * chunk).to(tl.float64)[:, None]
-            b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
-            b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
-            b_mean += tl.where(m, b_count * b_difference, 0.0)
-            b_squares += tl.where(m, b_within + b_count * b_difference * b_difference, 0.0)
-        b_shifted = tl.sum(b_mean, 0)
-        all_rows = rows.to(tl.float64)
-        b_all = tl.sum(b_squares, 0) - b_shifted * b_shifted / all_rows
-        p_out = p_statistics + group * (2 * C + 1) + o_C
-        tl.store(p_out, b_pivot + b_shifted / all_rows, mask=m_C)
-        tl.store(p_out + C, tl.maximum(b_all, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=m_C)
-        tl.store(p_out + 2 * C, tl.zeros_like(b_pivot) + all_rows, mask=o_C == 0)
+    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
+        start = first_chunk * chunk
+        p_bunch = p_group + first_chunk * 2 * C
+        b_mean, b_squares = merge_statistics(
+            p_bunch, members, chunk, tl.minimum(members * chunk, rows - start), o_C, m_C, C, PARTS
+        )
+        done = bunches == 1
+        if bunches > 1:
+            p_bunches = p_group + chunks * 2 * C
+            store_pair(p_bunches + bunch * 2 * C, b_mean, b_squares, o_C, m_C, C)
+            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
+            if done:
+                b_mean, b_squares = merge_statistics(p_bunches, bunches, PARTS * chunk, rows, o_C, m_C, C, PARTS)
+        if done:
+            p_out = p_statistics + group * (2 * C + 1)
+            b_squares = tl.maximum(b_squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            store_pair(p_out, b_mean, b_squares, o_C, m_C, C)
+            tl.store(p_out + 2 * C + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=o_C == 0)
 
 
 @triton.jit
@@ -154,7 +211,7 @@ def settle_kernel(
         b_squares = tl.zeros([COLUMNS], tl.float64)
         b_count = tl.zeros([COLUMNS], tl.float64)
         for rank in range(ranks):
-            p = p_group + rank * GROUPS * (2 * C + 1)
+            p = p_group + tl.cast(rank, tl.int64) * GROUPS * (2 * C + 1)
             rows = tl.load(p + 2 * C)
             b_difference = tl.load(p + o_C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
             b_count += rows
@@ -221,6 +278,75 @@ def normalise_kernel(
 
 
 @triton.jit
+def pool_kernel(
+    p_x,
+    p_mean,
+    p_variance,
+    p_weight,
+    p_bias,
+    p_y,
+    p_choice,
+    rows,
+    chunk,
+    C,
+    H,
+    W,
+    eps,
+    NOWHERE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
+    b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
+    height, width = (H + 1) // 2, (W + 1) // 2  # of y
+    for start in range(first, last, ROWS):
+        _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
+        o_R = start + tl.arange(0, ROWS)
+        o_image = group * (rows // (height * width)) + o_R // (height * width)
+        o_H, o_W = o_R // width % height * 2 - 1, o_R % width * 2 - 1  # the window's corner
+        b_most = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+        b_choice = tl.full([ROWS, COLUMNS], NOWHERE, tl.int32)
+        for tap in tl.static_range(9):
+            o_h, o_w = o_H + tap // 3, o_W + tap % 3
+            m_tap = m & ((o_h >= 0) & (o_h < H) & (o_w >= 0) & (o_w < W))[:, None]
+            o_tap = ((o_image * H + o_h) * W + o_w)[:, None] * C + o_C[None, :]
+            b_x = tl.load(p_x + o_tap, mask=m_tap, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_y = (b_x - b_mean[None, :]) * b_inverse[None, :] * b_weight[None, :] + b_bias[None, :]
+            b_y = b_y.to(p_y.dtype.element_ty).to(tl.float32)  # equal after rounding: the first, as in torch
+            m_more = m_tap & ((b_y > b_most) | (b_y != b_y))
+            b_most, b_choice = tl.where(m_more, b_y, b_most), tl.where(m_more, tap, b_choice)
+        if p_choice is not None:
+            b_choice = tl.where(b_most > 0, b_choice, NOWHERE)
+            tl.store(p_choice + o, b_choice.to(tl.uint8), mask=m)
+        b_most = tl.maximum(b_most, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(p_y + o, b_most.to(p_y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dy in fp32 [ROWS, COLUMNS]; after `pool` the sum over the at most 4 windows that chose the position."""
+    if p_choice is None:
+        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+    else:
+        height, width = (H + 1) // 2, (W + 1) // 2  # of dy
+        o_R = start + tl.arange(0, ROWS)
+        o_image = group * (rows // (H * W)) + o_R // (H * W)
+        o_H, o_W = o_R // W % H + 1, o_R % W + 1
+        b_dy = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for window in tl.static_range(4):
+            o_h, o_w = o_H // 2 - window // 2, o_W // 2 - window % 2
+            o_down, o_right = o_H - 2 * o_h, o_W - 2 * o_w  # the position in the window
+            m_window = (o_down < 3) & (o_right < 3) & (o_h < height) & (o_w < width)
+            o_window = ((o_image * height + o_h) * width + o_w)[:, None] * C + o_C[None, :]
+            m_both = m & m_window[:, None]
+            b_choice = tl.load(p_choice + o_window, mask=m_both, other=255).to(tl.int32)  # [ROWS, COLUMNS]
+            b_window = tl.load(p_dy + o_window, mask=m_both, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_dy += tl.where(b_choice == (o_down * 3 + o_right)[:, None], b_window, 0.0)
+        b_dy = b_dy.to(p_dy.dtype.element_ty).to(tl.float32)  # rounded as in memory
+    return b_dy
+
+
+@triton.jit
 def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU: tl.constexpr, WORD: tl.constexpr):
     """dy' [ROWS, COLUMNS]: dy where the ReLU's input was above zero."""
     if RELU:
@@ -236,6 +362,9 @@ def let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, 
 @triton.jit
 def sums_kernel(
     p_dy,
+    p_choice,
+    p_second,
+    p_kept,
     p_x,
     p_mean,
     p_variance,
@@ -249,6 +378,8 @@ def sums_kernel(
     rows,
     chunk,
     C,
+    H,
+    W,
     eps,
     RELU: tl.constexpr,
     ROWS: tl.constexpr,
@@ -262,61 +393,65 @@ def sums_kernel(
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first, last, ROWS):
         o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
-        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        b_dy = load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS, COLUMNS)
+        if p_second is not None:  # rounded as a sum in memory would be
+            b_dy += tl.load(p_second + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+            b_dy = b_dy.to(p_dy.dtype.element_ty).to(tl.float32)
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
         b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        if p_kept is not None:
+            tl.store(p_kept + o, b_dy.to(p_kept.dtype.element_ty), mask=m)
         b_sum += b_dy
         b_product += b_dy * b_normalised
-    chunks, groups, blocks = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
-    p_part = p_parts + (group * chunks + tl.program_id(0)) * 2 * C + o_C
-    tl.store(p_part, tl.sum(b_sum, 0), mask=m_C)
-    tl.store(p_part + C, tl.sum(b_product, 0), mask=m_C)
+    b_sum, b_product = tl.sum(b_sum, 0).to(tl.float64), tl.sum(b_product, 0).to(tl.float64)
+    chunks, groups = tl.num_programs(0), tl.num_programs(1)
+    bunch, first_chunk, members, bunches = bunch_of(PARTS)
+    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
+    store_pair(p_group + tl.program_id(0) * 2 * C, b_sum, b_product, o_C, m_C, C)
 
-    if is_last(p_tickets + group * blocks + tl.program_id(2), chunks):
-        b_sums = tl.zeros([PARTS, COLUMNS], tl.float64)
-        b_products = tl.zeros([PARTS, COLUMNS], tl.float64)
-        for start in range(0, chunks, PARTS):
-            o_P = start + tl.arange(0, PARTS)
-            m = (o_P < chunks)[:, None] & m_C[None, :]
-            p = p_parts + (group * chunks + o_P)[:, None] * 2 * C + o_C[None, :]
-            b_sums += tl.load(p, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
-            b_products += tl.load(p + C, mask=m, other=0, cache_modifier=".cg").to(tl.float64)  # [PARTS, COLUMNS]
-        p_group = p_sums + group * 2 * C + o_C
-        tl.store(p_group, tl.sum(b_sums, 0), mask=m_C)
-        tl.store(p_group + C, tl.sum(b_products, 0), mask=m_C)
-        if is_last(p_tickets + groups * blocks + tl.program_id(2), groups):
-            b_dbias = tl.zeros([COLUMNS], tl.float64)
-            b_dweight = tl.zeros([COLUMNS], tl.float64)
-            for each in range(groups):
-                p_group = p_sums + each * 2 * C + o_C
-                b_dbias += tl.load(p_group, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-                b_dweight += tl.load(p_group + C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-            tl.store(p_dparameters + o_C, b_dweight.to(tl.float32), mask=m_C)
-            tl.store(p_dparameters + C + o_C, b_dbias.to(tl.float32), mask=m_C)
+    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
+        b_sum, b_product = merge_sums(p_group + first_chunk * 2 * C, members, o_C, m_C, C, PARTS)
+        done = bunches == 1
+        if bunches > 1:
+            p_bunches = p_group + chunks * 2 * C
+            store_pair(p_bunches + bunch * 2 * C, b_sum, b_product, o_C, m_C, C)
+            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
+            if done:
+                b_sum, b_product = merge_sums(p_bunches, bunches, o_C, m_C, C, PARTS)
+        if done:
+            store_pair(p_sums + group * 2 * C, b_sum, b_product, o_C, m_C, C)
+            if is_last(ticket_of(p_tickets, groups, 0, bunches), groups):
+                b_dbias = tl.zeros_like(b_sum)
+                b_dweight = tl.zeros_like(b_sum)
+                for each in range(groups):
+                    p_each = p_sums + each * 2 * C + o_C
+                    b_dbias += tl.load(p_each, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+                    b_dweight += tl.load(p_each + C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
+                store_pair(p_dparameters, b_dweight.to(tl.float32), b_dbias.to(tl.float32), o_C, m_C, C)
 
 
 @triton.jit
 def gradient_kernel(
     p_dy,
+    p_choice,
     p_x,
     p_mean,
     p_variance,
     p_weight,
     p_bias,
-    p_mask,
     p_sums,
     p_count,
     p_dx,
-    p_dresidual,
     rows,
     chunk,
     C,
+    H,
+    W,
     eps,
     RELU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WORD: tl.constexpr,
 ):
     group, o_C, m_C, first, last = place(rows, chunk, C, COLUMNS)
     b_mean, b_inverse, b_weight, b_bias = factors(p_mean, p_variance, p_weight, p_bias, group, o_C, m_C, C, eps)
@@ -326,15 +461,14 @@ def gradient_kernel(
     b_product_mean = (tl.load(p_group + C, mask=m_C, other=0) / count).to(tl.float32)  # [COLUMNS]
     b_scale = b_inverse * b_weight
     for start in range(first, last, ROWS):
-        o_row, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
-        b_dy = tl.load(p_dy + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
+        _, o, m = tile_at(start, last, group, rows, o_C, m_C, C, ROWS)
+        b_dy = load_gradient(p_dy, p_choice, start, group, rows, o, o_C, m, C, H, W, ROWS, COLUMNS)
         b_x = tl.load(p_x + o, mask=m, other=0).to(tl.float32)  # [ROWS, COLUMNS]
         b_normalised = (b_x - b_mean[None, :]) * b_inverse[None, :]
-        b_dy = let_through(b_dy, b_normalised, b_weight, b_bias, p_mask, o_row, o_C, m, C, RELU, WORD)
+        if RELU:
+            b_dy = tl.where(b_normalised * b_weight[None, :] + b_bias[None, :] > 0, b_dy, 0.0)
         b_dx = b_scale[None, :] * (b_dy - b_dy_mean[None, :] - b_normalised * b_product_mean[None, :])
         tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
-        if p_dresidual is not None:
-            tl.store(p_dresidual + o, b_dy.to(p_dresidual.dtype.element_ty), mask=m)
 
 
 TICKETS: dict[tuple[int, torch.device, int | None], Tensor] = {}
@@ -347,7 +481,8 @@ def tickets_for(cut: Cut, device: torch.device) -> Tensor:
     no later launch may find them; a graph uses those that an earlier launch on its stream has made.
     """
     _, groups, of_channels = cut.grid
-    size, on_gpu = 1 << ((groups + 1) * of_channels - 1).bit_length(), device.type == "cuda"
+    number, on_gpu = (groups + 1) * of_channels * (cut.bunches + 1), device.type == "cuda"
+    size = 1 << (number - 1).bit_length()
     key = size, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else None
     found = TICKETS.get(key)
     if found is None:
@@ -372,8 +507,9 @@ def statistics(x: Tensor, groups: int) -> Tensor:
     rows, channels = rows_in(x, groups), x.shape[1]
     if rows == 0:
         return torch.zeros(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
-    cuts = cut(rows, groups, channels, PROGRAMS["statistics"])
-    parts = torch.empty(groups, cuts.grid[0], 2, channels, dtype=torch.float64, device=x.device)
+    kernel = NORM_KERNELS["statistics"]
+    cuts = cut(rows, groups, channels, kernel)
+    parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
     found_GS = torch.empty(groups, 2 * channels + 1, dtype=torch.float64, device=x.device)
     statistics_kernel[cuts.grid](
         dense(x),
@@ -385,7 +521,8 @@ def statistics(x: Tensor, groups: int) -> Tensor:
         channels,
         ROWS=cuts.rows,
         COLUMNS=cuts.columns,
-        PARTS=PARTS,
+        PARTS=kernel.parts,
+        **kernel.options,
     )
     return found_GS
 
@@ -463,7 +600,8 @@ def _write_normalised(x, mean_GC, variance_GC, weight, bias, residual, y, mask, 
     groups, channels = mean_GC.shape
     rows = rows_in(x, groups)
     if rows:
-        cuts = cut(rows, groups, channels, PROGRAMS["normalise"])
+        kernel = NORM_KERNELS["normalise"]
+        cuts = cut(rows, groups, channels, kernel)
         normalise_kernel[cuts.grid](
             x,
             mean_GC,
@@ -481,7 +619,47 @@ def _write_normalised(x, mean_GC, variance_GC, weight, bias, residual, y, mask, 
             ROWS=cuts.rows,
             COLUMNS=cuts.columns,
             WORD=WORD,
+            **kernel.options,
         )
+
+
+def pool(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    keep_choice: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `batch_norm_reference.pool`."""
+    groups, channels = mean_GC.shape
+    images, _, *size = x.shape
+    y = x.new_empty(images, channels, *pooled_size(x)).contiguous(memory_format=torch.channels_last)
+    choice = torch.empty_like(y, dtype=torch.uint8) if keep_choice else x.new_empty(0, dtype=torch.uint8)
+    rows = y.numel() // channels // groups
+    if rows:
+        kernel = NORM_KERNELS["pool"]
+        cuts = cut(rows, groups, channels, kernel)
+        pool_kernel[cuts.grid](
+            dense(x),
+            mean_GC,
+            variance_GC,
+            weight,
+            bias,
+            y,
+            choice if keep_choice else None,
+            rows,
+            cuts.chunk,
+            channels,
+            *size,
+            eps,
+            NOWHERE=NOWHERE,
+            ROWS=cuts.rows,
+            COLUMNS=cuts.columns,
+            **kernel.options,
+        )
+    return y, choice
 
 
 def sums(
@@ -494,20 +672,30 @@ def sums(
     mask: Tensor | None,
     eps: float,
     relu: bool,
-) -> tuple[Tensor, Tensor]:
+    second: Tensor | None = None,
+    keep: bool = False,
+    choice: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `batch_norm_reference.sums`."""
+    x = dense(x)
+    kept = torch.empty_like(x) if keep else x.new_empty(0)
     groups, channels = mean_GC.shape
+    size = (1, 1) if choice is None else x.shape[2:]
     rows = rows_in(x, groups)
     if rows == 0:
         zeros = torch.zeros(groups, 2, channels, dtype=torch.float64, device=x.device)
-        return zeros, torch.zeros(2, channels, device=x.device)
-    cuts = cut(rows, groups, channels, PROGRAMS["sums"])
-    parts = torch.empty(groups, cuts.grid[0], 2, channels, device=x.device)
+        return zeros, torch.zeros(2, channels, device=x.device), kept
+    kernel = NORM_KERNELS["sums" if choice is None else "sums_pool"]
+    cuts = cut(rows, groups, channels, kernel)
+    parts = torch.empty(groups, cuts.grid[0] + cuts.bunches, 2, channels, dtype=torch.float64, device=x.device)
     sums_G2C = torch.empty(groups, 2, channels, dtype=torch.float64, device=x.device)
     dparameters_2C = torch.empty(2, channels, device=x.device)
     sums_kernel[cuts.grid](
         dense(dy),
-        dense(x),
+        choice,
+        None if second is None else dense(second),
+        kept if keep else None,
+        x,
         mean_GC,
         variance_GC,
         weight,
@@ -520,14 +708,16 @@ def sums(
         rows,
         cuts.chunk,
         channels,
+        *size,
         eps,
         RELU=relu,
         ROWS=cuts.rows,
         COLUMNS=cuts.columns,
-        PARTS=PARTS,
+        PARTS=kernel.parts,
         WORD=WORD,
+        **kernel.options,
     )
-    return sums_G2C, dparameters_2C
+    return sums_G2C, dparameters_2C, kept
 
 
 def gradient(
@@ -537,40 +727,40 @@ def gradient(
     variance_GC: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
     eps: float,
     relu: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor]:
+    choice: Tensor | None = None,
+) -> Tensor:
     """See `batch_norm_reference.gradient`."""
     x = dense(x)
     groups, channels = mean_GC.shape
+    size = (1, 1) if choice is None else x.shape[2:]
     rows = rows_in(x, groups)
     dx = torch.empty_like(x)
-    dresidual = torch.empty_like(x) if residual else None
     if rows:
-        cuts = cut(rows, groups, channels, PROGRAMS["gradient"])
+        kernel = NORM_KERNELS["gradient" if choice is None else "gradient_pool"]
+        cuts = cut(rows, groups, channels, kernel)
         gradient_kernel[cuts.grid](
             dense(dy),
+            choice,
             x,
             mean_GC,
             variance_GC,
             weight,
             bias,
-            mask,
             sums_G2C,
             count_G,
             dx,
-            dresidual,
             rows,
             cuts.chunk,
             channels,
+            *size,
             eps,
             RELU=relu,
             ROWS=cuts.rows,
             COLUMNS=cuts.columns,
-            WORD=WORD,
+            **kernel.options,
         )
-    return dx, x.new_empty(0) if dresidual is None else dresidual
+    return dx

@@ -46,21 +46,29 @@ normalise = Operator(
 
 normalise_ = Operator("batch_norm_normalise_", reference.normalise_, kernel="batch_norm", writes=("x",))
 
+pool = Operator(
+    "batch_norm_pool",
+    reference.pool,
+    kernel="batch_norm",
+    fake=lambda x, keep_choice, **_: (
+        y := x.new_empty(*x.shape[:2], *reference.pooled_size(x)).contiguous(memory_format=torch.channels_last),
+        torch.empty_like(y, dtype=torch.uint8) if keep_choice else x.new_empty(0, dtype=torch.uint8),
+    ),
+)
+
 sums = Operator(
     "batch_norm_sums",
     reference.sums,
     kernel="batch_norm",
-    fake=lambda mean_GC, **_: (
+    fake=lambda x, mean_GC, keep, **_: (
         mean_GC.new_empty(mean_GC.shape[0], 2, mean_GC.shape[1], dtype=torch.float64),
         mean_GC.new_empty(2, mean_GC.shape[1]),
+        torch.empty_like(x) if keep else x.new_empty(0),
     ),
 )
 
 gradient = Operator(
-    "batch_norm_gradient",
-    reference.gradient,
-    kernel="batch_norm",
-    fake=lambda x, residual, **_: (torch.empty_like(x), torch.empty_like(x) if residual else x.new_empty(0)),
+    "batch_norm_gradient", reference.gradient, kernel="batch_norm", fake=lambda x, **_: torch.empty_like(x)
 )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 # 1e4 and standard deviation 1 its variance in fp32 is 9 times too large.
 BLOCK_ELEMENTS = 1 << 17
 WORD = 32  # bits per word of the ReLU's mask
+NOWHERE = 9  # the choice of a window without a number above zero
 
 _fixed_backward = torch.ops.aten.native_batch_norm_backward
 
@@ -162,6 +163,51 @@ def normalise_(
     x.copy_(normalise(x, mean_GC, variance_GC, weight, bias, residual, eps, relu, keep_mask=False)[0])
 
 
+def pool(
+    x: Tensor,
+    mean_GC: Tensor,
+    variance_GC: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    keep_choice: bool,
+) -> tuple[Tensor, Tensor]:
+    """The maximum of relu(x̂·γ + β) over windows of 3 × 3 with stride 2 and a padding of 1.
+
+    Args:
+        x: [N, C, H, W], channels-last; the other arguments as in `normalise`.
+        keep_choice: whether to return which position of each window was chosen.
+
+    Returns:
+        y [N, C, ⌈H/2⌉, ⌈W/2⌉], and with `keep_choice` for each of its elements, as uint8, the number of the position in
+        its window, row by row; `NOWHERE` if the maximum is not above zero.
+    """
+    y, _ = normalise(x, mean_GC, variance_GC, weight, bias, None, eps, relu=True, keep_mask=False)
+    y, index = F.max_pool2d(y, 3, stride=2, padding=1, return_indices=True)
+    if not keep_choice:
+        return y, x.new_empty(0, dtype=torch.uint8)
+    width = x.shape[3]
+    corner_H, corner_W = (2 * torch.arange(size) - 1 for size in y.shape[2:])
+    choice = (index // width - corner_H[:, None]) * 3 + index % width - corner_W
+    return y, torch.where(y > 0, choice, NOWHERE).to(torch.uint8)
+
+
+def pooled_size(x: Tensor) -> list[int]:
+    """Height and width after `pool`."""
+    return [(size + 1) // 2 for size in x.shape[2:]]
+
+
+def _unpooled(dy: Tensor, choice: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `pool` with respect to x̂·γ + β."""
+    height, width = dy.shape[2:]
+    padded = F.pad(torch.zeros_like(x, dtype=dy.dtype), (1, 1, 1, 1))
+    for position in range(9):
+        down, right = divmod(position, 3)
+        window = padded[:, :, down : down + 2 * height : 2, right : right + 2 * width : 2]
+        window += torch.where(choice == position, dy, 0)
+    return padded[:, :, 1:-1, 1:-1].contiguous(memory_format=torch.channels_last)
+
+
 def empty_mask(x: Tensor, keep_mask: bool) -> Tensor:
     """Memory for the ReLU's mask; without `keep_mask` a tensor without elements."""
     channels = x.shape[1]
@@ -225,18 +271,28 @@ def sums(
     mask: Tensor | None,
     eps: float,
     relu: bool,
-) -> tuple[Tensor, Tensor]:
+    second: Tensor | None = None,
+    keep: bool = False,
+    choice: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Σ dy' and Σ dy'·x̂ on this rank, and the gradients of the parameters.
 
     Args:
         dy: shaped and laid out like x.
         x, mean_GC, variance_GC, weight, bias, eps, relu: as in `normalise`.
         mask: the mask that `normalise` returned; None if it can be recomputed from x, or without ReLU.
+        second: gradient of a second use of y, which is added to dy.
+        keep: whether to return dy', which is also the residual's gradient.
+        choice: what `pool` returned, if y is its result; then without `relu` or `mask`.
 
     Returns:
-        [G, 2, C] float64, and dγ and dβ [2, C].
+        [G, 2, C] float64, dγ and dβ [2, C], and dy'; without `keep` a tensor without elements instead.
     """
-    dtype = mean_GC.dtype
+    dtype, given = mean_GC.dtype, dy
+    if choice is not None:
+        dy = _unpooled(dy, choice, x)
+    if second is not None:
+        dy = dy + second
     sums_G2C = torch.zeros(len(mean_GC), 2, x.shape[1], dtype=torch.float64)
     if x.numel():
         dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
@@ -247,7 +303,11 @@ def sums(
                 dy_part, x_part, unit_C, mean_GC[group], variance_GC[group], None, None, False, eps, [False, True, True]
             )
             sums_G2C[group] = torch.stack([sum_C, product_C])
-    return sums_G2C, sums_G2C.sum(0).flip(0).to(dtype)
+    if not keep:
+        dy = x.new_empty(0)
+    elif dy is given:
+        dy = dy.clone()  # an operator must not return one of its inputs
+    return sums_G2C, sums_G2C.sum(0).flip(0).to(dtype), dy
 
 
 def gradient(
@@ -257,22 +317,25 @@ def gradient(
     variance_GC: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mask: Tensor | None,
     sums_G2C: Tensor,
     count_G: Tensor,
     eps: float,
     relu: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """dx, and the residual's gradient dy'; without `residual` a tensor without elements instead.
+    choice: Tensor | None = None,
+) -> Tensor:
+    """dx.
 
     Args:
-        dy, x, mean_GC, variance_GC, weight, bias, mask, eps, relu: as in `sums`.
+        dy: as in `sums`, which masks it if the ReLU's mask is not recomputed from x.
+        x, mean_GC, variance_GC, weight, bias, eps: as in `sums`.
         sums_G2C: the sums that `sums` returns, added up over all ranks.
         count_G: number of rows over all ranks, as `settle` returns it.
-        residual: whether there was a residual.
+        relu: whether to set dy to 0 where the ReLU's input, recomputed from x, was not above zero.
+        choice: as in `sums`.
     """
-    dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, mask, eps=eps, relu=relu)
+    if choice is not None:
+        dy = _unpooled(dy, choice, x)
+    dy = _let_through(dy, x, mean_GC, variance_GC, weight, bias, None, eps=eps, relu=relu)
     dtype = mean_GC.dtype
     dy_mean_GC, product_mean_GC = (sums_G2C / count_G[:, None, None]).to(dtype).unbind(1)
     scale_GC = torch.rsqrt(variance_GC + eps) * (1 if weight is None else weight.to(dtype))
@@ -288,6 +351,4 @@ def gradient(
     dx = _per_group(dy, of_dy, len(mean_GC))
     for group, (part, out) in enumerate(zip(x.chunk(len(mean_GC)), dx.chunk(len(mean_GC)), strict=True)):
         out += of_x(part, group)
-    if not residual:
-        return dx, x.new_empty(0)
-    return dx, dy if relu else dy.clone()  # an operator must not return one of its inputs
+    return dx

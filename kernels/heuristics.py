@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -22,10 +22,7 @@ TRIANGLE = 128  # rows and columns of the blocks that make up F's upper triangle
 MAX_WIDTH = 65536  # a row of unit embeddings must fit into the registers of one program
 WHOLE_ROW = 16384  # channels up to which three arrays fit
 HALF = (torch.bfloat16, torch.float16)
-MOST_CHUNKS = 256  # of batch norm's rows per group, so that the last program merges them quickly
-PARTS = 16  # chunks that it merges at a time
-PROGRAMS = {"statistics": 1024, "normalise": 4096, "sums": 1024, "gradient": 4096}  # of batch norm's kernels, about
-RESIDENT = 4  # of their programs fit on a multiprocessor: 128 threads with at most 128 registers each, of 65,536
+REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -102,25 +99,73 @@ def working_scale(dtype: torch.dtype, width: int) -> float:
 
 
 @dataclass(frozen=True)
+class NormKernel:
+    """How one of batch norm's kernels runs.
+
+    Attributes:
+        programs: about so many.
+        elements, columns: of a tile of one tensor; each thread holds 8 adjacent channels, 128 bits in bf16.
+        warps: per program.
+        registers: at most so many per thread, a multiple of 8; the compiler is told, and in bf16 needs no more.
+        parts: results of chunks that one program merges at a time; 0: there is nothing to merge.
+    """
+
+    programs: int
+    elements: int
+    columns: int
+    warps: int
+    registers: int
+    parts: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit on a multiprocessor at a time."""
+        return REGISTERS // (32 * self.warps * self.registers)
+
+    @cached_property
+    def options(self) -> dict[str, int]:
+        """Options of its launch."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+NORM_KERNELS = {
+    "statistics": NormKernel(1024, 4096, 64, warps=8, registers=80, parts=32),
+    "normalise": NormKernel(4096, 2048, 128, warps=4, registers=96),
+    "pool": NormKernel(4096, 1024, 64, warps=4, registers=96),
+    "sums": NormKernel(1024, 2048, 64, warps=8, registers=72, parts=32),
+    "sums_pool": NormKernel(1024, 2048, 64, warps=8, registers=96, parts=32),  # from the gradient after `pool`
+    "gradient": NormKernel(4096, 2048, 128, warps=4, registers=96),
+    "gradient_pool": NormKernel(4096, 1024, 64, warps=4, registers=96),
+}
+
+
+@dataclass(frozen=True)
 class Cut:
-    """How batch norm's rows are cut: rows and columns per tile, rows per chunk, and the grid (chunks, groups, blocks of
-    channels)."""
+    """How batch norm's rows are cut: rows and columns per tile, rows per chunk, the grid (chunks, groups, blocks of
+    channels), and how many bunches of chunks are merged first."""
 
     rows: int
     columns: int
     chunk: int
     grid: tuple[int, int, int]
+    bunches: int
+
+    @property
+    def levels(self) -> int:
+        """How often results are merged one after the other."""
+        return 0 if not self.bunches else 1 if self.bunches == 1 else 2
 
 
 @cache
-def cut(rows: int, groups: int, channels: int, programs: int) -> Cut:
-    """The cut of `rows` rows per group into about `programs` programs.
-
-    Each thread holds 8 adjacent channels, which are 128 bits in bf16.
-    """
-    columns = min(128, max(WORD, 1 << (channels - 1).bit_length()))
-    tile_rows = 2048 // columns
+def cut(rows: int, groups: int, channels: int, kernel: NormKernel) -> Cut:
+    """The cut of `rows` rows per group for one of batch norm's kernels."""
+    columns = min(kernel.columns, max(WORD, 1 << (channels - 1).bit_length()))
+    tile_rows = kernel.elements // columns
     of_channels = blocks(channels, columns)
-    chunks = max(1, min(MOST_CHUNKS, programs // (groups * of_channels), blocks(rows, tile_rows)))
+    chunks = max(1, min(kernel.programs // (groups * of_channels), blocks(rows, tile_rows)))
+    if kernel.parts:  # merged twice, each time in one go
+        chunks = min(chunks, kernel.parts**2)
     chunk = blocks(blocks(rows, chunks), tile_rows) * tile_rows
-    return Cut(tile_rows, columns, chunk, (blocks(rows, chunk), groups, of_channels))
+    chunks = blocks(rows, chunk)
+    bunches = blocks(chunks, kernel.parts) if kernel.parts else 0
+    return Cut(tile_rows, columns, chunk, (chunks, groups, of_channels), bunches)

@@ -340,7 +340,7 @@ def test_a_kernel_takes_the_longest_of_its_limits_and_waits_for_what_is_merged()
     alone = Work("normalisation", "online", read=bytes_of)
     assert alone.seconds(CARD) == bytes_of / CARD.memory
     for programs in (1, full // 8, full, 100 * full):  # no more bytes on their way than fit on the card
-        filled = replace(alone, programs=programs, at_once=4096)
+        filled = replace(alone, programs=programs, resident=4, at_once=4096)
         on_their_way = 4096 * min(programs, full)
         expected = max(alone.seconds(CARD), bytes_of * CARD.latency / on_their_way)
         assert filled.seconds(CARD) == pytest.approx(expected)

@@ -26,12 +26,22 @@ class Fusion(NamedTuple):
 
     relu: bool
     residual: bool
+    twice: bool = False
+    pool: bool = False
 
-    def __str__(self) -> str:
-        return "norm" + ", add" * self.residual + ", ReLU" * self.relu
+    @property
+    def mask(self) -> float:
+        """Bytes of what backward has to know of the ReLU, or of the pooling: a byte for a window of four elements."""
+        return 1 / 4 if self.pool else BIT * (self.relu and self.residual)
 
 
-FUSIONS = (Fusion(relu=False, residual=False), Fusion(relu=True, residual=False), Fusion(relu=True, residual=True))
+FUSIONS = {
+    "nothing": Fusion(relu=False, residual=False),
+    "ReLU": Fusion(relu=True, residual=False),
+    "ReLU, max-pool": Fusion(relu=True, residual=False, pool=True),
+    "add, ReLU": Fusion(relu=True, residual=True),
+    "add, ReLU, two branches": Fusion(relu=True, residual=True, twice=True),
+}
 
 
 class Count(NamedTuple):
@@ -56,21 +66,28 @@ def statistics() -> Count:
 
 
 def normalise(fusion: Fusion) -> Count:
-    """x and the residual are read, y and the mask written; two products, two sums, and what follows."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(X * (2 + fusion.residual) + mask, 4 + fusion.residual + fusion.relu)
+    """x and the residual are read, y and the mask written; two products, two sums, and what follows. With max-pool y
+    has a quarter of the elements, each from nine of x, which are compared."""
+    if fusion.pool:
+        return Count(X * 5 / 4 + fusion.mask, 9 * 6 // 4)
+    return Count(X * (2 + fusion.residual) + fusion.mask, 4 + fusion.residual + fusion.relu)
 
 
 def sums(fusion: Fusion) -> Count:
-    """dy, x and the mask are read; x̂, three operations for what the ReLU lets through where no mask says it, sums."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(2 * X + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 3)
+    """x, the mask and dy are read, the latter from both branches if there are two, and what the mask leaves of dy is
+    written; x̂, three operations for what the ReLU lets through where nothing says it, sums."""
+    again = 3 * (fusion.relu and not fusion.mask)
+    if fusion.pool:
+        return Count(X * 5 / 4 + fusion.mask, 2 + 4 + 3)
+    tensors = 2 + fusion.twice + (fusion.relu and fusion.residual)
+    return Count(X * tensors + fusion.mask, 2 + fusion.twice + again + 3)
 
 
 def gradient(fusion: Fusion) -> Count:
-    """As `sums` up to the ReLU; dx, and the residual's gradient, are written."""
-    mask = BIT * (fusion.relu and fusion.residual)
-    return Count(X * (3 + fusion.residual) + mask, 2 + 3 * (fusion.relu and not fusion.residual) + 4)
+    """dy, masked already if there is a mask, and x are read and dx written; else as `sums` up to the ReLU."""
+    if fusion.pool:
+        return Count(X * 9 / 4 + fusion.mask, 2 + 4 + 4)
+    return Count(X * 3, 2 + 3 * (fusion.relu and not fusion.mask) + 4)
 
 
 def settle_bytes(ranks: int, groups: int, channels: int) -> int:
@@ -89,10 +106,12 @@ def eager(fusion: Fusion) -> tuple[float, float]:
     """The same of cuDNN's batch norm, which reads its input twice in either direction, and torch's operators after it.
 
     The addition in place reads two tensors and writes one, and passes its gradient on as it is; the ReLU in place reads
-    and writes one, and in the backward pass reads dy and y and writes one.
+    and writes one, and in the backward pass reads dy and y and writes one; adding the gradients of two branches reads
+    two tensors and writes one. Max-pool reads y and writes a quarter of it and as many int64; in the backward pass it
+    reads those and writes one tensor.
     """
-    forward = 3 * X + 3 * X * fusion.residual + 2 * X * fusion.relu
-    return forward, 5 * X + 3 * X * fusion.relu
+    forward = 3 * X + 3 * X * fusion.residual + 2 * X * fusion.relu + (X * 5 / 4 + 2) * fusion.pool
+    return forward, 5 * X + 3 * X * fusion.relu + 3 * X * fusion.twice + (X * 5 / 4 + 2) * fusion.pool
 
 
 def elements(backbone: str, image_size: int) -> Counter[Fusion]:
@@ -100,8 +119,9 @@ def elements(backbone: str, image_size: int) -> Counter[Fusion]:
     found: Counter[Fusion] = Counter()
 
     def count(module: nn.Module, arguments, keywords, output) -> None:
-        residual = keywords.get("residual") is not None
-        found[Fusion(relu=keywords.get("relu", False), residual=residual)] += output[0].numel()
+        residual, twice = keywords.get("residual") is not None, keywords.get("twice", False)
+        stem = module is network.bn1  # whose kernel has the max-pool too
+        found[Fusion(keywords.get("relu", False), residual, twice, stem)] += arguments[0][0].numel()
 
     with torch.device("meta"):
         network = build_backbone(backbone)

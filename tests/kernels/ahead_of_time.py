@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,20 @@ from triton.compiler import ASTSource
 
 
 def compiled(
-    kernel, architecture: int, constants: Mapping, kind: Callable[[str], str], aligned: Iterable[str], warps: int
+    kernel,
+    architecture: int,
+    constants: Mapping,
+    kind: Callable[[str], Any],
+    aligned: Iterable[str] = (),
+    **options: int,
 ):
     """The kernel for sm_`architecture`; `asm` has PTX and cubin.
 
     Args:
-        constants: values of its constexpr arguments.
+        constants: values of its constexpr arguments, by name; of elements of tuples, by position.
         kind: the Triton type of another argument.
         aligned: arguments that are multiples of 16.
+        options: of the launch, like `num_warps`.
     """
     names = kernel.arg_names
     source = ASTSource(
@@ -34,7 +41,7 @@ def compiled(
         dict(constants),
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants},
     )
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 def wide_accesses(result, access: str) -> int:

@@ -2,80 +2,76 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
-from ahead_of_time import compiled, wide_accesses
+from ahead_of_time import wide_accesses
+from every_kernel import VARIANTS
 
 from unigrad_fast.benchmarks.counts.compiled import resources
-from unigrad_fast.kernels.batch_norm import (
-    PARTS,
-    WORD,
-    cut,
-    gradient_kernel,
-    normalise_kernel,
-    settle_kernel,
-    statistics_kernel,
-    sums_kernel,
-)
+from unigrad_fast.kernels.heuristics import NORM_KERNELS, cut
 
-HALF = {"p_x", "p_y", "p_dy", "p_dx", "p_residual", "p_dresidual"}  # bf16
-DOUBLE = {"p_count", "p_sums", "p_statistics"}
-INTEGER = {"p_mask": "*i32", "p_tickets": "*i32", "p_tracked": "*i64"}
-
-
-def kind(name: str, double: set[str]) -> str:
-    """The Triton type of an argument."""
-    if name in HALF:
-        return "*bf16"
-    if name in DOUBLE | double:
-        return "*fp64"
-    if name in INTEGER:
-        return INTEGER[name]
-    return "*fp32" if name.startswith("p_") else "fp32" if name in ("eps", "momentum") else "i32"
-
-
-TILE = cut(802_816, 2, 64, 1024)
-ROWS = {"ROWS": TILE.rows, "COLUMNS": TILE.columns}
-NONE = {"p_residual": None, "p_mask": None, "p_dresidual": None}
 # Tensors of images that are read and written.
-CASES = [
-    pytest.param(statistics_kernel, {**ROWS, "PARTS": PARTS}, {"p_parts"}, 1, 0, id="statistics"),
-    pytest.param(settle_kernel, {"GROUPS": 2, "COLUMNS": 64}, {"p_parts"}, 0, 0, id="settle"),
-    pytest.param(normalise_kernel, {**ROWS, "WORD": WORD, "RELU": False}, set(), 1, 1, id="normalise"),
-    pytest.param(normalise_kernel, {**ROWS, "WORD": WORD, "RELU": True}, set(), 1, 1, id="normalise_relu"),
-    pytest.param(normalise_kernel, {**ROWS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 1, id="add_relu"),
-    pytest.param(sums_kernel, {**ROWS, "PARTS": PARTS, "WORD": WORD, "RELU": False}, set(), 2, 0, id="sums"),
-    pytest.param(
-        sums_kernel,
-        {**ROWS, "PARTS": PARTS, "WORD": WORD, "RELU": True, "masked": True},
-        set(),
-        2,
-        0,
-        id="sums_add_relu",
-    ),
-    pytest.param(gradient_kernel, {**ROWS, "WORD": WORD, "RELU": True}, set(), 2, 1, id="gradient_relu"),
-    pytest.param(
-        gradient_kernel, {**ROWS, "WORD": WORD, "RELU": True, "masked": True}, set(), 2, 2, id="gradient_add_relu"
-    ),
-]
+IMAGES = {
+    "norm_statistics": (1, 0),
+    "norm_settle": (0, 0),
+    "normalise": (1, 1),
+    "normalise_relu": (1, 1),
+    "normalise_add": (2, 1),
+    "norm_sums": (2, 0),
+    "norm_sums_relu": (2, 0),
+    "norm_sums_add": (2, 1),
+    "norm_sums_twice": (3, 1),
+    "norm_sums_pool": (5, 0),  # the gradient from 4 windows
+    "norm_gradient_pool": (5, 1),
+    "norm_pool": (9, 1),
+    "norm_gradient": (2, 1),
+    "norm_gradient_relu": (2, 1),
+}
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.parametrize(("kernel", "constants", "double", "read", "written"), CASES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_images_move_128_bits_at_a_time_and_registers_suffice(
-    kernel, constants, double, read, written, architecture, tmp_path, monkeypatch, record_property
+    name, architecture, tmp_path, monkeypatch, record_property
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    constants = dict(constants)
-    if not constants.pop("masked", False):
-        constants |= {name: None for name in NONE if name in kernel.arg_names}
-    warps = 2 if kernel is settle_kernel else 4
-    aligned = [name for name in kernel.arg_names if name.startswith("p_") or name == "C"]
-    result = compiled(kernel, architecture, constants, lambda name: kind(name, double), aligned, warps)
-    tile = constants.get("ROWS", 0) * constants.get("COLUMNS", 0)
-    per_tensor = tile // (32 * warps * 8)  # accesses of 8 bf16
+    variant = VARIANTS[name]
+    pooled = variant.name in ("sums", "gradient") and name.endswith("_pool")
+    settings = NORM_KERNELS.get(variant.name + "_pool" * pooled)
+    tile, options = 0, {"num_warps": 2}
+    if settings:
+        cuts, options = cut(802_816, 2, 256, settings), settings.options
+        variant = replace(variant, constants={**variant.constants, "ROWS": cuts.rows, "COLUMNS": cuts.columns})
+        tile = cuts.rows * cuts.columns
+    aligned = [each for each in variant.kernel.arg_names if each.startswith("p_") or each == "C"]
+    result = variant.compiled(aligned=aligned, architecture=architecture, **options)
+    per_tensor = tile // (32 * options["num_warps"] * 8)  # accesses of 8 bf16
+    read, written = IMAGES[name]
     assert wide_accesses(result, "ld") >= read * per_tensor
     assert wide_accesses(result, "st") >= written * per_tensor
     registers, stack = resources(result.asm["cubin"])
     record_property("registers", registers)
     assert stack == 0
-    assert registers <= 128
+    assert registers <= (settings.registers if settings else 64)
+
+
+@pytest.mark.parametrize("name", NORM_KERNELS)
+@pytest.mark.parametrize(("rows", "channels"), [(1_605_632, 64), (401_408, 64), (401_408, 256), (6_272, 2048)])
+def test_large_norms_fill_a_card(name, rows, channels):
+    """Two groups of 128 images in ResNet-50, on a card of 132 multiprocessors, each with room for 64 warps."""
+    settings = NORM_KERNELS[name]
+    resident = min(settings.resident, math.prod(cut(rows, 2, channels, settings).grid) / 132)
+    assert resident * settings.warps >= 64 * 0.25
+    in_flight = resident * settings.elements * (2 if name in ("statistics", "normalise") else 4)
+    assert in_flight >= 16 * 1024  # bytes: 2.7 TB/s if each takes 0.8 µs
+
+
+@pytest.mark.parametrize("channels", [3, 64, 2048])
+@pytest.mark.parametrize("rows", [1, 128, 6_272, 1_605_632, 2**30])
+@pytest.mark.parametrize("name", [name for name, settings in NORM_KERNELS.items() if settings.parts])
+def test_chunks_are_merged_in_at_most_two_steps(name, rows, channels):
+    parts = NORM_KERNELS[name].parts
+    cuts = cut(rows, 2, channels, NORM_KERNELS[name])
+    assert cuts.bunches == math.ceil(cuts.grid[0] / parts) <= parts

@@ -31,11 +31,11 @@ def forward_and_backward(x, dy, residual, weight, bias, running_mean, running_va
     mean, variance, count = OPERATORS.batch_norm_settle(parts, running_mean, running_var, tracked, 0.1, torch.float32)
     affine = (mean, variance, weight, bias)
     y, mask = OPERATORS.batch_norm_normalise(x, *affine, residual, EPS, True, True)
-    sums, dparameters = OPERATORS.batch_norm_sums(dy, x, *affine, mask, EPS, True)
-    dx, dresidual = OPERATORS.batch_norm_gradient(dy, x, *affine, mask, sums, count, EPS, True, True)
+    sums, dparameters, kept = OPERATORS.batch_norm_sums(dy, x, *affine, mask, EPS, True, dy, True)
+    dx = OPERATORS.batch_norm_gradient(kept, x, *affine, sums, count, EPS, False)
     again = y + 1
     OPERATORS.batch_norm_normalise_(again, *affine, None, EPS, True)
-    return [y, mask, dparameters, dx, dresidual, again]
+    return [y, mask, dparameters, dx, kept, again]
 
 
 def test_operators_compile_in_one_graph_with_the_same_numbers():
@@ -62,8 +62,9 @@ def test_operators_are_what_torch_expects():
         (OPERATORS.batch_norm_normalise, (x, *affine, x, EPS, True, True)),
         (OPERATORS.batch_norm_normalise, (x, *affine, None, EPS, False, False)),
         (OPERATORS.batch_norm_normalise_, (x.clone(), *affine, x.clone(), EPS, True)),
-        (OPERATORS.batch_norm_sums, (x, x, *affine, mask, EPS, True)),
-        (OPERATORS.batch_norm_gradient, (x, x, *affine, mask, sums, count, EPS, True, True)),
-        (OPERATORS.batch_norm_gradient, (x, x, *affine, None, sums, count, EPS, False, False)),
+        (OPERATORS.batch_norm_sums, (x, x, *affine, None, EPS, False)),
+        (OPERATORS.batch_norm_sums, (x, x, *affine, None, EPS, False, None, True)),
+        (OPERATORS.batch_norm_sums, (x, x, *affine, mask, EPS, True, x.clone(), True)),
+        (OPERATORS.batch_norm_gradient, (x, x, *affine, sums, count, EPS, True)),
     ]:
         torch.library.opcheck(operator.default, arguments)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from unigrad_fast.kernels import batch_norm
-from unigrad_fast.kernels.heuristics import cut
+from unigrad_fast.kernels.heuristics import NORM_KERNELS, cut
 
-CUT, GPU = cut(64, 2, 128, 8), torch.device("cuda", 0)
+CUT, GPU = cut(64, 2, 128, NORM_KERNELS["sums"]), torch.device("cuda", 0)
 
 
 @pytest.fixture

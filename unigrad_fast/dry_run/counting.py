@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk, Work
 from unigrad_fast.kernels import heuristics
+from unigrad_fast.kernels.batch_norm_reference import pooled_size
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
@@ -262,15 +263,22 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, int], ...]:
 def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
     """How one of batch norm's kernels fills a card; empty for other kernels."""
     kernel = kernel.removesuffix("_")
-    if kernel not in heuristics.PROGRAMS:
+    if kernel not in heuristics.NORM_KERNELS:
         return {}
-    images = args[:2] if kernel in ("sums", "gradient") else args[:1]
-    groups = args[1] if kernel == "statistics" else args[len(images)].shape[0]
-    x = images[-1]
-    cut = heuristics.cut(x.numel() // x.shape[1] // groups, groups, x.shape[1], heuristics.PROGRAMS[kernel])
-    merges = heuristics.blocks(cut.grid[0], heuristics.PARTS) if kernel in ("statistics", "sums") else 0
-    at_once = sum(cut.rows * cut.columns * each.element_size() for each in images)
-    return {"programs": math.prod(cut.grid), "at_once": at_once, "merges": merges}
+    pooled = any(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in args)
+    settings = heuristics.NORM_KERNELS[kernel + "_pool" * pooled]
+    backward = kernel in ("sums", "gradient")
+    x = args[1 if backward else 0]
+    groups = args[1] if kernel == "statistics" else args[2 if backward else 1].shape[0]
+    positions = math.prod(pooled_size(x)) * len(x) if kernel == "pool" else x.numel() // x.shape[1]
+    cut = heuristics.cut(positions // groups, groups, x.shape[1], settings)
+    merges = 2 * cut.levels  # a ticket and a load
+    if kernel == "sums":  # for the parameters, those of all groups
+        merges += 1 + groups
+    images = sum(isinstance(each, Tensor) and each.shape == x.shape for each in args)
+    images *= 4 if kernel == "pool" else 1  # positions for each of y
+    at_once = images * cut.rows * cut.columns * x.element_size()
+    return {"programs": math.prod(cut.grid), "resident": settings.resident, "at_once": at_once, "merges": merges}
 
 
 class Memory:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from unigrad_fast.dry_run.cards import Card, Host, collective_seconds, sent
-from unigrad_fast.kernels.heuristics import RESIDENT
 
 PARTS = (
     "convolution", "normalisation", "activation", "linear", "objective", "optimizer", "target", "casts", "other",
@@ -25,9 +24,9 @@ class Work:
         part: one of `PARTS`; phase: the phase of the step.
         read, written: bytes from and to memory.
         convolves: the FLOPs are a convolution's.
-        programs, at_once: of a kernel of ours, its programs and the bytes that each has on their way at a time; 0 for
-            others, which are taken to fill the card.
-        merges: loads at its end that wait for one another, while other programs have ended.
+        programs, resident, at_once: of a kernel of ours, its programs, how many of them fit on a multiprocessor, and
+            the bytes that each has on their way at a time; 0 for others, which are taken to fill the card.
+        merges: trips to memory at its end that wait for one another, while other programs have ended.
         own: seconds that do not follow from the rest.
     """
 
@@ -39,6 +38,7 @@ class Work:
     written: int = 0
     convolves: bool = False
     programs: int = 0
+    resident: int = 0
     at_once: int = 0
     merges: int = 0
     own: float = 0.0
@@ -47,7 +47,7 @@ class Work:
         """Expected seconds on a card: the longest of its launches, FLOPs and bytes, and the merging at its end."""
         memory = card.memory
         if self.programs:  # bytes on their way / the time that they take
-            resident = min(self.programs, RESIDENT * card.multiprocessors)
+            resident = min(self.programs, self.resident * card.multiprocessors)
             memory = min(memory, resident * self.at_once / card.latency)
         peak = card.convolution if self.convolves else card.product
         longest = max(self.launches * card.launch, self.flops / peak, (self.read + self.written) / memory)

@@ -111,19 +111,31 @@ class GroupedBatchNorm(BatchNorm):
     groups: Groups
     synchronised: bool
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        relu: bool = False,
+        twice: bool = False,
+        pool: nn.MaxPool2d | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """relu(norm(x) + residual), both optional.
 
         Args:
             x: the input; without gradient it may be overwritten if `relu` or `residual` is given.
             residual: a tensor shaped like x.
+            twice: the result will be used twice, so the kernels, in training, may return two tensors that share its
+                memory: backward then adds the gradients of both where it reads them.
+            pool: applied after the ReLU; without `residual` and `twice`. In training the kernels have that of a ResNet.
         """
         if not 2 <= x.dim() <= 4:
             raise ValueError(f"batch norm takes inputs with 2 to 4 dimensions, got {x.dim()}")
         fused = use_triton(x.device) and x.dtype != torch.float64 and x.dim() != 3
+        if pool is not None and not (fused and self.training and relu and _is_stem(pool)):
+            return pool(self.forward(x, residual, relu))
         shared = self.training and self.synchronised and not is_alone()
         if self.training and (fused or shared):
-            return self._train(x, residual, relu, fused, shared)
+            return self._train(x, residual, (relu, twice, pool is not None, shared), fused)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(batch_norm_ops, x, self.running_mean[None], self.running_var[None], residual, relu)
         if not self.training:
@@ -141,15 +153,19 @@ class GroupedBatchNorm(BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Already checked in `forward`."""
 
-    def _train(self, x: Tensor, residual: Tensor | None, relu: bool, fused: bool, shared: bool) -> Tensor:
+    def _train(self, x: Tensor, residual: Tensor | None, settings: tuple[bool, bool, bool, bool], fused: bool):
+        relu, _, pool, shared = settings
         if not torch.is_grad_enabled() and fused:
             functions, device = batch_norm_ops.chosen_for(x)
             with device:
                 mean_GC, variance_GC, _ = self._statistics(functions, x, shared)
+                if pool:
+                    return functions.pool(x, mean_GC, variance_GC, self.weight, self.bias, self.eps, False)[0]
                 return self._normalise(functions, x, mean_GC, variance_GC, residual, relu)
-        added, settings = residual if fused else None, (relu and fused, shared)
-        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, added, settings, self)
-        return y if fused else _finished(y, residual, relu)
+        if fused:
+            return _GroupedBatchNorm.apply(x, self.weight, self.bias, residual, settings, self)
+        y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, (False, False, False, shared), self)
+        return _finished(y, residual, relu)
 
     def _statistics(self, functions: Any, x: Tensor, shared: bool) -> Statistics:
         """Statistics of x, also used to update the running buffers; in a recomputation, those of the pass."""
@@ -182,6 +198,12 @@ class GroupedBatchNorm(BatchNorm):
         return functions.normalise(x, *arguments, False)[0]
 
 
+def _is_stem(pool: nn.MaxPool2d) -> bool:
+    """Whether a kernel has this pooling: a ResNet's."""
+    settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices)
+    return type(pool) is nn.MaxPool2d and settings == (3, 2, 1, 1, False, False)
+
+
 def _finished(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     if residual is not None:
         y += residual
@@ -193,38 +215,51 @@ class _GroupedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, settings, norm):
-        relu, ctx.shared = settings
+        relu, twice, ctx.pool, ctx.shared = settings
         x = _dense(x, like=x)
         residual = None if residual is None else _dense(residual, like=x)
         # Without a residual, backward can derive the ReLU's mask from x.
-        keep_mask = relu and residual is not None
+        keep_mask = ctx.pool or (relu and residual is not None)
         functions, device = batch_norm_ops.chosen_for(x)
         with device:
             statistics = norm._statistics(functions, x, ctx.shared)
             affine = (*statistics[:2], weight, bias)
-            y, mask = functions.normalise(x, *affine, residual, norm.eps, relu, keep_mask)
+            if ctx.pool:
+                y, mask = functions.pool(x, *affine, norm.eps, True)
+            else:
+                y, mask = functions.normalise(x, *affine, residual, norm.eps, relu, keep_mask)
         ctx.save_for_backward(x, *affine, mask if keep_mask else None, statistics[2])
-        ctx.settings, ctx.residual = (norm.eps, relu), residual is not None
-        return y
+        ctx.eps, ctx.relu, ctx.residual = norm.eps, relu and not ctx.pool, residual is not None
+        if not twice:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, y.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        *saved, count_G = ctx.saved_tensors
+    def backward(ctx, dy, second=None):
+        *saved, mask, count_G = ctx.saved_tensors
         x, weight, bias = saved[0], saved[3], saved[4]
-        arguments = (_dense(dy, like=x), *saved)
+        if dy is None:  # only the second of two results was used
+            dy, second = second, None
+        dy = _dense(dy, like=x)
+        second = None if second is None else _dense(second, like=x)
+        mask, choice = (None, mask) if ctx.pool else (mask, None)
+        keep = second is not None or (ctx.residual and ctx.relu)
         functions, device = batch_norm_ops.chosen_for(x)
-        dx = dresidual = None
+        dx = None
         with device:
-            sums_G2C, dparameters_2C = functions.sums(*arguments, *ctx.settings)
-            if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            settings = (ctx.eps, ctx.relu, second, keep, choice)
+            sums_G2C, dparameters_2C, kept = functions.sums(dy, *saved, mask, *settings)
+            dy = kept if keep else dy
+            if ctx.needs_input_grad[0]:
                 if ctx.shared:
                     summed_(sums_G2C)
-                dx, dresidual = functions.gradient(*arguments, sums_G2C, count_G, *ctx.settings, ctx.residual)
+                dx = functions.gradient(dy, *saved, sums_G2C, count_G, ctx.eps, ctx.relu and not keep, choice)
         dweight, dbias = dparameters_2C.unbind()
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = None if bias is None else dbias.to(bias.dtype)
-        return dx, dweight, dbias, dresidual if ctx.residual else None, None, None
+        return dx, dweight, dbias, dy if ctx.residual else None, None, None
 
 
 def _dense(x: Tensor, like: Tensor) -> Tensor:

@@ -1,46 +1,71 @@
-"""torchvision's residual networks with addition and ReLU fused into the preceding batch norms.
+"""torchvision's residual networks with addition, ReLU and max-pool fused into the preceding batch norms.
 
 Modules, names, parameters and results are torchvision's; only `forward` differs. On a GPU norm, addition and ReLU are
-one kernel; elsewhere they are the same operations as in torchvision.
+one kernel, and in training the stem's norm, ReLU and max-pool, and most blocks return a pair of equal tensors, one for
+each branch of the next block; elsewhere they are the same operations as in torchvision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
+from unigrad_fast.kernels.dispatch import use_triton
 
-def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+# A block's result; twice if its gradients from the next block's branches are to be added in its last norm.
+Used: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+
+
+def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None, twice: bool = False):
     """activation(norm(x) + residual); the norm computes a ReLU itself, any other activation is applied after it."""
     if type(activation) is nn.ReLU:
-        return norm(x, residual=residual, relu=True)
+        return norm(x, residual=residual, relu=True, twice=twice)
     return activation(norm(x, residual=residual))
 
 
-class FusedBasicBlock(BasicBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
+class Fused:
+    """A residual block.
+
+    Attributes:
+        twice: whether the next block takes the result for both of its branches (`GroupedBatchNorm.forward`).
+    """
+
+    twice = False
+
+    def branches(self, x: Used) -> tuple[Tensor, Tensor]:
+        """Inputs of the residual branch, and the shortcut."""
+        x, shortcut = x if isinstance(x, tuple) else (x, x)
+        return x, shortcut if self.downsample is None else self.downsample(shortcut)
+
+
+class FusedBasicBlock(Fused, BasicBlock):
+    def forward(self, x: Used) -> Used:
+        x, shortcut = self.branches(x)
         y = activated(self.relu, self.bn1, self.conv1(x))
-        return activated(self.relu, self.bn2, self.conv2(y), shortcut)
+        return activated(self.relu, self.bn2, self.conv2(y), shortcut, self.twice)
 
 
-class FusedBottleneck(Bottleneck):
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
+class FusedBottleneck(Fused, Bottleneck):
+    def forward(self, x: Used) -> Used:
+        x, shortcut = self.branches(x)
         y = activated(self.relu, self.bn1, self.conv1(x))
         y = activated(self.relu, self.bn2, self.conv2(y))
-        return activated(self.relu, self.bn3, self.conv3(y), shortcut)
+        return activated(self.relu, self.bn3, self.conv3(y), shortcut, self.twice)
 
 
 class FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(activated(self.relu, self.bn1, self.conv1(x)))
+        x = self.conv1(x)
+        if use_triton(x.device) and type(self.maxpool) is nn.MaxPool2d and type(self.relu) is nn.ReLU:
+            x = self.bn1(x, relu=True, pool=self.maxpool)
+        else:
+            x = self.maxpool(activated(self.relu, self.bn1, x))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))
 
@@ -80,4 +105,7 @@ def fuse(backbone: nn.Module, projector: nn.Sequential) -> None:
     """Fuse addition and activation into an encoder's norms, which `batch_norm.convert` has made."""
     for module in backbone.modules():
         module.__class__ = FUSED.get(type(module), type(module))
+    blocks = [module for module in backbone.modules() if isinstance(module, Fused)]
+    for block in blocks[:-1]:
+        block.twice = True
     projector.__class__ = FusedProjector

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from unigrad_fast.kernels import batch_norm as kernel
 from unigrad_fast.kernels import batch_norm_reference as reference
+from unigrad_fast.kernels.heuristics import NORM_KERNELS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-5
 
 
-@pytest.fixture(params=[1024, 1], ids=["many_programs", "few_programs"])
+@pytest.fixture(params=[(1 << 20, 4), (1 << 20, 32), (1, 32)], ids=["bunches", "one_bunch", "one_chunk"])
 def programs(request, monkeypatch):
-    """Rows in as many chunks as there may be, and in one."""
-    cut = kernel.cut
-    monkeypatch.setattr(
-        kernel, "cut", lambda rows, groups, channels, programs: cut(rows, groups, channels, request.param)
-    )
+    """Rows in as many chunks as there may be, merged in several bunches or in one, and in a single chunk."""
+    programs, parts = request.param
+    changed = {
+        name: replace(each, programs=programs, parts=each.parts and parts) for name, each in NORM_KERNELS.items()
+    }
+    monkeypatch.setattr(kernel, "NORM_KERNELS", changed)
 
 
 def random(*shape, dtype=torch.float32, mean=0.0):
@@ -73,7 +77,7 @@ def test_no_rows_have_no_statistics_and_the_sums_are_zero():
     mean, variance = torch.zeros(2, 40), torch.ones(2, 40)
     y, _ = kernel.normalise(x, mean, variance, None, None, None, eps=EPS, relu=True, keep_mask=False)
     assert y.shape == x.shape
-    sums, dparameters = kernel.sums(x, x, mean, variance, None, None, None, eps=EPS, relu=False)
+    sums, dparameters, _ = kernel.sums(x, x, mean, variance, None, None, None, eps=EPS, relu=False)
     assert not sums.any() and not dparameters.any()
 
 
@@ -122,18 +126,61 @@ def test_forward_and_backward_agree_with_float64(shape, groups, relu, add, affin
     if relu and add:
         assert torch.equal(mask, mask64)
     mask, mask64 = (mask, mask64) if relu and add else (None, None)
-    arguments, arguments64 = (dy, x, *narrow, mask), (dy.double(), x64, *wide, mask64)
-    sums, dparameters = kernel.sums(*arguments, **settings)
-    sums64, dparameters64 = reference.sums(*arguments64, **settings)
-    size = float(dy.abs().sum()) / x.shape[1]
-    assert error(sums, sums64) < 1e-6 * size * 10 and error(dparameters, dparameters64) < 1e-5 * size
-    dx, dresidual = kernel.gradient(*arguments, sums, count, **settings, residual=add)
-    dx64, dresidual64 = reference.gradient(*arguments64, sums64, count, **settings, residual=add)
-    assert error(dx, dx64) < 1e-4
+    dy64, arguments, arguments64 = dy.double(), (dy, x, *narrow, mask), (x64, *wide, mask64)
+    use = {**settings, "second": random(*x.shape, dtype=torch.float32).flip(0) if add else None, "keep": add}
+    sums, dparameters, kept = kernel.sums(*arguments, **use)
     if add:
-        assert error(dresidual, dresidual64) < 1e-7
-    else:
-        assert not dresidual.numel()
+        dy64, use["second"] = dy64 + use["second"].double(), None
+    sums64, dparameters64, kept64 = reference.sums(dy64, *arguments64, **use)
+    size = float(dy64.abs().sum()) / x.shape[1]
+    assert error(sums, sums64) < 1e-6 * size * 10 and error(dparameters, dparameters64) < 1e-5 * size
+    if add:
+        assert error(kept, kept64) < 1e-6
+        dy, dy64, settings["relu"] = kept, kept64, False
+    dx = kernel.gradient(dy, x, *narrow, sums, count, **settings)
+    assert error(dx, reference.gradient(dy64, x64, *wide, sums64, count, **settings)) < 1e-4
+
+
+@pytest.mark.parametrize("size", [(6, 8), (7, 5), (1, 2)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_pooling_and_its_gradient_are_those_of_torch(size, groups, programs):
+    """Exact against autograd through max-pool and ReLU in float64; windows without a number above zero among them."""
+    x, x64, mean, variance, count, weight, bias = batch(groups, (3, 40, *size), torch.float32)
+    bias = bias - 1
+    narrow, wide = (mean.float(), variance.float(), weight, bias), (mean, variance, weight.double(), bias.double())
+    normalised, _ = reference.normalise(x64, *wide, None, EPS, relu=False, keep_mask=False)
+    normalised.requires_grad_()
+    y64 = torch.nn.functional.max_pool2d(torch.relu(normalised), 3, stride=2, padding=1)
+    y, choice = kernel.pool(x, *narrow, EPS, keep_choice=True)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error(y, y64.detach()) < 1e-5 and (y == 0).any() and (y > 0).any()
+    assert torch.equal(choice, reference.pool(x64, *wide, EPS, keep_choice=True)[1])
+    assert torch.equal(kernel.pool(x, *narrow, EPS, keep_choice=False)[0], y)
+
+    dy = random(*y.shape) * 0.1 + 0.3
+    dy64 = torch.autograd.grad(y64, normalised, dy.double())[0]
+    sums, dparameters, kept = kernel.sums(dy, x, *narrow, None, EPS, False, keep=True, choice=choice)
+    sums64, dparameters64, _ = reference.sums(dy64, x64, *wide, None, EPS, False)
+    assert error(kept, dy64) < 1e-6
+    assert error(sums, sums64) < 1e-4 and error(dparameters, dparameters64) < 1e-4
+    for found in (sums64, dparameters64), (sums, dparameters):
+        assert found[0].any() and found[1].any()
+    dx = kernel.gradient(dy, x, *narrow, sums, count, EPS, False, choice)
+    assert error(dx, reference.gradient(dy64, x64, *wide, sums64, count, EPS, False)) < 1e-4
+    twin = reference.sums(dy.double(), x64, *wide, None, EPS, False, None, True, choice)
+    assert error(twin[2], dy64) < 1e-12 and error(twin[0], sums64) < 1e-10
+    assert error(reference.gradient(dy.double(), x64, *wide, sums64, count, EPS, False, choice), dx.double()) < 1e-4
+
+
+def test_of_equal_numbers_the_first_is_chosen_and_nan_stays():
+    x = torch.ones(1, 32, 4, 4).contiguous(memory_format=torch.channels_last)
+    x[0, 1] = -1
+    x[0, 2, 2, 3] = float("nan")
+    mean, variance = torch.zeros(1, 32), torch.ones(1, 32) - EPS
+    y, choice = kernel.pool(x, mean, variance, None, None, EPS, keep_choice=True)
+    assert choice[0, 0].tolist() == [[4, 3], [1, 0]]
+    assert not y[0, 1].any() and (choice[0, 1] == reference.NOWHERE).all()
+    assert y[0, 2].isnan().tolist() == [[False, False], [False, True]]
 
 
 def test_in_place_writes_the_same_over_its_input():

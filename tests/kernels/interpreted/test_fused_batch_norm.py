@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torchvision.models.resnet import BasicBlock
 
 from unigrad_fast.config import Projector
+from unigrad_fast.kernels import batch_norm
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm, convert
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.networks.residual import fuse
@@ -43,6 +45,16 @@ def block():
     return block
 
 
+def chain() -> nn.Sequential:
+    """Two residual blocks; the first one's result goes to both branches of the second."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(BasicBlock(CHANNELS, CHANNELS) for _ in range(2)))
+    for norm in (part for part in chain.modules() if isinstance(part, nn.BatchNorm2d)):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return chain
+
+
 def state_after(block: nn.Module, x: torch.Tensor, dy: torch.Tensor, groups: int) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     y = torch.cat([block(part) for part in x.chunk(groups)])
@@ -58,6 +70,82 @@ def test_training_is_torchs_with_separate_groups(block):
     found = state_after(block, x, dy, 1)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_from_both_branches_of_the_next_block_are_added_in_the_norm(compiled, monkeypatch):
+    x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")
+    blocks = chain()
+    expected = state_after(copy.deepcopy(blocks).double(), x.double(), dy.double(), GROUPS)
+    convert(blocks).count = GROUPS
+    fuse(blocks, nn.Sequential())
+    once, seconds, sums = copy.deepcopy(blocks), [], batch_norm.sums
+
+    def spy(*arguments):
+        seconds.append(arguments[9] is not None)
+        return sums(*arguments)
+
+    if compiled:
+        torch.compiler.reset()
+        blocks.compile(fullgraph=True, backend="aot_eager")
+    else:
+        monkeypatch.setattr(batch_norm, "sums", spy)
+    found = state_after(blocks, x, dy, 1)
+    assert compiled or seconds == [False, False, True, False]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name)
+    once[0].twice = False
+    for name, value in state_after(once, x, dy, 1).items():
+        assert torch.equal(found[name], value), name
+
+
+class Stem(nn.Module):
+    """The first layers of a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)
+        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        nn.init.normal_(self.bn1.weight)
+
+    def forward(self, x):
+        if isinstance(self.bn1, GroupedBatchNorm):
+            return self.bn1(self.conv1(x), relu=True, pool=self.maxpool)
+        return self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_norm_that_rectifies_and_pools_is_torchs_with_separate_groups(compiled, monkeypatch):
+    torch.manual_seed(0)
+    stem = Stem()
+    x = torch.randn(GROUPS * IMAGES, CHANNELS, 6, 7).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(GROUPS * IMAGES, CHANNELS, 3, 4).contiguous(memory_format=torch.channels_last)
+    expected = state_after(copy.deepcopy(stem).double(), x.double(), dy.double(), GROUPS)
+    convert(stem).count = GROUPS
+    other = copy.deepcopy(stem)
+    monkeypatch.setattr(stem.maxpool, "forward", None)  # not called
+    if compiled:
+        torch.compiler.reset()
+        stem.compile(fullgraph=True, backend="aot_eager")
+    found = state_after(stem, x, dy, 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name)
+    with torch.no_grad():
+        assert torch.equal(other(x), found["y"])
+    assert all(map(torch.equal, other.buffers(), stem.buffers()))
+    other.eval()(x)  # by torch's max-pool
+
+
+def test_either_of_two_results_may_be_used_alone(block):
+    x, dy = (torch.randn(GROUPS * IMAGES, CHANNELS, 3, 5).contiguous(memory_format=torch.channels_last) for _ in "xy")
+    convert(block).count = GROUPS
+    gradients = []
+    for used in (None, 0, 1):
+        ours = x.clone().requires_grad_()
+        y = block.bn1(ours, residual=x, relu=True, twice=used is not None)
+        (y if used is None else y[used]).backward(dy)
+        gradients.append(ours.grad)
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 def test_without_gradient_numbers_and_buffers_are_the_same_and_the_input_stays(block):
@@ -125,9 +213,11 @@ def test_the_operators_are_what_torch_expects():
         (ops.batch_norm_normalise, (x, *affine, x, 1e-5, True, True)),
         (ops.batch_norm_normalise, (x, *affine, None, 1e-5, True, False)),
         (ops.batch_norm_normalise_, (x.clone(), *affine, x, 1e-5, True)),
-        (ops.batch_norm_sums, (x, x, *affine, mask, 1e-5, True)),
-        (ops.batch_norm_gradient, (x, x, *affine, mask, sums, count, 1e-5, True, True)),
-        (ops.batch_norm_gradient, (x, x, *affine, None, sums, count, 1e-5, False, False)),
+        (ops.batch_norm_sums, (x, x, *affine, None, 1e-5, False)),
+        (ops.batch_norm_sums, (x, x, *affine, mask, 1e-5, True, x.clone(), True)),
+        (ops.batch_norm_gradient, (x, x, *affine, sums, count, 1e-5, True)),
+        (ops.batch_norm_pool, (x, *affine, 1e-5, True)),
+        (ops.batch_norm_pool, (x, *affine, 1e-5, False)),
     ]:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
