@@ -635,7 +635,8 @@ def pool(
     """See `batch_norm_reference.pool`."""
     groups, channels = mean_GC.shape
     images, _, *size = x.shape
-    y = x.new_empty(images, channels, *pooled_size(x)).contiguous(memory_format=torch.channels_last)
+    shape = (images, channels, *pooled_size(x))
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     choice = torch.empty_like(y, dtype=torch.uint8) if keep_choice else x.new_empty(0, dtype=torch.uint8)
     rows = y.numel() // channels // groups
     if rows:
