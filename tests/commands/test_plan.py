@@ -50,7 +50,7 @@ def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_told_what_would(planned, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Card, "usable_memory", property(lambda card: 12e6))
+    monkeypatch.setattr(Card, "usable_memory", property(lambda card: 8e6))
     assert planned("--images", "64") == 0
     shown = capsys.readouterr().out
     assert "does not fit: " in shown and "would fit: data.batch_size " in shown
@@ -84,15 +84,13 @@ def test_the_hours_are_those_of_the_epochs_that_were_asked(planned, tmp_path, ca
 
 
 def test_where_nothing_fits_the_status_is_that_of_wrong_input_and_the_file_is_kept(planned, tmp_path, capsys):
-    assert planned("--memory_gib", "0.001") == 2
+    assert planned("--memory_gib", "0.0005") == 2
     shown = capsys.readouterr()
     assert "does not fit: " in shown.out and "would fit" not in shown.out
-    assert (
-        "no stage, placement, batch or accumulation fits into 0.0009 GiB, nine tenths of a NVIDIA H100 SXM with 0.001 "
-        in (shown.err)
-    )
+    nothing = "no stage, placement, batch or accumulation fits into 0.00045 GiB, nine tenths of a NVIDIA H100 SXM"
+    assert f"{nothing} with 0.0005 " in shown.err
     (file,) = (tmp_path / "out").iterdir()
-    assert "-h100-0.001gib-" in file.name and json.loads(file.read_text())["fits"] is False
+    assert "-h100-0.0005gib-" in file.name and json.loads(file.read_text())["fits"] is False
 
 
 def test_a_file_in_the_way_is_refused_before_anything_is_counted(planned, tmp_path, capsys, monkeypatch):
