@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -218,5 +218,5 @@ class Walk:
         }
 
 
-def _rounded(seconds: Mapping[str, float] | Iterable[tuple[str, float]]) -> dict[str, float]:
-    return {phase: round(each, 9) for phase, each in dict(seconds).items()}
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {phase: round(each, 9) for phase, each in seconds.items()}
