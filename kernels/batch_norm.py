@@ -194,6 +194,7 @@ def settle_kernel(
     p_running_var,
     p_tracked,
     ranks,
+    stride,
     C,
     momentum,
     GROUPS: tl.constexpr,
@@ -211,7 +212,7 @@ def settle_kernel(
         b_squares = tl.zeros([COLUMNS], tl.float64)
         b_count = tl.zeros([COLUMNS], tl.float64)
         for rank in range(ranks):
-            p = p_group + tl.cast(rank, tl.int64) * GROUPS * (2 * C + 1)
+            p = p_group + tl.cast(rank, tl.int64) * stride
             rows = tl.load(p + 2 * C)
             b_difference = tl.load(p + o_C, mask=m_C, other=0) - b_pivot  # [COLUMNS]
             b_count += rows
@@ -550,6 +551,7 @@ def settle(
         running_var,
         tracked,
         ranks,
+        parts_RGS.stride(0),
         channels,
         momentum,
         GROUPS=groups,

@@ -80,10 +80,10 @@ def test_the_host_never_waits_inside_a_step(case, ranks):
 
 
 @pytest.mark.parametrize(("case", "passes"), [("two views", 1), ("multi-crop", 2)])
-def test_a_norm_gathers_once_for_all_groups_of_a_pass(case, passes):
+def test_a_norm_gathers_once_for_all_groups_of_a_pass_and_for_both_branches(case, passes):
     """Besides, F's rows are gathered, with their flags; gradients are reduced."""
     found = walked(configured(8, **CASES[case]), 8)
-    assert found.collectives["gather"].count == NORMS * (passes + 1) + 1
+    assert found.collectives["gather"].count == NORMS * passes + 1
     assert found.collectives["reduce"].count == NORMS * passes + 1
 
 
@@ -355,9 +355,9 @@ def test_the_hosts_calls_are_those_of_the_step():
         encoder = training.build_encoder(configured(8).model, 0, torch.device("meta"))
     calls = found.calls
     assert calls["backward"]["function of backward"] == calls["online"]["function"] + calls["objective"]["function"]
-    assert calls["online"]["function"] == NORMS and calls["target"]["function"] == 0
+    assert calls["online"]["function"] == NORMS, "in lockstep this phase holds both branches"
     assert calls["backward"]["hook"] == len(list(encoder.parameters()))
-    assert calls["target"]["module"] > 2 * NORMS and calls["backward"]["module"] == 0
+    assert calls["online"]["module"] > 4 * NORMS and calls["backward"]["module"] == 0
     of_all = {kind: sum(each[kind] for each in calls.values()) for kind in HOST.calls}
     assert of_all["collective"] == of_all["enqueue"] == found.collective_count
     assert of_all["launch"] + of_all["enqueue"] == found.launches
@@ -403,7 +403,7 @@ def test_no_step_gathers_into_a_list(case):
     assert walked(configured(8, **CASES[case]), 8).parts["copies"].launches == 0
 
 
-def test_norms_exchange_the_statistics_of_their_channels_and_one_count_for_each_group():
+def test_norms_exchange_the_statistics_of_their_channels_and_one_count_for_each_group_and_branch():
     found, groups = walked(configured(8), 8), 2
     with thin(stages=1):
         encoder = training.build_encoder(configured(8).model, 0, torch.device("meta"))
@@ -413,7 +413,7 @@ def test_norms_exchange_the_statistics_of_their_channels_and_one_count_for_each_
         sorted(each.bytes for each in found.each_collective if each.kind == kind and each.whose == "norms")
         for kind in ("gather", "reduce")
     )
-    assert gathered == sorted(8 * 8 * groups * (2 * width + 1) for width in widths * branches)
+    assert gathered == sorted(8 * 8 * branches * groups * (2 * width + 1) for width in widths)
     assert summed == sorted(8 * groups * 2 * width for width in widths)
 
 

@@ -54,11 +54,14 @@ class Groups:
     Attributes:
         count: number of equally large groups, one after the other along the first dimension.
         current: the running pass, if it can be repeated.
+        gathered: of the next pass through a norm, the statistics of all ranks' parts [R, G, S], where they were gathered
+            before it.
     """
 
     def __init__(self) -> None:
         self.count = 1
         self.current: Pass | None = None
+        self.gathered: dict[nn.Module, Tensor] = {}
 
     def repeatable(self) -> tuple[Pass, Pass]:
         """Contexts for a pass and its recomputation, for `torch.utils.checkpoint`; norms return the same bits in both.
@@ -167,13 +170,21 @@ class GroupedBatchNorm(BatchNorm):
         y = _GroupedBatchNorm.apply(x, self.weight, self.bias, None, (False, False, False, shared), self)
         return _finished(y, residual, relu)
 
+    def own_statistics(self, x: Tensor) -> Tensor:
+        """Statistics of this rank's part of an input, [G, S] in float64."""
+        functions, device = batch_norm_ops.chosen_for(x)
+        with device:
+            return functions.statistics(_dense(x, like=x), self.groups.count)
+
     def _statistics(self, functions: Any, x: Tensor, shared: bool) -> Statistics:
         """Statistics of x, also used to update the running buffers; in a recomputation, those of the pass."""
         current = self.groups.current
         if current is not None and current.repeats:
             return current.statistics[self]
-        own_GS = functions.statistics(x, self.groups.count)
-        parts_RGS = gathered(own_GS) if shared else own_GS.unsqueeze(0)
+        parts_RGS = self.groups.gathered.pop(self, None)
+        if parts_RGS is None:
+            own_GS = functions.statistics(x, self.groups.count)
+            parts_RGS = gathered(own_GS) if shared else own_GS.unsqueeze(0)
         if host_may_read(x):
             least = int(parts_RGS[..., -1].sum(0).min())
             if least <= 1:

@@ -5,8 +5,9 @@ Shape suffixes: N images per rank, H and W pixels, D feature dimension, C embedd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from unigrad_fast import config
 from unigrad_fast.kernels.dispatch import acts_as_cuda
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import convert
+from unigrad_fast.networks.lockstep import Steps, alone, steps_of
 from unigrad_fast.networks.residual import fuse
 from unigrad_fast.networks.small_convolution import use_small_convolutions
 
@@ -54,15 +56,24 @@ class Encoder(nn.Module):
         self.one_pass = False
         fuse(self.backbone, self.projector)
 
-    def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Map views, each [N, 3, H, W] (sizes may differ), to embeddings, each [N, C], in the same order."""
+    def forward(self, views: Sequence[Tensor], run: Callable[[Steps], Any] = alone) -> Any:
+        """Map views, each [N, 3, H, W] (sizes may differ), to embeddings, each [N, C], in the same order.
+
+        Args:
+            run: what runs the pass, and returns the embeddings, or more than these (see `lockstep`).
+        """
+        return run(self.steps(views))
+
+    def steps(self, views: Sequence[Tensor]) -> Steps:
+        """The forward pass, pausing before each norm."""
         embeddings: list[Tensor | None] = [None] * len(views)
         for groups in self._passes(views):
             numbers = [i for group in groups for i in group]
             together = torch.cat([views[i] for i in numbers]) if len(numbers) > 1 else views[numbers[0]]
             self.groups.count = len(groups)
-            parts = self.projector(self.backbone(together)).chunk(len(numbers))
-            for i, part in zip(numbers, parts, strict=True):
+            features = yield from steps_of(self.backbone, together)
+            parts = yield from steps_of(self.projector, features)
+            for i, part in zip(numbers, parts.chunk(len(numbers)), strict=True):
                 embeddings[i] = part
         return embeddings
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from unigrad_fast.kernels.dispatch import use_triton
+from unigrad_fast.networks.lockstep import Steps, alone, steps_of
 
 # A block's result; twice if its gradients from the next block's branches are to be added in its last norm.
 Used: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
@@ -38,35 +39,53 @@ class Fused:
 
     twice = False
 
-    def branches(self, x: Used) -> tuple[Tensor, Tensor]:
-        """Inputs of the residual branch, and the shortcut."""
+    def forward(self, x: Used) -> Used:
+        return alone(self.steps(x))
+
+    def steps(self, x: Used) -> Steps:
+        """The forward pass, pausing before each norm."""
         x, shortcut = x if isinstance(x, tuple) else (x, x)
-        return x, shortcut if self.downsample is None else self.downsample(shortcut)
+        if self.downsample is not None:
+            convolution, norm = self.downsample
+            shortcut = convolution(shortcut)
+            yield norm, shortcut
+            shortcut = norm(shortcut)
+        *layers, (last, last_norm) = self.layers()
+        for convolution, norm in layers:
+            x = convolution(x)
+            yield norm, x
+            x = activated(self.relu, norm, x)
+        x = last(x)
+        yield last_norm, x
+        return activated(self.relu, last_norm, x, shortcut, self.twice)
 
 
 class FusedBasicBlock(Fused, BasicBlock):
-    def forward(self, x: Used) -> Used:
-        x, shortcut = self.branches(x)
-        y = activated(self.relu, self.bn1, self.conv1(x))
-        return activated(self.relu, self.bn2, self.conv2(y), shortcut, self.twice)
+    def layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Convolutions of the residual branch, each with its norm."""
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
 
 
 class FusedBottleneck(Fused, Bottleneck):
-    def forward(self, x: Used) -> Used:
-        x, shortcut = self.branches(x)
-        y = activated(self.relu, self.bn1, self.conv1(x))
-        y = activated(self.relu, self.bn2, self.conv2(y))
-        return activated(self.relu, self.bn3, self.conv3(y), shortcut, self.twice)
+    def layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Convolutions of the residual branch, each with its norm."""
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
 
 
 class FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
+        return alone(self.steps(x))
+
+    def steps(self, x: Tensor) -> Steps:
+        """The forward pass, pausing before each norm."""
         x = self.conv1(x)
+        yield self.bn1, x
         if use_triton(x.device) and type(self.maxpool) is nn.MaxPool2d and type(self.relu) is nn.ReLU:
             x = self.bn1(x, relu=True, pool=self.maxpool)
         else:
             x = self.maxpool(activated(self.relu, self.bn1, x))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        for block in (*self.layer1, *self.layer2, *self.layer3, *self.layer4):
+            x = yield from steps_of(block, x)
         return self.fc(self.avgpool(x).flatten(1))
 
 
@@ -82,10 +101,15 @@ class FusedProjector(nn.Sequential):
     contexts: Callable[[], tuple[Any, Any]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        return alone(self.steps(x))
+
+    def steps(self, x: Tensor) -> Steps:
+        """The forward pass, pausing before each norm."""
         first, *rest = self
         x = self._part(first, x)
-        for layer in zip(*[iter(rest)] * 3, strict=True):
-            x = self._part(partial(_layer, *layer), x)
+        for norm, *others in zip(*[iter(rest)] * 3, strict=True):
+            yield norm, x
+            x = self._part(partial(_layer, norm, *others), x)
         return x
 
     def _part(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -8,13 +8,16 @@ weight_sharing  the same, but the objective lets gradient into both branches, ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder
+from unigrad_fast.networks.lockstep import Steps, alone, together
 from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.training import needs
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
@@ -41,6 +44,10 @@ class MomentumBranch:
             is_mixed: whether the online branch will see mixed views.
         """
         return embed(self.module, self.copies, views)
+
+    def embed_beside(self, online: Steps, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Embeddings of the unmixed global views and those of a pass of the online branch, run in lockstep."""
+        return embed(self.module, self.copies, views, partial(together, online=online))
 
     def update_(self, momentum: float | Tensor, skip: Tensor) -> None:
         """Call after a step; changes nothing if `skip` is not 0."""
@@ -80,9 +87,9 @@ class WithPredictor(nn.Module):
         self.backbone, self.projector, self.predictor = encoder.backbone, encoder.projector, predictor
         self._encode = encoder.forward
 
-    def forward(self, views: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, views: Sequence[Tensor], run: Callable[[Steps], Any] = alone) -> Any:
         """The encoder's forward pass."""
-        return self._encode(views)
+        return self._encode(views, run)
 
 
 def build_predictor(config: Config, device: torch.device) -> Predictor | None:

@@ -7,7 +7,8 @@ updates the copies too, so that no forward pass has to cast them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,13 @@ def refresh_(copies: Mapping[str, Tensor], target: nn.Module) -> None:
         low.copy_(target.get_parameter(name))
 
 
-def embed(target: nn.Module, copies: Mapping[str, Tensor], views: Sequence[Tensor]) -> list[Tensor]:
-    """The target's embeddings of views, computed with the copies as weights; under autocast in their dtype."""
-    return functional_call(target, dict(copies), (views,), tie_weights=False)
+def embed(target: nn.Module, copies: Mapping[str, Tensor], views: Sequence[Tensor], *run: Callable) -> Any:
+    """The target's embeddings of views, computed with the copies as weights; under autocast in their dtype.
+
+    Args:
+        run: at most one; see `Encoder.forward`.
+    """
+    return functional_call(target, dict(copies), (views, *run), tie_weights=False)
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
@@ -28,7 +29,7 @@ from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
-from unigrad_fast.training.branches import WithPredictor, build_branch, build_predictor
+from unigrad_fast.training.branches import MomentumBranch, WithPredictor, build_branch, build_predictor
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
@@ -55,6 +56,7 @@ class Trainer:
         online: the DeepSpeed engine around the online encoder and, if there is one, its predictor.
         objective: the objective, including F.
         branch: the source of targets; target: its momentum copy of the encoder, an empty module if it keeps none.
+        in_lockstep: the branches run layer by layer, so that their norms share their collectives.
         target_copies: the target's weights in autocast's dtype, read by its forward pass.
         loss_scale: what the loss is multiplied by before backward in fp16; else None.
         fragments: where the online branch's weights, gradients and optimizer state are in memory.
@@ -91,6 +93,8 @@ class Trainer:
         # Copied now: the seed makes it equal on all ranks, and DeepSpeed will add hooks to the module it is given.
         self.branch = build_branch(config, encoder, self.dtype)
         self.target, self.target_copies = self.branch.module, self.branch.copies
+        shares = world.size > 1 and config.model.sync_batch_norm
+        self.in_lockstep = shares and isinstance(self.branch, MomentumBranch)
         if config.engine.recompute_projector:
             encoder.recompute_projector()
         predictor = build_predictor(config, world.device)
@@ -161,19 +165,13 @@ class Trainer:
         """Run target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
-        with torch.no_grad(), self._autocast(), self.target_stream.beside(views[:2]):
-            target = self.branch.embed(views[:2], is_mixed=mix is not None)
-        if target is not None and self.begins_update:
-            self.target_stream.join()
-            with self._autocast():
-                self.objective.begin_update(target)
-        self.phases.mark("target")
-        if mix is not None:  # only for the online branch; the target has seen the unmixed views
-            views = [*mix.apply(views[:2]), *views[2:]]
-        online = self.online(views)
-        if target is None:  # the online embeddings are the targets
-            target = online[:2]
-        self.target_stream.join()
+        # Only the online branch sees mixed views.
+        mixed = views if mix is None else [*mix.apply(views[:2]), *views[2:]]
+        if self.in_lockstep:
+            self.phases.mark("target")
+            target, online = self.online(mixed, partial(self.branch.embed_beside, views=views[:2]))
+        else:
+            target, online = self._embed_in_turn(views[:2], mixed)
         self.phases.mark("online")
         with self._autocast():  # on a GPU the objective multiplies in its dtype
             output = self.objective(online=online, target=target, mix=mix)
@@ -187,6 +185,19 @@ class Trainer:
         self.online.step()  # moves the weights after the last micro-batch
         self.phases.mark("step")
         return output
+
+    def _embed_in_turn(self, views: list[Tensor], mixed: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The target's embeddings of the unmixed global views, then the online branch's of all views."""
+        with torch.no_grad(), self._autocast(), self.target_stream.beside(views):
+            target = self.branch.embed(views, is_mixed=mixed[0] is not views[0])
+        if target is not None and self.begins_update:
+            self.target_stream.join()
+            with self._autocast():
+                self.objective.begin_update(target)
+        self.phases.mark("target")
+        online = self.online(mixed)
+        self.target_stream.join()
+        return online[:2] if target is None else target, online  # without a target branch they are the targets
 
     def warm_up(self) -> None:
         """Run both branches forward and backward over views of zeros, without changing any state.

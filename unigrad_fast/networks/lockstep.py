@@ -1,0 +1,64 @@
+"""Two forward passes in lockstep, so that one gather brings the statistics of both passes' norms.
+
+A network whose forward pass can pause has a method `steps`, a generator that yields each norm with its input just
+before it calls the norm, and returns the network's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from unigrad_fast.networks import batch_norm
+
+Steps: TypeAlias = "Generator[tuple[batch_norm.GroupedBatchNorm, Tensor], None, Any]"
+
+
+def steps_of(module: nn.Module, x: Any) -> Steps:
+    """The forward pass of a module; it does not pause if the module has no `steps`."""
+    if not hasattr(module, "steps"):
+        return module(x)
+    return (yield from module.steps(x))
+
+
+def alone(steps: Steps) -> Any:
+    """The output of a pass whose norms each gather for themselves."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def together(target: Steps, online: Steps) -> tuple[Any, Any]:
+    """The outputs of two passes, the first without gradient; their n-th norms share a gather.
+
+    Where one pass has more norms than the other, the rest gather for themselves. Statistics, running buffers and
+    outputs are those of two passes one after the other, bit for bit.
+    """
+    passes, outputs = {"target": (target, False), "online": (online, True)}, {}
+    while passes:
+        waiting = []
+        for name, (steps, with_gradient) in list(passes.items()):
+            try:
+                with torch.set_grad_enabled(with_gradient):
+                    waiting.append(next(steps))
+            except StopIteration as end:
+                outputs[name] = end.value
+                del passes[name]
+        if len(waiting) > 1:
+            _gather(waiting)
+    return outputs["target"], outputs["online"]
+
+
+@torch.no_grad()
+def _gather(waiting: Sequence[tuple[batch_norm.GroupedBatchNorm, Tensor]]) -> None:
+    """Gather what norms need of all ranks to compute the statistics of their inputs."""
+    own_GS = [norm.own_statistics(x) for norm, x in waiting]
+    parts_R1N = batch_norm.gathered(torch.cat([each.flatten() for each in own_GS])[None])
+    of_each = parts_R1N[:, 0].split([each.numel() for each in own_GS], dim=1)
+    for (norm, _), own, parts in zip(waiting, own_GS, of_each, strict=True):
+        norm.groups.gathered[norm] = parts.unflatten(1, own.shape)
