@@ -8,7 +8,7 @@ from torch import nn
 
 from unigrad_fast.config import Model, Projector
 from unigrad_fast.networks.backbones import BUILDERS, build_backbone
-from unigrad_fast.networks.encoder import build_encoder, build_projector
+from unigrad_fast.networks.encoder import build_encoder, build_projector, joined
 from unigrad_fast.recipes.backbones import BACKBONES
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_the_encoder_is_a_function_of_the_seed_alone():
     assert not torch.equal(first.backbone.conv1.weight, other.backbone.conv1.weight)
 
 
-def joined(encoder, views):
+def in_one_forward(encoder, views):
     """What one forward over all of these views together gives."""
     return encoder.projector(encoder.backbone(torch.cat(views))).chunk(len(views))
 
@@ -78,7 +78,7 @@ def test_views_share_batch_statistics_by_group(statistics, groups):
     encoder, reference = (build_encoder(settings(batch_statistics=statistics), 0, CPU) for _ in range(2))
     embeddings = encoder(views)
     for group in groups:
-        for number, expected in zip(group, joined(reference, [views[i] for i in group]), strict=True):
+        for number, expected in zip(group, in_one_forward(reference, [views[i] for i in group]), strict=True):
             torch.testing.assert_close(embeddings[number], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -102,3 +102,17 @@ def test_groups_of_one_size_may_pass_together(statistics):
 
 def test_every_backbone_of_the_configuration_has_a_builder():
     assert tuple(BUILDERS) == BACKBONES
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_views_are_joined_once_and_cast_on_the_way(dtype, layout):
+    views = [torch.randn(2, 3, 4, 4).contiguous(memory_format=layout) for _ in range(3)]
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        whole = joined(views)
+        assert torch.equal(whole, torch.cat(views).to(dtype or torch.float32))
+        assert whole.is_contiguous(memory_format=layout)
+        chunks = whole.chunk(3)
+        assert joined(chunks) is whole and joined(views[:1]) is views[0]
+        for others in (chunks[::-1], chunks[:2], chunks[1:2], whole.chunk(2)[:1] * 2):
+            assert torch.equal(joined(others), torch.cat(list(others))) and joined(others) is not whole

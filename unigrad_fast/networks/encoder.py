@@ -69,9 +69,8 @@ class Encoder(nn.Module):
         embeddings: list[Tensor | None] = [None] * len(views)
         for groups in self._passes(views):
             numbers = [i for group in groups for i in group]
-            together = torch.cat([views[i] for i in numbers]) if len(numbers) > 1 else views[numbers[0]]
             self.groups.count = len(groups)
-            features = yield from steps_of(self.backbone, together)
+            features = yield from steps_of(self.backbone, joined([views[i] for i in numbers]))
             parts = yield from steps_of(self.projector, features)
             for i, part in zip(numbers, parts.chunk(len(numbers)), strict=True):
                 embeddings[i] = part
@@ -100,6 +99,38 @@ class Encoder(nn.Module):
             return (size, -1)
 
         return [list(group) for _, group in groupby(sorted(range(len(views)), key=key), key=key)]
+
+
+def joined(views: Sequence[Tensor]) -> Tensor:
+    """Views, each [N, 3, H, W], as one tensor [V·N, 3, H, W] in the dtype in which autocast convolves.
+
+    Of views that are the chunks of such a tensor, in order, it is this tensor. A single other view is returned as it is.
+    """
+    first = views[0]
+    whole = None if torch.compiler.is_compiling() else first._base  # a traced graph has no storage to compare
+    if whole is not None and _are_chunks(views, whole):
+        return whole
+    if len(views) == 1:
+        return first
+    device, dtype = first.device.type, first.dtype
+    if torch.is_autocast_enabled(device) and dtype == torch.float32:
+        dtype = torch.get_autocast_dtype(device)
+    channels_last = first.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    shape = (len(views) * len(first), *first.shape[1:])
+    whole = torch.empty(shape, dtype=dtype, device=first.device, memory_format=layout)
+    for part, view in zip(whole.chunk(len(views)), views, strict=True):
+        part.copy_(view)
+    return whole
+
+
+def _are_chunks(views: Sequence[Tensor], whole: Tensor) -> bool:
+    def place(view: Tensor) -> tuple[torch.Size, int]:
+        return view.shape, view.storage_offset()
+
+    return all(view._base is whole for view in views) and (
+        [place(view) for view in views] == [place(part) for part in whole.chunk(len(views))]
+    )
 
 
 def build_encoder(settings: config.Model, seed: int, device: torch.device) -> Encoder:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config
 from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.dispatch import use_triton
-from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.networks.encoder import build_encoder, joined
 from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
 from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
@@ -165,6 +165,9 @@ class Trainer:
         """Run target branch, online branch, objective with its update of F, backward, and the engine's step."""
         views = [view.to(self.world.device, non_blocking=True) for view in batch.views]
         mix = None if batch.mix is None else batch.mix.to(self.world.device)
+        if self.branch.encoder.one_pass:  # both branches take the global views in one tensor
+            with self._autocast():
+                views[:2] = joined(views[:2]).chunk(2)
         # Only the online branch sees mixed views.
         mixed = views if mix is None else [*mix.apply(views[:2]), *views[2:]]
         if self.in_lockstep:

@@ -89,6 +89,7 @@ def test_ranks_settle_as_float64_does(ranks, momentum):
     )
     if ranks == 3:
         parts[1] = 0  # a rank without rows
+    parts = torch.cat([torch.full((ranks, 5), torch.nan), parts.flatten(1)], dim=1)[:, 5:].unflatten(1, (2, -1))
     state = [random(70), random(71)[1:].abs(), torch.tensor(4)]
     wide = [state[0].double(), state[1].double(), state[2].clone()]
     expected = reference.settle(parts, *wide, momentum=momentum, dtype=torch.float64)
