@@ -140,9 +140,7 @@ def normalise(
     """
     dtype = mean_GC.dtype
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
-    y = _per_group(
-        x, lambda part, g: F.batch_norm(part, mean_GC[g], variance_GC[g], weight, bias, eps=eps), len(mean_GC)
-    )
+    y = _per_group(x, lambda part, g: _fixed(part, mean_GC[g], variance_GC[g], weight, bias, eps), len(mean_GC))
     if residual is not None:
         y += residual
     mask = _packed(y > 0) if keep_mask else empty_mask(x, keep_mask)
@@ -218,6 +216,16 @@ def empty_mask(x: Tensor, keep_mask: bool) -> Tensor:
 def is_dense(x: Tensor) -> bool:
     """Whether x is stored as consecutive rows of channels."""
     return x.is_contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.is_contiguous()
+
+
+def _fixed(
+    x: Tensor, mean_C: Tensor, variance_C: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Batch norm with given statistics.
+
+    As `F.batch_norm`, whose check of eps refuses 0 in some versions of torch.
+    """
+    return torch.batch_norm(x, weight, bias, mean_C, variance_C, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 def _per_group(x: Tensor, work, groups: int) -> Tensor:
@@ -343,10 +351,10 @@ def gradient(
 
     # Both terms have the form of a batch norm with fixed statistics, so each is one fused pass.
     def of_dy(part: Tensor, g: int) -> Tensor:
-        return F.batch_norm(part, zero_C, unit_C, scale_GC[g], -scale_GC[g] * dy_mean_GC[g], eps=0.0)
+        return _fixed(part, zero_C, unit_C, scale_GC[g], -scale_GC[g] * dy_mean_GC[g], eps=0.0)
 
     def of_x(part: Tensor, g: int) -> Tensor:
-        return F.batch_norm(part, mean_GC[g], variance_GC[g], -scale_GC[g] * product_mean_GC[g], zero_C, eps=eps)
+        return _fixed(part, mean_GC[g], variance_GC[g], -scale_GC[g] * product_mean_GC[g], zero_C, eps)
 
     dx = _per_group(dy, of_dy, len(mean_GC))
     for group, (part, out) in enumerate(zip(x.chunk(len(mean_GC)), dx.chunk(len(mean_GC)), strict=True)):

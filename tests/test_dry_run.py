@@ -322,6 +322,13 @@ def test_times_follow_the_cards_figures():
         assert fast < work.seconds(CARD) < slow
 
 
+def test_totals_are_added_up_once_and_anew_for_another_card():
+    found = walked(configured(8), 8)
+    other = found.on(replace(CARD, launch=1.0))
+    assert found.parts is found.parts and found.collectives is found.collectives
+    assert other.parts["linear"].seconds >= other.parts["linear"].launches > found.parts["linear"].seconds
+
+
 def test_every_card_has_figures_with_a_source_and_a_range_around_the_middle():
     text = resources.files("unigrad_fast").joinpath("cards.json").read_text(encoding="utf-8")
     assert json.loads(text)["cards"].keys() == set(get_args(CardName))

@@ -40,9 +40,11 @@ from unigrad_fast.runtime.errors import RunStopped, UserError
 
 # Triton is imported only in the worker processes, where its interpreter is off.
 
-SHARED_MEMORY = {80: 163, 86: 99, 90: 227, 100: 227}  # KiB available to a program
+# KiB available to a program, by compute capability (90 is 9.0): "Maximum amount of shared memory per thread block" in
+# the CUDA Programming Guide's table of compute capabilities.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 ARCHITECTURES = tuple(SHARED_MEMORY)
-MATRIX_INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+MATRIX_INSTRUCTION = dict.fromkeys(ARCHITECTURES, "mma.sync") | {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = tuple(2**power for power in range(7, 15))
 LONG_ROW = 2 * heuristics.WHOLE_ROW
@@ -101,10 +103,15 @@ def dot_cases(architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Case]:
         for architecture in architectures:
             for arithmetic in (*HALF, "tf32", "tf32x3", "ieee"):
                 kind, chosen = ("half", of_half) if arithmetic in HALF else (arithmetic, of_fp32)
-                for rows, width in problems(kernel, str(architecture), kind):
+                for rows, width in problems(kernel, table_name(architecture), kind):
                     for variant in chosen:
                         yield Case(kernel, variant, architecture, arithmetic, rows, width)
                     yield Case(kernel, chosen[0], architecture, arithmetic, rows, width + 1)
+
+
+def table_name(architecture: int) -> str:
+    """The architecture whose tiles the table has for this one."""
+    return heuristics.architecture(divmod(architecture, 10))
 
 
 def problems(kernel: str, arch: str, kind: str) -> list[tuple[int, int]]:
@@ -222,7 +229,7 @@ def compiling_for(architecture: int) -> Iterator[list]:
     driver.set_active(part)  # never reset, because the process does nothing but compile
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch.object(heuristics, "architecture_of", lambda _: str(architecture)),
+        patch.object(heuristics, "architecture_of", lambda _: table_name(architecture)),
     ):
         yield compiled
 

@@ -80,11 +80,11 @@ def noted() -> Iterator[Noted]:
         yield mode
 
 
-def training_step(size: Size, stem: str) -> None:
-    """Two steps of a trainer, in bf16."""
+def training_step(size: Size, stem: str = "imagenet", precision: str = "bf16") -> None:
+    """Two steps of a trainer."""
     from unigrad_fast.dry_run.walking import prepared
 
-    config = graph.configured(size, stem, cuda_graph=False, precision="bf16")
+    config = graph.configured(size, stem, cuda_graph=False, precision=precision)
     with available_engine(), prepared(config, 1) as (trainer, batches):
         for step in range(2):
             trainer.step(step, iter(batches))
@@ -99,19 +99,22 @@ def objective(images: int, width: int) -> None:
     kernels.steps(kernels.fresh_objective(CPU, width, "bf16"), z, 2)
 
 
-def layer(images: int, channels: int, side: int) -> None:
-    module, _ = norm.norms(channels, CPU)
-    norm.step(module, *norm.drawn(norm.GROUPS * images, channels, side, torch.bfloat16, CPU))
+def layer(case: norm.Case, shape: norm.Shape, dtype: torch.dtype = torch.bfloat16) -> None:
+    inputs = norm.drawn(case, shape, dtype, CPU)
+    module, _ = norm.norms(inputs.x.shape[1], CPU)
+    norm.step(norm.ours, module, inputs)
 
 
 def walks() -> list[Walk]:
     """What the checks of a GPU launch, the longest first."""
     return [
-        *(partial(training_step, size, "imagenet") for size in ON_A_GPU),
+        *(partial(training_step, size) for size in ON_A_GPU),
+        partial(training_step, ON_A_GPU[0], precision="fp16"),
         partial(training_step, graph.SMALL, "small"),
         *(partial(kernels_once, name, *size) for name in kernels.GATES for size in kernels.SIZES_ON_A_GPU),
         *(partial(objective, images, width) for width, images in kernels.SHAPES),
-        *(partial(layer, *each) for each in norm.LAYERS),
+        *(partial(layer, *each) for each in norm.TIMED),
+        *(partial(layer, case, norm.CHECKED, dtype) for case in norm.CASES for dtype in norm.DTYPES_ON_A_GPU),
     ]
 
 

@@ -75,7 +75,9 @@ def sizes_on(device: torch.device) -> tuple[Size, ...]:
 
 def steps(device: torch.device, output: Path | None = None) -> Iterator[Finding]:
     """Times of launched and replayed steps, appended to device_step.jsonl in the folder `output`, if there is one."""
-    yield from timed_sizes(device, sizes_on(device), "training", output)
+    sizes = sizes_on(device)
+    yield from timed_sizes(device, sizes, "training", output)
+    yield from timed_sizes(device, sizes[:1], "training in fp16", output, precision="fp16")
 
 
 def replaying(device: torch.device) -> Iterator[Finding]:
@@ -111,11 +113,13 @@ def collectives(world, size: Size) -> Finding:
     return Finding(f"collectives of a step, {world.backend}", found, all(kind in spy.found for kind in COLLECTIVES))
 
 
-def timed_sizes(device: torch.device, sizes: tuple[Size, ...], what: str, output: Path | None) -> Iterator[Finding]:
+def timed_sizes(
+    device: torch.device, sizes: tuple[Size, ...], what: str, output: Path | None, **engine: object
+) -> Iterator[Finding]:
     with alone(device) as world:
         for size in sizes:
             rows: list[dict] = []
-            yield timed(world, size, rows, what)
+            yield timed(world, size, rows, what, **engine)
             if output is not None:
                 append(output, "device_step", rows)
 
@@ -147,10 +151,10 @@ def after_steps(trainer, size: Size) -> tuple[dict[str, Tensor], int]:
         torch.backends.cudnn.deterministic = deterministic
 
 
-def timed(world, size: Size, rows: list[dict], what: str = "training") -> Finding:
+def timed(world, size: Size, rows: list[dict], what: str = "training", **engine: object) -> Finding:
     """Time steps of both in turns; appends rows to `rows`."""
     batches = itertools.repeat(noise(size, 0, world.device))
-    trainers = {way: make_trainer(world, size, way) for way in WAYS}
+    trainers = {way: make_trainer(world, size, way, **engine) for way in WAYS}
     rounds, steps = (ROUNDS, TIMED) if world.device.type == "cuda" else (1, 1)
 
     def block(trainer) -> Callable[[], float]:

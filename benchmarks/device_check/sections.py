@@ -96,11 +96,11 @@ SHAPE_SECONDS = 40.0  # expected of one shape, most of it torch.compile's
 SECTIONS = {
     "step": Section(
         lambda place: graph.steps(place.device, place.output),
-        75,
-        "steps of 128, 64 and 32 images, launched and replayed",
+        95,
+        "steps of 128, 64 and 32 images, launched and replayed; in fp16, of 128",
     ),
-    "norm": Section(lambda place: norm.layers(place.device, place.output), 15, "each kernel of batch norm by layer"),
-    "correctness": Section(correctness, 50, "the kernels against float64, against themselves, in graphs and streams"),
+    "norm": Section(lambda place: norm.layers(place.device, place.output), 20, "each kernel of batch norm by layer"),
+    "correctness": Section(correctness, 55, "the kernels against float64, against themselves, in graphs and streams"),
     "replaying": Section(replaying, 60, "replayed steps bit by bit, waits of the host on two ranks"),
     "nccl": Section(
         lambda place: graph.exchanging(place.device, place.output), 45, "steps with collectives, through NCCL"

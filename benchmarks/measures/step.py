@@ -1,9 +1,10 @@
 """Images per second and peak memory of a training step, against a plain loop in the authors' formulation.
 
-    unigrad-fast bench step [--case resnet50|resnet18|all] [--photographs FOLDER] [--output FOLDER]
+    unigrad-fast bench step [--case resnet50|resnet18|all] [--precision fp16] [--photographs FOLDER] [--output FOLDER]
 
     authors   images decoded and augmented by Pillow and torchvision in 2 worker processes, contiguous memory, the
-              objective in whole-matrix torch expressions, torch's SGD, a target update parameter by parameter
+              objective in whole-matrix torch expressions, torch's SGD and, in fp16, its GradScaler, a target update
+              parameter by parameter
     ours      a step of `pretrain` as shipped: DALI, channels-last memory, our objective, DeepSpeed, all reports
     ceiling   only our networks, on images in memory: target forward, online forward, backward of a sum
     beside    with `--neighbour true`: ours while another program keeps a core busy, with the compute threads that a run
@@ -31,12 +32,13 @@ from unigrad_fast.benchmarks.harness.images import link_images, source, spread_e
 from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import Turns, median_and_range, ratio_row, spread
-from unigrad_fast.benchmarks.measures.step_blocks import Block, Case, Subject, fitting_beside, measure
+from unigrad_fast.benchmarks.measures.step_blocks import Block, Case, Subject, fitting_beside, measure, subjects
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.console import new_console, table_of_figures
 from unigrad_fast.runtime.precision import autocast_dtype
 
 LEAST_BATCHES = 4  # per epoch
+PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CASES = {"resnet50": Case("resnet50", 224, 16), "resnet18": Case("resnet18", 96, 64)}
 
 
@@ -54,13 +56,10 @@ def rows_of(blocks: dict[Subject, list[Block]], shipped: str) -> list[dict]:
         peak = measured[-1].peak_gib
         threads = {"threads": subject.threads_beside} if subject.threads_beside else {}
         rows.append({"what": str(subject), "unit": "images/s", **threads, **speed, "peak_gib": peak, "phases": phases})
-    ratios = {
-        f"ours as shipped ({shipped}) / authors, fp32": (("ours", shipped), ("authors", "fp32")),
-        "ours / authors, bf16": (("ours", "bf16"), ("authors", "bf16")),
-        "ours / authors, fp32": (("ours", "fp32"), ("authors", "fp32")),
-        "ours / ceiling, bf16": (("ours", "bf16"), ("ceiling", "bf16")),
-        "ours / ceiling, fp32": (("ours", "fp32"), ("ceiling", "fp32")),
-    }
+    ratios = {f"ours as shipped ({shipped}) / authors, fp32": (("ours", shipped), ("authors", "fp32"))}
+    precisions = dict.fromkeys(subject.precision for subject in blocks)
+    for other in ("authors", "ceiling"):
+        ratios |= {f"ours / {other}, {each}": (("ours", each), (other, each)) for each in reversed(precisions)}
     ratios |= {f"alone / {each}": (each[:2], each) for each in blocks if each.threads_beside}
     for name, pair in ratios.items():
         rows.append(ratio_row(name, *([block.images_per_s for block in blocks[Subject(*each)]] for each in pair)))
@@ -91,6 +90,7 @@ def main(
     photographs: Path | None,
     batch_size: int | None,
     image_size: int | None,
+    precision: str,
     turns: Turns,
     output: Path,
     neighbour: bool = False,
@@ -105,9 +105,10 @@ def main(
     make_folder(output)
     console = new_console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shipped = "fp32" if autocast_dtype("auto", device) is None else "bf16"
+    shipped = PRECISIONS[autocast_dtype("auto", device)]
     numbers = dict.fromkeys((fitting_beside(), torch.get_num_threads())) if neighbour else ()
-    beside = [Subject("ours", shipped, threads) for threads in numbers]
+    measured = subjects(tuple(dict.fromkeys(("fp32", shipped, precision))))
+    measured += [Subject("ours", shipped, threads) for threads in numbers]
     with tempfile.TemporaryDirectory() as folder:
         images, what = source(photographs, Path(folder))
         found = Manifest.open(images)
@@ -120,7 +121,7 @@ def main(
             count = max(LEAST_BATCHES * batch, min(needed, len(found)))
             linked = link_tree(found, Path(folder, name), count)
             with console.status("starting") as status:
-                blocks = measure(chosen, linked, turns, status.update, beside)
+                blocks = measure(chosen, linked, turns, status.update, measured)
             rows = rows_of(blocks, shipped)
             title = f"{chosen.backbone}, {chosen.image_size} px, batch {batch}, {what}"
             show(console, title, rows)

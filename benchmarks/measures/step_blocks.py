@@ -35,7 +35,9 @@ class Subject(NamedTuple):
         return f"{self.who}, {self.precision}{beside}"
 
 
-SUBJECTS = [Subject(who, precision) for who in VARIANTS for precision in ("fp32", "bf16")]
+def subjects(precisions: Sequence[str]) -> list[Subject]:
+    """Every variant in every precision."""
+    return [Subject(who, precision) for who in VARIANTS for precision in precisions]
 
 
 @dataclass(frozen=True)
@@ -114,21 +116,21 @@ def configure(case: Case, images: Path, precision: str, least_steps: int, thread
 
 
 def measure(
-    case: Case, images: Path, turns: Turns, report: Callable[[str], None], beside: Sequence[Subject] = ()
+    case: Case, images: Path, turns: Turns, report: Callable[[str], None], measured: Sequence[Subject]
 ) -> dict[Subject, list[Block]]:
-    """The blocks of every variant, one per round; those of `beside` are measured while another program computes."""
+    """The blocks of every subject, one per round."""
     workers = {}
-    for subject in (*SUBJECTS, *beside):
+    for subject in measured:
         threads = subject.threads_beside or torch.get_num_threads()
         config = configure(case, images, subject.precision, turns.all_steps, threads)
         workers[subject] = partial(StepWorker, subject.who, config)
     with in_processes(workers, new_process) as blocks, Neighbour() as neighbour:
 
-        def measured(subject: Subject) -> Block:
+        def block(subject: Subject) -> Block:
             with neighbour.busy() if subject.threads_beside else nullcontext():
                 return blocks[subject](turns.warmup, turns.steps)
 
-        each = {subject: partial(measured, subject) for subject in workers}
+        each = {subject: partial(block, subject) for subject in workers}
         return take_turns(each, turns.repetitions, report=lambda what: report(f"{case.backbone}, {what}"))
 
 

@@ -60,6 +60,7 @@ class Authors(Variant):
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
         )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.correlation: Tensor | None = None
         self.batches = self._batches()
 
@@ -89,8 +90,9 @@ class Authors(Variant):
             settings = self.config.objective
             loss, self.correlation = authors_loss(online, target, self.correlation, settings.balance, settings.decay)
         self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         momentum = self.config.target.momentum
         for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
             mine.data = mine.data * momentum + theirs.data * (1 - momentum)

@@ -19,7 +19,7 @@ from unigrad_fast import cli
 from unigrad_fast.benchmarks.harness.turns import Turns
 from unigrad_fast.benchmarks.measures import step as bench_step
 from unigrad_fast.benchmarks.measures import step_blocks as step_measure
-from unigrad_fast.benchmarks.measures.step_blocks import SUBJECTS, Block, Case
+from unigrad_fast.benchmarks.measures.step_blocks import Block, Case, StepWorker, Subject, configure, subjects
 from unigrad_fast.benchmarks.peers.authors import authors_loss
 from unigrad_fast.benchmarks.peers.step import simsiam_augmentation
 from unigrad_fast.images import drawing
@@ -74,7 +74,8 @@ def test_images_are_linked_evenly_or_repeatedly(count, images, drawn, tmp_path):
 def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step_measure, "new_process", thin_process)
     monkeypatch.setitem(bench_step.CASES, "tiny", Case("resnet18", 32, 8))
-    bench_step.main("tiny", drawn, None, None, Turns(repetitions=1, steps=1), tmp_path / "results", neighbour=True)
+    turns = Turns(repetitions=1, steps=1)
+    bench_step.main("tiny", drawn, None, None, "bf16", turns, tmp_path / "results", neighbour=True)
     rows = [json.loads(line) for line in (tmp_path / "results/step.jsonl").read_text().splitlines()]
     variants = [row for row in rows if row["unit"] == "images/s"]
     *alone, beside = [row["what"] for row in variants]
@@ -100,12 +101,44 @@ def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, ca
 def test_median_and_range_are_over_the_rounds():
     blocks = {
         subject: [Block(speed * factor, 1.0 + speed, {"ms_data": speed}) for speed in (1.0, 4.0, 2.0)]
-        for factor, subject in enumerate(SUBJECTS, start=1)
+        for factor, subject in enumerate(subjects(("fp32", "bf16")), start=1)
     }
     rows = {row["what"]: row for row in bench_step.rows_of(blocks, shipped="bf16")}
     assert [rows["authors, bf16"][key] for key in ("median", "least", "most")] == [4.0, 2.0, 8.0]
     assert rows["ours, fp32"]["phases"] == {"ms_data": statistics.median((1.0, 4.0, 2.0))}
     assert rows["ours as shipped (bf16) / authors, fp32"]["median"] == 4.0
+
+
+def test_fp16_is_measured_besides_fp32_and_what_pretrain_chooses(drawn, tmp_path, monkeypatch):
+    def speeds(case, images, turns, report, measured: list[Subject]) -> dict[Subject, list[Block]]:
+        return {subject: [Block(float(number), 1.0, {})] for number, subject in enumerate(measured, start=1)}
+
+    monkeypatch.setattr(bench_step, "measure", speeds)
+    arguments = ["--case", "resnet18", "--photographs", str(drawn), "--output", str(tmp_path)]
+    assert cli.main(["bench", "step", "--precision", "fp16", *arguments]) == 0
+    rows = {row["what"]: row["median"] for row in map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())}
+    assert rows["ours / authors, fp16"] == rows["ours, fp16"] / rows["authors, fp16"]
+    assert any(what.startswith("ours as shipped") for what in rows)
+
+
+def in_fp16(images: Path) -> dict[str, float]:
+    """By variant that trains, the loss scale after a step."""
+    scales = {}
+    for who in ("authors", "ours"):
+        worker = StepWorker(who, configure(Case("resnet18", 16, 2), images, "fp16", least_steps=1, threads=1))
+        try:
+            worker.variant.step()
+            scaler = worker.variant.scaler if who == "authors" else worker.variant.trainer.loss_scale
+            scales[who] = scaler.get_scale() if who == "authors" else scaler.value.item()
+        finally:
+            worker.close()
+    return scales
+
+
+def test_what_trains_in_fp16_scales_the_loss(drawn, tmp_path):
+    images = bench_step.link_tree(Manifest.from_folder(drawn), tmp_path / "linked", 4)
+    with thin_process() as pool:
+        assert min(pool.submit(in_fp16, images).result().values()) > 1
 
 
 def test_one_of_several_processes_is_refused(monkeypatch, capsys):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forked import new_pool
 
-from unigrad_fast.benchmarks.device_check import __main__, data, kernels, sections
+from unigrad_fast.benchmarks.device_check import __main__, data, kernels, norm, sections
 from unigrad_fast.benchmarks.device_check.finding import Finding
 from unigrad_fast.benchmarks.device_check.sections import NO_TIME, SECTIONS, Place, Section
 from unigrad_fast.pipelines import graph
@@ -91,9 +91,11 @@ def test_the_whole_check_fits_a_machine_that_is_lent_for_minutes(tmp_path):
     for name, lines in rows.items():
         assert any(line.startswith("ok ") for line in lines) and not any("FAIL" in line for line in lines), name
     assert "data was left out: DALI is not installed" in done.stdout
+    norms = [f"batch norm + {case.name}, " for case in norm.CASES]
     for section, words in {
-        "step": ("launched", "replayed", "ThinEngine"),
-        "correctness": ("LARS", "target update", "batch norm, float16"),
+        "step": ("launched", "replayed", "ThinEngine", "training in fp16"),
+        "norm": norms,
+        "correctness": ("LARS", "target update", *(f"error of {each}float16" for each in norms)),
         "replaying": ("0 of ", "0 and 0 a step on 2 ranks"),
         "nccl": ("gather", "reduce", "replayed steps with collectives", "against none", "training with collectives"),
         "shapes": ("ours, fp32",),
@@ -142,8 +144,8 @@ def compiled_ahead(folder: str) -> tuple[list[str], set[str]]:
     from unigrad_fast.benchmarks.device_check import compiling
 
     os.environ["TRITON_CACHE_DIR"] = folder
-    calls = compiling.calls_of(partial(compiling.layer, 2, 40, 3))
-    taken = [call for call in calls if call.operator in ("batch_norm_statistics", "batch_norm_settle")]
+    calls = compiling.calls_of(partial(compiling.layer, norm.POOL, norm.SMALL))
+    taken = [call for call in calls if call.operator in ("batch_norm_settle", "batch_norm_pool")]
     errors = [error for call in taken if (error := compiling.compile_call(call, 90))]
     return errors, {path.stem for path in Path(folder).rglob("*.cubin")}
 
@@ -153,7 +155,7 @@ def test_kernels_are_compiled_ahead_from_a_walk_without_content(tmp_path):
     with new_pool() as pool:
         errors, kernels = pool.submit(compiled_ahead, str(tmp_path)).result()
     assert errors == []
-    assert kernels == {"statistics_kernel", "settle_kernel"}
+    assert kernels == {"settle_kernel", "pool_kernel"}
 
 
 PARTS = (

@@ -9,6 +9,7 @@ from roofline_norm import (
     FUSIONS,
     VECTOR,
     Count,
+    X,
     eager,
     elements,
     gradient,
@@ -20,6 +21,7 @@ from roofline_norm import (
 )
 from thin import thin
 
+from unigrad_fast.benchmarks.device_check.norm import CASES
 from unigrad_fast.config import resolve
 from unigrad_fast.dry_run.cards import Card
 from unigrad_fast.dry_run.walking import walk
@@ -61,6 +63,18 @@ def test_the_rows_of_the_kernels_are_those_of_the_counts():
         for card, flops in VECTOR.items():
             assert count.intensity < flops / Card.of(card).memory
     assert f"{settle_bytes(8, 2, 256) / 1e3:.0f} kB for 8 ranks" in ROOFLINE.read_text(encoding="utf-8")
+
+
+def test_the_check_of_a_gpu_takes_the_counts_for_what_its_kernels_move():
+    for case, name in zip(CASES, ("add, ReLU", "add, ReLU, two branches", "ReLU, max-pool"), strict=True):
+        fusion = FUSIONS[name]
+        assert (case.twice, case.pool) == (fusion.twice, fusion.pool)
+        forward = "pool_kernel" if case.pool else "normalise_kernel"
+        counts = {forward: normalise(fusion), "sums_kernel": sums(fusion), "gradient_kernel": gradient(fusion)}
+        counts["statistics_kernel"] = statistics()
+        assert {kernel: X * tensors for kernel, tensors in case.moved.items()} == {
+            kernel: count.bytes for kernel, count in counts.items()
+        }
 
 
 def test_the_sums_over_resnet50_are_those_of_the_counts():

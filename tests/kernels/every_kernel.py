@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ahead_of_time  # skips the importing module where there is no compiler
 import triton.language as tl
 
 from unigrad_fast.kernels import batch_norm, correlation, gradient, multi_tensor, normalize, tails
-from unigrad_fast.kernels.heuristics import NORM_KERNELS
+from unigrad_fast.kernels.heuristics import NORM_KERNELS, NormKernel, cut
 
 PARTS = NORM_KERNELS["sums"].parts
 
@@ -121,3 +121,20 @@ VARIANTS = {
     "lars": Variant(multi_tensor, "lars", {**LARS, "ADAPT": True}),
     "lars_without_ratio": Variant(multi_tensor, "lars", {**LARS, "ADAPT": False}),
 }
+
+
+def settings_of(name: str) -> NormKernel | None:
+    """How batch norm launches a variant; None for `settle`, and for what is not batch norm's."""
+    kernel = VARIANTS[name].name
+    pooled = kernel in ("sums", "gradient") and name.endswith("_pool")
+    return NORM_KERNELS.get(kernel + "_pool" * pooled)
+
+
+def as_launched(name: str) -> tuple[Variant, dict[str, int]]:
+    """A variant with the tile of a large norm, and the options of its launch, if those are known."""
+    variant, settings = VARIANTS[name], settings_of(name)
+    if settings is None:
+        return variant, {}
+    cuts = cut(802_816, 2, 256, settings)
+    tile = {"ROWS": cuts.rows, "COLUMNS": cuts.columns}
+    return replace(variant, constants={**variant.constants, **tile}), settings.options

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from ahead_of_time import wide_accesses
-from every_kernel import VARIANTS
+from every_kernel import as_launched, settings_of
 
 from unigrad_fast.benchmarks.counts.compiled import resources
 from unigrad_fast.kernels.heuristics import NORM_KERNELS, cut
@@ -37,17 +36,11 @@ def test_images_move_128_bits_at_a_time_and_registers_suffice(
     name, architecture, tmp_path, monkeypatch, record_property
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    variant = VARIANTS[name]
-    pooled = variant.name in ("sums", "gradient") and name.endswith("_pool")
-    settings = NORM_KERNELS.get(variant.name + "_pool" * pooled)
-    tile, options = 0, {"num_warps": 2}
-    if settings:
-        cuts, options = cut(802_816, 2, 256, settings), settings.options
-        variant = replace(variant, constants={**variant.constants, "ROWS": cuts.rows, "COLUMNS": cuts.columns})
-        tile = cuts.rows * cuts.columns
+    settings = settings_of(name)
+    variant, options = as_launched(name)
     aligned = [each for each in variant.kernel.arg_names if each.startswith("p_") or each == "C"]
-    result = variant.compiled(aligned=aligned, architecture=architecture, **options)
-    per_tensor = tile // (32 * options["num_warps"] * 8)  # accesses of 8 bf16
+    result = variant.compiled(aligned=aligned, architecture=architecture, **options or {"num_warps": 2})
+    per_tensor = settings.elements // (32 * settings.warps * 8) if settings else 0  # accesses of 8 bf16
     read, written = IMAGES[name]
     assert wide_accesses(result, "ld") >= read * per_tensor
     assert wide_accesses(result, "st") >= written * per_tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,3 +70,18 @@ def test_operators_are_what_torch_expects():
         (OPERATORS.batch_norm_gradient, (x, x, *affine, sums, count, EPS, True)),
     ]:
         torch.library.opcheck(operator.default, arguments)
+
+
+def refusing(batch_norm, *arguments, eps: float = 1e-5, **keywords) -> Tensor:
+    """F.batch_norm of torch 2.11, which takes no eps of 0."""
+    if eps <= 0.0:
+        raise ValueError(f"batch_norm eps must be positive, but got {eps}")
+    return batch_norm(*arguments, eps=eps, **keywords)
+
+
+def test_nothing_needs_a_torch_that_takes_an_eps_of_0(monkeypatch):
+    inputs = [images(), images(), images(), torch.randn(CHANNELS), torch.randn(CHANNELS)]
+    expected = forward_and_backward(*inputs, *running())
+    functional = torch.nn.functional
+    monkeypatch.setattr(functional, "batch_norm", partial(refusing, functional.batch_norm))
+    assert all(map(torch.equal, forward_and_backward(*inputs, *running()), expected))

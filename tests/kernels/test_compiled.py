@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 from unigrad_fast.benchmarks.counts.compiled import (
     MATRIX_INSTRUCTION,
+    SHARED_MEMORY,
     Case,
     Row,
     compile_all,
@@ -22,11 +24,13 @@ from unigrad_fast.benchmarks.counts.compiled import (
 )
 
 ARCHITECTURES = (80, 90, 100)
+WITH_LITTLE_MEMORY = tuple(each for each in SHARED_MEMORY if each not in ARCHITECTURES)  # they share their tiles
 DOTS = ("update_correlation", "correlation_product")
 STREAMING = ("unit_embeddings", "embedding_gradient", "lerp", "square_sums", "lars")
 TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
 registers_suffice = pytest.mark.xfail(TRITON < (3, 8), reason="Triton 3.6 spills up to 128 bytes after some products")
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+with_little_memory = pytest.mark.parametrize("architecture", WITH_LITTLE_MEMORY)
 
 
 def tells_more(cases: list[Case]) -> list[Case]:
@@ -63,13 +67,22 @@ def tells_more(cases: list[Case]) -> list[Case]:
     return kept
 
 
+def largest_products() -> Iterator[Case]:
+    """A product of the largest tile for each card with little shared memory."""
+    for case in dot_cases(WITH_LITTLE_MEMORY):
+        main = (case.kernel, case.variant, case.arithmetic) == ("product", "working copy", "bf16")
+        if main and case.rows >= 1024 and case.width % 2 == 0:
+            yield case
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(False, id="telling"), pytest.param(True, id="all", marks=pytest.mark.slow)]
 )
 def rows(request: pytest.FixtureRequest) -> list[Row]:
     """Kernels, compiled: those that tell more than others, or all."""
-    cases = [*dot_cases(ARCHITECTURES), *row_cases(ARCHITECTURES)]
-    return compile_all(cases if request.param else tells_more(cases))
+    if request.param:
+        return compile_all([*dot_cases(), *row_cases()])
+    return compile_all([*tells_more([*dot_cases(ARCHITECTURES), *row_cases(ARCHITECTURES)]), *largest_products()])
 
 
 def of(rows: list[Row], architecture: int, names: tuple[str, ...], *arithmetic: str) -> list[Row]:
@@ -93,6 +106,20 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(rows, architecture, r
     assert [(row.case, failure) for row in here if (failure := failure_of(row))] == []
     spilling = {f"{row.name}, {row.case.arithmetic}, width {row.case.width}": row.stack for row in here if row.stack}
     record_property("bytes of stack", spilling)
+
+
+@with_little_memory
+def test_kernels_fit_cards_with_little_shared_memory(rows, architecture):
+    here = [row for row in rows if row.case.architecture == architecture]
+    assert [(row.case, failure) for row in here if (failure := failure_of(row))] == []
+    assert {name for row in of(rows, architecture, DOTS, "bf16") for name in row.instructions} == {"mma.sync"}
+
+
+@registers_suffice
+@with_little_memory
+def test_matrix_products_keep_everything_in_registers_of_cards_with_little_shared_memory(rows, architecture):
+    products = [row for row in of(rows, architecture, DOTS) if row.case.arithmetic in ("bf16", "fp16", "tf32")]
+    assert [(row.case, row.tile, row.stack) for row in products if row.stack] == []
 
 
 @every_architecture

@@ -42,6 +42,8 @@ class BenchStep(Node):
     """Images per step; null is the case's."""
     image_size: int | None = Field(default=None, ge=16, le=1024)
     """Height and width of the views in pixels; null is the case's."""
+    precision: Literal["bf16", "fp16"] = "bf16"
+    """Precision that is measured besides fp32 and the one that pretrain chooses here."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds; in each, every variant is measured once."""
     steps: Steps = 2
@@ -74,7 +76,7 @@ def bench_step(options: BenchStep) -> None:
 
     images = options.photographs, options.batch_size, options.image_size
     with _fitting_threads():
-        step.main(options.case, *images, _turns(options), options.output, options.neighbour)
+        step.main(options.case, *images, options.precision, _turns(options), options.output, options.neighbour)
 
 
 class BenchLoader(Node):

@@ -67,6 +67,11 @@ class Count(TorchDispatchMode):
         found.checkpoint = checkpoint.size(trainer)
         found.placement = getattr(trainer.objective, "placement", "")
 
+    @property
+    def _calls_of_phase(self) -> Counter[str]:
+        """How often the host has made each kind of call in the current phase."""
+        return self.found.calls[self.phase]
+
     def __enter__(self):
         following = dict(itertools.pairwise(("start", *PHASES, "end")))
 
@@ -90,7 +95,7 @@ class Count(TorchDispatchMode):
 
         def applied(function: type, *arguments: Any, **keywords: Any) -> Any:
             result = apply.__get__(None, function)(*arguments, **keywords)
-            self._calls["function"] += 1
+            self._calls_of_phase["function"] += 1
             if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tree_leaves(arguments)):
                 self.found.calls["backward"]["function of backward"] += 1
             return result
@@ -98,7 +103,7 @@ class Count(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(PhaseClock, "mark", mark))
         self._patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
-        called = register_module_forward_pre_hook(lambda *_: self._calls.update(module=1))
+        called = register_module_forward_pre_hook(lambda *_: self._calls_of_phase.update(module=1))
         self._patches.callback(called.remove)
         for whose, (module, *names) in EXCHANGES.items():
             for name in names:
@@ -122,7 +127,7 @@ class Count(TorchDispatchMode):
         if short in ATTRIBUTES:
             return result
         if short in VIEWS:
-            self._calls["view"] += 1
+            self._calls_of_phase["view"] += 1
             return result
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -136,20 +141,16 @@ class Count(TorchDispatchMode):
         kind, size = counted(short, operands)
         # A gather into a list has the results as operands, then this rank's part.
         whole = _bytes(operands[-1]) * self.ranks if short == "allgather_" else size
-        self._calls["collective"] += 1
-        self._calls["enqueue"] += 1
+        self._calls_of_phase["collective"] += 1
+        self._calls_of_phase["enqueue"] += 1
         self.found.each_collective.append(Collective(kind, whole, self._exchanging[1], self.phase, size))
         if short == "allgather_":  # NCCL gathers into one tensor, from which each rank's part is copied
             self._add(Work("copies", self.phase, self.ranks, read=whole, written=whole))
-            self._calls["operator"] += self.ranks
-
-    @property
-    def _calls(self) -> Counter[str]:
-        return self.found.calls[self.phase]
+            self._calls_of_phase["operator"] += self.ranks
 
     def _add(self, work: Work) -> None:
         self.found.work.append(work)
-        self._calls["launch"] += work.launches
+        self._calls_of_phase["launch"] += work.launches
 
     def _kind_of(self, short: str, args: tuple[Any, ...], result: Tensor) -> str:
         """The kind of an operator's result, as far as known by now; gradients of activations count as activations."""
@@ -168,7 +169,7 @@ class Count(TorchDispatchMode):
 
         When this hook runs, the gradient is in its final memory: its own, a bucket of `reduction`, or DeepSpeed's.
         """
-        self._calls["hook"] += len(parameter._post_accumulate_grad_hooks) - 1  # but this one
+        self._calls_of_phase["hook"] += len(parameter._post_accumulate_grad_hooks) - 1  # but this one
         if parameter.grad is not None and self.memory.kind(parameter.grad) != "buckets":
             self.memory.name(parameter.grad, "gradients")
 
@@ -208,9 +209,11 @@ class Count(TorchDispatchMode):
             read += _bytes(args[0])
         convolves = short.startswith("convolution")
         if convolves or packet in flop_registry:
-            self._calls["library"] += passes
+            self._calls_of_phase["library"] += passes
         own = name.startswith("unigrad_fast::")
-        self._calls["kernel" if own else "operator of backward" if self.phase == "backward" else "operator"] += 1
+        self._calls_of_phase[
+            "kernel" if own else "operator of backward" if self.phase == "backward" else "operator"
+        ] += 1
         grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
         part = self._part(name, short)
         if convolves:

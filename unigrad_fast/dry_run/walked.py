@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from unigrad_fast.dry_run.cards import Card, Host, collective_seconds, sent
@@ -101,7 +102,7 @@ TRANSIENT = ("activations", "weights in half precision", "gathered", "gradients"
 
 @dataclass
 class Walk:
-    """What was counted in one step, and the times expected of `card`.
+    """What was counted in one step, and the times expected of `card`; its totals are of a step that has ended.
 
     Attributes:
         work: the operators one by one; each_collective: the collectives one by one.
@@ -133,7 +134,7 @@ class Walk:
         """The same counts with the times of another card."""
         return replace(self, card=card)
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Part]:
         """Totals by kind of operator."""
         found = {name: Part() for name in PARTS}
@@ -141,12 +142,12 @@ class Walk:
             found[work.part].add(work, self.card)
         return found
 
-    @property
+    @cached_property
     def collectives(self) -> dict[str, Collectives]:
-        """Totals by kind of collective."""
-        found: dict[str, Collectives] = defaultdict(Collectives)
+        """Totals by kind of collective; a kind without any is not in it."""
+        found: dict[str, Collectives] = {}
         for each in self.each_collective:
-            total = found[each.kind]
+            total = found.setdefault(each.kind, Collectives())
             total.count += 1
             total.bytes += each.bytes
             total.seconds += self._of_collective(each)
