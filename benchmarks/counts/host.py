@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from unigrad_fast.benchmarks.harness.record import OUTPUT, append, make_folder
 from unigrad_fast.benchmarks.harness.script import run
 from unigrad_fast.kernels import batch_norm
+from unigrad_fast.kernels.dispatch import as_on_cuda
+from unigrad_fast.networks.batch_norm import convert
+from unigrad_fast.networks.lockstep import Steps, together
 from unigrad_fast.runtime.collectives import gather_into
 from unigrad_fast.runtime.torch_private import init_fake_process_group
 
@@ -84,7 +87,44 @@ def kinds() -> dict[str, float]:
     found["hook"] = _hook()
     found["kernel"] = _kernel()
     found["collective"] = _collective()
-    return found
+    return found | _norms(found)
+
+
+def _norms(parts: Mapping[str, float]) -> dict[str, float]:
+    """What a norm's passes and a gather in lockstep take besides the calls of other kinds inside them."""
+    norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+    convert(norms).count = 2
+    x = torch.zeros(4, 16, 1, 1).contiguous(memory_format=torch.channels_last)
+    own, leaf = torch.ones(1, requires_grad=True), x.clone().requires_grad_()
+
+    def steps(norm: nn.Module, x: Tensor) -> Steps:
+        yield norm, x
+        return norm(x, relu=True)
+
+    def without_gradient() -> None:
+        with torch.no_grad():
+            norms[0](x, relu=True)
+
+    def backward(y: Tensor, *inputs: Tensor) -> float:
+        ones = torch.ones_like(y)
+        return microseconds(lambda: torch.autograd.grad(y, inputs, ones, retain_graph=True))
+
+    init_fake_process_group(8)
+    try:
+        with as_on_cuda(), nothing_driven():
+            target, online = microseconds(without_gradient), microseconds(lambda: norms[1](leaf, relu=True))
+            both = microseconds(lambda: together(steps(norms[0], x), steps(norms[1], leaf)))
+            of_backward = backward(norms[1](leaf, relu=True), leaf, *norms[1].parameters())
+    finally:
+        dist.destroy_process_group()
+    inside = parts["module"] + 3 * parts["kernel"] + parts["collective"]
+    return {
+        "norm": max(0.0, (target + online - parts["function"]) / 2 - inside),
+        "norm of backward": max(
+            0.0, of_backward - backward(_Function.apply(own), own) - 2 * parts["kernel"] - parts["collective"]
+        ),
+        "gather in lockstep": max(0.0, both - target - online + parts["collective"]),
+    }
 
 
 def _hook() -> float:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from unigrad_fast.dry_run.walked import TRANSIENT, Collective, Walk, Work
 from unigrad_fast.kernels import heuristics
 from unigrad_fast.kernels.batch_norm_reference import pooled_size
-from unigrad_fast.networks import batch_norm
+from unigrad_fast.networks import batch_norm, lockstep
 from unigrad_fast.objectives import ranks as objective_ranks
 from unigrad_fast.runtime.collectives import counted
 from unigrad_fast.runtime.torch_private import TorchDispatchMode, tree_leaves
@@ -42,6 +42,13 @@ ATTRIBUTES = {"device", "numel", "sym_size"}  # operators for tensors without co
 EXCHANGES = {
     "objective": (objective_ranks, "begin_gather", "exchange_columns"),
     "norms": (batch_norm, "gathered", "summed_"),
+}
+
+# Functions that take the host's time besides the calls of other kinds inside them, by the kind that this is.
+AROUND = {
+    "norm": (batch_norm.GroupedBatchNorm, "_train"),
+    "norm of backward": (batch_norm._GroupedBatchNorm, "backward"),
+    "gather in lockstep": (lockstep, "_gather"),
 }
 
 
@@ -103,6 +110,8 @@ class Count(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(PhaseClock, "mark", mark))
         self._patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)))
+        for kind, (holder, name) in AROUND.items():
+            self._patches.enter_context(mock.patch.object(holder, name, self._noting(kind, vars(holder)[name])))
         called = register_module_forward_pre_hook(lambda *_: self._calls_of_phase.update(module=1))
         self._patches.callback(called.remove)
         for whose, (module, *names) in EXCHANGES.items():
@@ -163,6 +172,15 @@ class Count(TorchDispatchMode):
         if self.phase == "backward" and result.ndim > 1 and result.numel() not in self._sizes:
             return "activations"  # parts of parameter gradients are flat
         return "activations" if self.phase in ("target", "online", "objective") else "temporaries"
+
+    def _noting(self, kind: str, function: Any) -> Any:
+        """A function or static method that counts its calls."""
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._calls_of_phase[kind] += 1
+            return getattr(function, "__func__", function)(*arguments, **keywords)
+
+        return staticmethod(call) if isinstance(function, staticmethod) else call
 
     def _name_gradient(self, parameter: Tensor) -> None:
         """Relabel a parameter's gradient, unless it is in one of DeepSpeed's buckets.
