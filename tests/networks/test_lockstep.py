@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from thin import thin
-from torch import Tensor
 
 from unigrad_fast.config import resolve
 from unigrad_fast.networks.encoder import Encoder, build_encoder
@@ -50,7 +49,8 @@ def outcome(in_lockstep: bool, backbone: str, case: str, one_pass: bool, recompu
                 theirs = online(views)
         assert all(each.requires_grad for each in theirs) and not any(each.requires_grad for each in ours)
     sum((each * each).sum() for each in theirs).backward()
-    found = {f"{kind} {i}": each.detach() for kind, parts in (("u", theirs), ("m", ours)) for i, each in enumerate(parts)}
+    found = {f"online {i}": each.detach() for i, each in enumerate(theirs)}
+    found |= {f"target {i}": each for i, each in enumerate(ours)}
     found |= {name: parameter.grad for name, parameter in online.named_parameters()}
     found |= {f"{i} {name}": each for i, branch in enumerate((online, target)) for name, each in branch.named_buffers()}
     return found, spy.found["gather"].count

@@ -32,7 +32,7 @@ def inf_embedding(trainer, stream: Iterator[Batch]) -> tuple[Iterator[Batch], Ca
             output[2, 3] = torch.inf
         return output
 
-    return stream, trainer.online.module.projector.register_forward_hook(spoil).remove
+    return stream, trainer.online.module.projector[-1].register_forward_hook(spoil).remove
 
 
 def nan_gradient(trainer, stream: Iterator[Batch]) -> tuple[Iterator[Batch], Callable[[], None]]:

@@ -48,7 +48,7 @@ def train(images: str, output: Path, placement: str) -> list[str]:
         checkpoint.save(trainer, {})
         checkpoint.restore(trainer, Reader(output / "checkpoints/step-00000002"))
         trainer.step(2, batches(trainer, 2))
-    assert len(begun) == (4 if placement == "sharded" else 0)
+    assert len(begun) == (4 if placement == "sharded" and not trainer.in_lockstep else 0)
     return [name for names in changed(expected, state(trainer)).values() for name in names]
 
 

@@ -54,8 +54,7 @@ class Groups:
     Attributes:
         count: number of equally large groups, one after the other along the first dimension.
         current: the running pass, if it can be repeated.
-        gathered: of the next pass through a norm, the statistics of all ranks' parts [R, G, S], where they were gathered
-            before it.
+        gathered: statistics of all ranks' parts of a norm's next input, [R, G, S], where they were gathered before.
     """
 
     def __init__(self) -> None:

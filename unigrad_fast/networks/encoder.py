@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 def joined(views: Sequence[Tensor]) -> Tensor:
     """Views, each [N, 3, H, W], as one tensor [V·N, 3, H, W] in the dtype in which autocast convolves.
 
-    Of views that are the chunks of such a tensor, in order, it is this tensor. A single other view is returned as it is.
+    Of views that are the chunks of such a tensor, in order, it is this tensor. A single other view stays as it is.
     """
     first = views[0]
     whole = None if torch.compiler.is_compiling() else first._base  # a traced graph has no storage to compare

@@ -1,12 +1,14 @@
 """Two forward passes in lockstep, so that one gather brings the statistics of both passes' norms.
 
 A network whose forward pass can pause has a method `steps`, a generator that yields each norm with its input just
-before it calls the norm, and returns the network's output.
+before it calls the norm, and returns the network's output. In lockstep this replaces the module's call, so that of the
+hooks only those of modules without `steps` run, such as convolutions, linear layers and norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +19,12 @@ from unigrad_fast.networks import batch_norm
 Steps: TypeAlias = "Generator[tuple[batch_norm.GroupedBatchNorm, Tensor], None, Any]"
 
 
+_in_lockstep = False
+
+
 def steps_of(module: nn.Module, x: Any) -> Steps:
-    """The forward pass of a module; it does not pause if the module has no `steps`."""
-    if not hasattr(module, "steps"):
+    """The forward pass of a module; it pauses in lockstep, if the module has `steps`."""
+    if not (_in_lockstep and hasattr(module, "steps")):
         return module(x)
     return (yield from module.steps(x))
 
@@ -40,18 +45,29 @@ def together(target: Steps, online: Steps) -> tuple[Any, Any]:
     outputs are those of two passes one after the other, bit for bit.
     """
     passes, outputs = {"target": (target, False), "online": (online, True)}, {}
-    while passes:
-        waiting = []
-        for name, (steps, with_gradient) in list(passes.items()):
-            try:
-                with torch.set_grad_enabled(with_gradient):
-                    waiting.append(next(steps))
-            except StopIteration as end:
-                outputs[name] = end.value
-                del passes[name]
-        if len(waiting) > 1:
-            _gather(waiting)
+    with _paused_in_all():
+        while passes:
+            waiting = []
+            for name, (steps, with_gradient) in list(passes.items()):
+                try:
+                    with torch.set_grad_enabled(with_gradient):
+                        waiting.append(next(steps))
+                except StopIteration as end:
+                    outputs[name] = end.value
+                    del passes[name]
+            if len(waiting) > 1:
+                _gather(waiting)
     return outputs["target"], outputs["online"]
+
+
+@contextmanager
+def _paused_in_all() -> Iterator[None]:
+    global _in_lockstep
+    _in_lockstep = True
+    try:
+        yield
+    finally:
+        _in_lockstep = False
 
 
 @torch.no_grad()
