@@ -19,6 +19,7 @@ from unigrad_fast.pipelines.presets import GLOBALS, preset_views
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import absolute
@@ -57,8 +58,9 @@ def preview(
         augmentation: the other options of `_find_source`.
 
     Raises:
-        UserError: the output cannot be written, exists, or would be one of the images; a training recipe is wrong; or
-            CutMix has no partner.
+        UserError: the output's folder cannot be written, the output exists or would be one of the images; a training
+            recipe is wrong; or CutMix has no partner.
+        OSError: the picture cannot be written.
         DataError: the recipe or the preset does not exist, or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
@@ -67,6 +69,7 @@ def preview(
         raise UserError(f"output = {output}: the folder {output.parent} does not exist; create it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
+    require_folder(output.parent)
     source = _find_source(path, epoch, **augmentation)
     outputs.require_file(output, {"path": source.images})
     views = source.views
@@ -88,10 +91,7 @@ def preview(
     title = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
     file = io.BytesIO()
     draw(rows, views, title).save(file, "PNG", optimize=True)
-    try:
-        outputs.write_files({output: file.getvalue()}, overwrite)
-    except OSError as error:
-        raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
+    outputs.write_files({output: file.getvalue()}, overwrite)
     print(f"views of {count(len(rows), 'image')} under {source.name}, in {output}")
 
 
