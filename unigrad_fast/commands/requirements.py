@@ -23,6 +23,12 @@ def require_run(folder: Path) -> None:
         )
 
 
+def require_name(name: str) -> None:
+    """Raises UserError unless files and folders can be called so."""
+    if "/" in name or name in (".", ".."):
+        raise UserError(f"name = {name}: is not the name of a folder; give one, or a path with --output")
+
+
 def require_folders(config: Config, fresh: bool = False, numbered: bool = False) -> None:
     """Raises UserError unless the images can be opened and the output folder can be used.
 

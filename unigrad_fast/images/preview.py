@@ -16,7 +16,7 @@ from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.pipelines import PRESETS, CutMix, Manifest, View
 from unigrad_fast.pipelines.presets import GLOBALS, preset_views
-from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
+from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names, title
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.files import require_folder
@@ -88,9 +88,9 @@ def preview(
     readable = len(manifest) - len(manifest.unreadable())
     rows = collect(manifest, views, min(images, readable), source.seed, epoch, source.cutmix, source.photometric)
     mixed = ["CutMix"] if source.cutmix else []
-    title = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
+    heading = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
     file = io.BytesIO()
-    draw(rows, views, title).save(file, "PNG", optimize=True)
+    draw(rows, views, heading).save(file, "PNG", optimize=True)
     outputs.write_files({output: file.getvalue()}, overwrite)
     print(f"views of {count(len(rows), 'image')} under {source.name}, in {output}")
 
@@ -176,7 +176,7 @@ def _own_recipe(path: Path) -> str | Path | None:
 
 def _title(recipe: str | Path) -> str:
     path = Path(recipe)
-    return path.parent.name if path.name == RunFolder.configuration.name else path.stem
+    return path.parent.name if path.name == RunFolder.configuration.name else title(recipe)
 
 
 def _summary(views: Sequence[View]) -> str:
