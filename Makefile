@@ -18,7 +18,7 @@ DOCS := .venv/ready-for-docs
 help:
 	@echo "make quickstart   draw images, pretrain an encoder on them, evaluate it"
 	@echo "make test         run all tests except the slow ones; TESTS=FILES runs only those"
-	@echo "make test-quick   run only tests that start no processes (a minute and a half)"
+	@echo "make test-quick   run only tests that start no processes (some minutes)"
 	@echo "make test-slow    run the slow tests, or TESTS=FILE::TEST; writes tests/slow-results.md"
 	@echo "make test-processors    run numerical tests with other processors' kernels; TESTS=FILES runs only those"
 	@echo "make coverage     print which lines the tests reach"

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from unigrad_fast import recipes
 from unigrad_fast.benchmarks.harness.record import append
 from unigrad_fast.config import resolve
 from unigrad_fast.dry_run.cards import Card, Host
@@ -91,7 +92,7 @@ def main(ranks: int, images: int, card: str, recipe: str, output: Path) -> None:
         found = walk(config, ranks, figures)
     setting = {"recipe": config.recipe, "ranks": ranks, "images_per_rank": images, "counted_for": card}
     title = (
-        f"Counted, not measured: a step of {config.recipe} on {ranks} x {figures.name}, {images} images each, "
+        f"Counted, not measured: a step of {recipes.title(recipe)} on {ranks} x {figures.name}, {images} images each, "
         f"ZeRO stage {config.engine.zero_stage}"
     )
     show(new_console(), found, title, ranks * images)

@@ -28,7 +28,11 @@ def counted(folder: Path, recipe: str, *options: str) -> int:
 def test_the_wide_recipe_is_counted_at_its_stage(tmp_path, capsys):
     assert counted(tmp_path, SMALL, "--ranks", "8", "--images", "4") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "on 8 x NVIDIA H100" in shown and "4 images each, ZeRO stage 2" in shown and "the host never waits" in shown
+    assert (
+        "a step of small on 8 x NVIDIA H100" in shown
+        and "4 images each, ZeRO stage 2" in shown
+        and "the host never waits" in shown
+    )
     (row,) = map(json.loads, (tmp_path / "results/dry_step.jsonl").read_text().splitlines())
     assert row["peak"]["master weights"] == row["peak"]["momentum"] == row["peak"]["weights"] // 8
 

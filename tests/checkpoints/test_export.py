@@ -310,13 +310,15 @@ def test_a_full_disk_leaves_the_file_that_was_there(run, capsys, tmp_path, monke
     exported(capsys, run, "--output", path)
     before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()}
 
-    def full(descriptor):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     again = (run, "--branch", "target", "--output", path, "--overwrite", "true")
     assert cli.main(["export", *map(str, again)]) == 3
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir() if entry.is_file()} == before
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert cli.main(["export", str(run)]) == 3
     monkeypatch.undo()
     exported(capsys, *again)
     assert path.read_bytes() != before[path.name]

@@ -1,5 +1,7 @@
 """`unigrad-fast checkpoint show` and `verify`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -51,6 +53,45 @@ def test_verify_finds_intact_and_damaged_checkpoints(run, capsys):
     out, err = capsys.readouterr()
     assert "step-00000020: intact" in out and "step-00000010" not in out
     assert f"{file}: damaged" in err and len(err.splitlines()) == 1
+
+
+def damage(run: Path, step: int) -> None:
+    with open(run / f"checkpoints/step-{step:08}/rank-00000.pt", "r+b") as file:
+        file.truncate(100)
+
+
+def test_verify_says_which_checkpoint_remains_if_the_newest_is_damaged(run, capsys):
+    damage(run, 20)
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "step-00000020/rank-00000.pt: has 100 bytes instead of" in first
+    assert "newest intact checkpoint is that of step 10" in second and "--checkpoint 10" in second
+    damage(run, 10)
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    *damaged, last = capsys.readouterr().err.splitlines()
+    assert len(damaged) == 2 and last.startswith(f"error: no checkpoint of {run} is intact")
+    assert main(["checkpoint", "verify", str(run / "checkpoints/step-00000010")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_show_names_the_newest_intact_checkpoint_if_the_newest_cannot_be_shown(run, capsys):
+    (run / "checkpoints/step-00000020/checkpoint.json").write_text("{")
+    assert main(["checkpoint", "show", str(run)]) == 2
+    intact = run / "checkpoints/step-00000010"
+    assert capsys.readouterr().err.endswith(f"; the newest intact one is {intact}; give it\n")
+    damage(run, 10)
+    assert main(["checkpoint", "show", str(run)]) == 2
+    assert f"; no checkpoint of {run} is intact" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [(), ("--checkpoint", "20")])
+def test_export_of_a_damaged_checkpoint_names_the_newest_intact_one(run, capsys, step):
+    damage(run, 20)
+    assert main(["export", str(run), *step]) == 2
+    assert capsys.readouterr().err.endswith("; --checkpoint 10 takes the newest intact one\n")
+    damage(run, 10)
+    assert main(["export", str(run), *step]) == 2
+    assert f"; no checkpoint of {run} is intact" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])

@@ -38,7 +38,9 @@ def planned(tmp_path: Path) -> Callable[..., int]:
 def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
     assert planned("--gpus", "32", "--nodes", "4") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "32 x NVIDIA H100 SXM in 4 nodes, 8 images at once on each, batch 256, ZeRO stage 0" in shown
+    assert (
+        "small, width 64: 32 x NVIDIA H100 SXM in 4 nodes, 8 images at once on each, batch 256, ZeRO stage 0" in shown
+    )
     for said in ("counted: ", "expected: ", "reads/s", "a checkpoint of", "WARNING: bound by the host", "fits: "):
         assert said in shown
     (file,) = (tmp_path / "out").iterdir()
@@ -46,7 +48,7 @@ def test_a_plan_is_printed_and_written(planned, tmp_path, capsys):
     assert (written["ranks"], written["nodes"], written["fits"], written["would_fit"]) == (32, 4, True, [])
     assert written["peak"] == sum(written["memory"].values()) and written["between"] > 0
     assert written["memory, sent, meetings"] == "counted" and written["times"] == "expected"
-    assert file.name == "imagenet_100ep-h100-32x8-nodes4-width64-stage0-accumulation1-bf16.json"
+    assert file.name == "small-h100-32x8-nodes4-width64-stage0-accumulation1-bf16.json"
 
 
 def test_what_does_not_fit_is_told_what_would(planned, tmp_path, capsys, monkeypatch):
@@ -96,7 +98,7 @@ def test_where_nothing_fits_the_status_is_that_of_wrong_input_and_the_file_is_ke
 def test_a_file_in_the_way_is_refused_before_anything_is_counted(planned, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning.Counted, "of", lambda *_: pytest.fail("counted"))
     (tmp_path / "out").mkdir()
-    file = tmp_path / "out/imagenet_100ep-a100-40gib-8x16-width64-stage1-accumulation2-fp32.json"
+    file = tmp_path / "out/small-a100-40gib-8x16-width64-stage1-accumulation2-fp32.json"
     file.write_text("mine")
     card = ("--card", "a100", "--memory_gib", "40")
     engine = ("--engine.zero_stage", "1", "--engine.accumulation_steps", "2", "--engine.precision", "fp32")

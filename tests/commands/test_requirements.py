@@ -13,7 +13,8 @@ def test_folders_are_checked(tmp_path):
     config = resolve(overrides={"data": {"train": str(tmp_path / "absent"), "val": str(text)}})
     with pytest.raises(UserError) as caught:
         require_folders(config)
-    assert str(caught.value) == f"data.train = {tmp_path}/absent: no such file or folder"
+    problem = f"no such file or folder; check the path, of which {tmp_path} exists"
+    assert str(caught.value) == f"data.train = {tmp_path}/absent: {problem}"
     with pytest.raises(UserError, match="no training images"):
         require_folders(resolve())
 
@@ -63,10 +64,34 @@ def test_a_run_within_its_images_is_refused_and_so_is_one_over_anothers_files(tm
     require_folders(config, numbered=True)  # which takes another one
 
 
-def test_images_without_a_validation_set_of_theirs_are_told_how_to_train(tmp_path):
-    config = resolve("quickstart", {"data": {"train": str(tmp_path), "val": str(tmp_path / "absent")}})
-    with pytest.raises(UserError, match=r"data\.val = .*: no such file or folder; .* --data\.val null"):
-        require_folders(config)
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ({}, ["data.train = {}/data/quickstart/train: DRAW", "data.val = {}/data/quickstart/val: DRAW"]),
+        (
+            {"train": "typo"},
+            ["data.train = {}/typo: CHECK, of which {} exists", "data.val = {}/data/quickstart/val: GIVE, NULL"],
+        ),
+        ({"train": "."}, ["data.val = {}/data/quickstart/val: GIVE, NULL"]),
+        ({"train": ".", "val": "a/b"}, ["data.val = {}/a/b: CHECK, of which {} exists, NULL"]),
+        ({"train": ".", "val": "link"}, ["data.val = {}/link: {}/link is a link to /nowhere, which "]),
+    ],
+)
+def test_images_that_are_not_there_are_told_with_what_fits_their_path(tmp_path, monkeypatch, images, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("/nowhere")
+    texts = {
+        "DRAW": "no such file or folder; draw the built-in images with `unigrad-fast data synth data/quickstart`",
+        "CHECK": "no such file or folder; check the path",
+        "GIVE": "no such file or folder; give your validation images with --data.val IMAGES",
+        "NULL": "or train without evaluation with --data.val null",
+    }
+    with pytest.raises(UserError) as caught:
+        require_folders(resolve("quickstart", {"data": images}))
+    for line, expected in zip(str(caught.value).split("\n"), said, strict=True):
+        for short, text in texts.items():
+            expected = expected.replace(short, text)
+        assert line.startswith(expected.replace("{}", str(tmp_path)))
 
 
 def test_a_new_run_around_its_images_is_refused_and_one_begun_there_goes_on(tmp_path):

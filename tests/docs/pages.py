@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,12 @@ PAGES = [
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 RUN = re.compile(r"^<!-- run -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n(?:\n(?= {4}))?)+")
+
+
+def kept_from_git(folder: Path) -> bool:
+    """Whether all that commands have written to a folder would be ignored by git in a checkout."""
+    patterns = [line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()]
+    return all(any(fnmatch(path.name, pattern) for pattern in patterns) for path in folder.iterdir())
 
 
 def fences(page: Path) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from drawn_images import draw_tree
-from pages import PAGES, ROOT, python_blocks
+from pages import PAGES, ROOT, kept_from_git, python_blocks
 
 # Blocks that want more than to be run are run by tests of their own.
 ELSEWHERE = {"own_loop.md": "tests/objectives/test_own_loop.py", "methods.md": "tests/objectives/test_rows.py"}
@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
 def test_a_block_runs_as_it_stands(code, folder, monkeypatch):
     monkeypatch.chdir(folder)
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+    assert kept_from_git(folder)
 
 
 def test_blocks_that_are_left_out_here_are_run_elsewhere():

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 from command_lines import commands, problems
-from pages import PAGES, fences, named_commands, run_lines, shell_lines
+from pages import PAGES, fences, kept_from_git, named_commands, run_lines, shell_lines
 
 from unigrad_fast.cli import main
+from unigrad_fast.commands import COMMANDS
 
 KINDS = {"python": "runs", "sh": "is resolved, or runs", "text": "is shown", "yaml": "is shown"}
 SLOW = ("data.md",)  # decodes and starts processes
@@ -49,6 +50,18 @@ def test_the_blocks_that_are_marked_so_run_as_they_stand(page, tmp_path, monkeyp
             except SystemExit as left:  # as of --help
                 status = left.code
             assert not status, line
+    assert kept_from_git(tmp_path)
+
+
+def test_what_commands_write_without_being_told_where_is_kept_from_git(tmp_path):
+    fields = [options.model_fields["output"] for options, _ in COMMANDS.values() if "output" in options.model_fields]
+    here = {field.default.name for field in fields if field.default is not None}
+    assert here > {"plan", "preview.png"}
+    for name in here:
+        (tmp_path / name).touch()
+    assert kept_from_git(tmp_path)
+    (tmp_path / "stray.png").touch()
+    assert not kept_from_git(tmp_path)
 
 
 def test_the_commands_in_the_text_of_a_page_exist(page):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unigrad_fast.evaluation.classes import match, without_unused
+from unigrad_fast.config import Data
+from unigrad_fast.evaluation.classes import GIVE, LABEL, match, without_unused
 from unigrad_fast.pipelines import Manifest
 
 
@@ -101,18 +102,29 @@ def test_a_part_of_shards_reads_the_same_images(tmp_path):
 
 
 def test_what_cannot_be_judged_is_named(train, tmp_path):
+    data = Data(train=tmp_path / "for-training", val=tmp_path / "for-validation")
+    trained, judged = f"data.train = {tmp_path}/for-training: ", f"data.val = {tmp_path}/for-validation: "
+
+    def told(train: Manifest, val: Manifest) -> str:
+        return match(train, val).obstacle.told(data)
+
     others = Manifest.open(draw(tmp_path / "others", asp=1, eel=1))
-    assert match(train, None).obstacle == "no validation images (data.val)"
-    assert match(train, others).obstacle == (
-        "training and validation images have different classes (training ant, bee, cat, ...; validation asp, eel)"
+    assert told(train, others).startswith(
+        f"{judged}training and validation images have different classes "
+        "(training ant, bee, cat, ...; validation asp, eel); give "
     )
     a_level_higher = Manifest.open(tmp_path)
-    assert "(training others, train; validation ant, bee, cat, ...)" in match(a_level_higher, train).obstacle
+    assert "(training others, train; validation ant, bee, cat, ...)" in told(a_level_higher, train)
     flat = Manifest.open(Path(train.root) / "ant")
-    assert "the training images have no labels" in match(flat, train).obstacle
-    assert "the validation images have no labels" in match(train, flat).obstacle
+    assert told(flat, train) == f"{trained}the training images have no labels; {LABEL}"
+    assert told(train, flat) == f"{judged}the validation images have no labels; {LABEL}, or {GIVE}"
     one = Manifest.open(draw(tmp_path / "one", inner=2))
     assert (
-        match(one, one).obstacle
-        == "all images belong to one class, inner; check whether the class folders are one level lower"
+        told(one, one)
+        == f"{trained}all images belong to one class, inner; check whether the class folders are one level lower"
     )
+
+
+def test_without_validation_images_the_option_that_gives_them_is_named(train):
+    assert match(train, None).obstacle.told(Data()) == f"data.val = null: no validation images; {GIVE}"
+    assert "--data.val IMAGES" in GIVE

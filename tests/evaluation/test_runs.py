@@ -241,10 +241,23 @@ def test_classes_that_one_side_lacks_and_equal_images_are_said(run, images, caps
         )
     assert result(run, "knn-epoch2")["queries"] == result(run, "linear-quick-epoch2")["images"] == 6
     (images / "link").symlink_to(images / "train")
-    printed = said(capsys, "evaluate", "knn", run, "--data.val", images / "link", "--k", 1)
-    assert f"warning: data.val = {images}/link: is the same as data.train, so every image finds itself" in printed
+    for protocol, k, so in (
+        ("knn", ("--k", 1), "every image finds itself"),
+        ("linear", (), "the classifier is fitted"),
+    ):
+        printed = said(capsys, "evaluate", protocol, run, "--data.val", images / "link", *k)
+        assert f"warning: data.val = {images}/link: is the same as data.train, so {so}" in printed
     (images / "link").unlink()
     assert list(result(run, "knn-epoch2-2")["accuracy"].values()) == [100.0]
+
+
+def test_images_without_labels_are_named_with_the_remedy(run, images, capsys):
+    for key, kind in (("train", "training"), ("val", "validation")):
+        flat = images / "val/class0"
+        refused = said(capsys, "evaluate", "knn", run, f"--data.{key}", flat, status=2)
+        assert refused.startswith(
+            f"error: kNN cannot evaluate this run: data.{key} = {flat}: the {kind} images have no labels; label them ("
+        )
 
 
 def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, capsys, monkeypatch):

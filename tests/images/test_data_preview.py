@@ -1,6 +1,8 @@
 """`data preview`: boxes, views, texts and mixes on the sheet are those of training."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -212,8 +214,21 @@ def test_mistakes_end_with_one_line(images, tmp_path, capsys):
     assert "the preset has 1" in refused(capsys, there, "--preset", "linear", "--cutmix", "true", "--output", output)
     too_long = str(tmp_path / ("x" * 300 + ".png"))
     small = ("--image_size", "32", "--local_crops", "0", "--images", "1")
-    assert "cannot be written: File name too long" in refused(capsys, there, "--output", too_long, *small)
+    assert f"{too_long}: File name too long; give another path" in refused(capsys, there, "--output", too_long, *small)
+    assert "output = /proc: /proc is not writable" in refused(capsys, there, "--output", "/proc/sheet.png", *small)
     assert not Path(output).exists()
+
+
+def test_a_full_disk_ends_with_the_status_of_a_full_disk(images, tmp_path, capsys, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    output = tmp_path / "sheet.png"
+    small = ("--image_size", "32", "--local_crops", "0", "--images", "1", "--output", str(output))
+    assert cli.main(["data", "preview", str(images), *small]) == 3
+    assert capsys.readouterr().err == f"stopped: {output} cannot be written: No space left on device; free disk space\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_picture_replaces_nothing_unless_told_so_and_does_not_become_an_image(images, tmp_path, capsys, monkeypatch):

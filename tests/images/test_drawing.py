@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unigrad_fast import cli
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import CLASSES
 from unigrad_fast.runtime.errors import UserError
@@ -99,11 +100,14 @@ def test_an_empty_folder_is_accepted(tmp_path: Path) -> None:
     assert contents(tmp_path)
 
 
-def test_a_failed_drawing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_drawing_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(UserError, match="No space left"):
-        drawing.draw(tmp_path / "set", **SMALL)
+    assert cli.main(["data", "synth", str(tmp_path / "set")]) == 3
+    full_disk = f"stopped: {tmp_path}/set cannot be written: No space left on device; free disk space\n"
+    assert capsys.readouterr().err == full_disk
     assert list(tmp_path.iterdir()) == []

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from PIL import Image
 from worker_group import WorkerGroup
 
-from unigrad_fast.config import resolve
+from unigrad_fast.config import Data, resolve
 from unigrad_fast.images import manifests
-from unigrad_fast.images.manifests import difference, digest, identity, read_manifests
+from unigrad_fast.images.manifests import difference, digest, identity, read_manifests, same_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.errors import DataError
 from unigrad_fast.runtime.process_group import World
@@ -85,12 +85,15 @@ def test_warnings_are_handed_on_instead_of_printed(workers, tmp_path):
     assert "1 images lie directly in" in said
 
 
-def test_validation_images_that_are_trained_on_are_warned_of(workers, tmp_path):
-    images = folder(tmp_path / "one", ["a/1.jpg", "b/1.jpg"])
-    (tmp_path / "link").symlink_to(images)
-    for val in (images, str(tmp_path / "link")):
-        (said,) = workers(1).run(read, [images], val)
-        assert f"data.val = {val}: is the same as data.train, so every image finds itself" in said
+def test_validation_images_that_are_training_images_are_warned_of(tmp_path):
+    images, link = tmp_path / "images", tmp_path / "link"
+    images.mkdir()
+    link.symlink_to(images)
+    for val in (images, link):
+        (said,) = same_images(Data(train=images, val=val), "each finds itself")
+        assert said.startswith(f"data.val = {val}: is the same as data.train, so each finds itself and the accuracy ")
+    for data in (Data(train=images, val=tmp_path), Data(train=images), Data()):
+        assert same_images(data, "each finds itself") == []
 
 
 def test_images_are_known_again_though_a_few_changed_but_not_as_smaller_copies(tmp_path):

@@ -9,13 +9,21 @@ import pytest
 
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.run_folder import RunFolder
+from unigrad_fast.runtime.run_folder import ENTRIES, RunFolder
 
 LOCK = RunFolder.lock.name
 
 
 def text_for(folder: Path) -> str:
     return to_yaml(resolve("quickstart", {"output": folder}))
+
+
+def test_the_page_lists_everything_that_a_run_writes():
+    page = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text(encoding="utf-8")
+    listed = page.partition("## What a run writes")[2].partition("\n## ")[0]
+    earlier = {RunFolder.first_knn, RunFolder.first_linear, RunFolder.first_probe}
+    for entry in {*ENTRIES} - earlier:
+        assert f"`{entry.name}{'/' * entry.is_folder}`" in listed
 
 
 def test_of_many_that_start_at_once_each_takes_a_folder_of_its_own(tmp_path):

@@ -163,28 +163,24 @@ def test_two_ranks_refuse_a_folder_together_and_evaluate_together(data, finished
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("train", "val", "said"),
     [
+        ("flat", "val", "data.train = {}/flat: the training images have no labels; label them ("),
+        ("train", "flat", "data.val = {}/flat: the validation images have no labels; label them ("),
         (
-            lambda data: ["--data.train", data / "flat", "--data.val", data / "val"],
-            "the training images have no labels",
-        ),
-        (
-            lambda data: ["--data.train", data / "train", "--data.val", data / "flat"],
-            "the validation images have no labels",
-        ),
-        (
-            lambda data: ["--data.train", data, "--data.val", data / "val"],
-            "training and validation images have different classes (training flat, train, val; validation class0, ",
+            "",
+            "val",
+            "data.val = {}/val: training and validation images have different classes (training flat, train, val; "
+            "validation class0, ",
         ),
     ],
     ids=["no labels in training", "no labels in validation", "other classes"],
 )
-def test_validation_images_that_cannot_be_used_are_refused_before_the_start(data, tmp_path, change, said):
-    given = ("--recipe", data / "small.yaml", "--output", tmp_path / "run", *change(data))
-    refused = command("pretrain", *given)
-    assert refused.returncode == 2 and f"error: data.val = {given[-1]}: {said}" in refused.stderr
-    assert "; give labelled validation images of the training classes, or --data.val null to train" in refused.stderr
+def test_validation_images_that_cannot_be_used_are_refused_before_the_start(data, tmp_path, train, val, said):
+    images = ("--data.train", data / train, "--data.val", data / val)
+    refused = command("pretrain", "--recipe", data / "small.yaml", "--output", tmp_path / "run", *images)
+    assert refused.returncode == 2 and f"error: {said.format(data)}" in refused.stderr
+    assert refused.stderr.endswith(", or train without evaluation with --data.val null\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -196,7 +192,8 @@ def test_without_labels_or_validation_images_a_run_works_and_says_so(data, tmp_p
     assert events(tmp_path / "run", "knn") == []
     assert "evaluate knn" not in result.stdout
     refused = command("evaluate", "knn", tmp_path / "run", is_thin=True)
-    assert refused.returncode == 2 and "no validation images" in refused.stderr
+    assert refused.returncode == 2
+    assert "error: kNN cannot evaluate this run: data.val = null: no validation images; give " in refused.stderr
 
 
 def test_validation_that_lacks_a_class_is_judged_during_training(data, tmp_path):

@@ -101,6 +101,24 @@ def test_metrics_are_on_disk_as_soon_as_they_are_logged(tmp_path):
     assert second["memory_gib"] > 0
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "row"),
+    [
+        ([], "kNN accuracy │ not evaluated"),
+        ([84.29], "kNN accuracy │ 84.29 %"),
+        ([84.29, 84.29], "kNN accuracy, first → last │ 84.29 % → 84.29 % (best 84.29 %)"),
+        ([20.0, 90.0, 80.0], "kNN accuracy, first → last │ 20.00 % → 80.00 % (best 90.00 %)"),
+    ],
+)
+def test_the_summary_shows_as_many_accuracies_as_were_measured(tmp_path, accuracies, row):
+    run = Run(tmp_path)
+    with run.telemetry as telemetry:
+        for step, accuracy in enumerate(accuracies):
+            telemetry.log_knn(step, knn(accuracy))
+        telemetry.finish()
+    assert f"│ {row} │" in " ".join(run.shown.split())
+
+
 def test_metrics_that_come_a_step_late_keep_their_step(tmp_path):
     run = Run(tmp_path, tensorboard=True)
     with run.telemetry as telemetry:

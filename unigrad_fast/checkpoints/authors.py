@@ -108,7 +108,7 @@ def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> 
 
 def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
     problems = [
-        f"{key} = {folder}: no such file or folder"
+        f"{key} = {folder}: no such file or folder; correct it, or leave it out"
         for key, folder in folders.items()
         if folder is not None and not os.path.exists(folder)
     ]

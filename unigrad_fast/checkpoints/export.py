@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -258,6 +259,8 @@ def _writable_folder(run: Path, output: Path | None) -> Path:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise UserError(f"{folder}: cannot be created ({error.strerror}); give a file with --output FILE") from None
     if output is not None and os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give a file")

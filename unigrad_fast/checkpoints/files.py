@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -39,10 +39,13 @@ from unigrad_fast.runtime.run_folder import CHECKPOINT as DESCRIPTION
 from unigrad_fast.runtime.run_folder import RunFolder
 
 FORMAT = 1
-FALL_BACK = "`pretrain --fall_back` resumes from the newest intact checkpoint, if there is one"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"  # prefixes of folders that are being written or deleted
 FILE_BYTES = 1 << 28  # of tensors per file: a rank holds one or two copies of these in addition
 MAPPED_BYTES = 1 << 28  # to read from a mapped file before unmapping it: pages that were read count as memory in use
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing or damaged; the message names it, and lacks the remedy of the command."""
 
 
 @dataclass(frozen=True)
@@ -220,18 +223,18 @@ def latest(run: Path) -> Path | None:
     """The checkpoint that the run would resume from; None if it has none.
 
     Raises:
-        UserError: `latest` is missing although there are checkpoints, or names one that does not exist.
+        Damaged: `latest` is missing although there are checkpoints, or names one that does not exist.
     """
     root, complete = RunFolder(run).checkpoints, RunFolder(run).complete_checkpoints()
     pointer = root / "latest"
     if not pointer.is_file():
         if not complete:
             return None
-        raise UserError(f"{pointer}: no such file, but {complete[-1]} exists; {FALL_BACK}")
+        raise Damaged(f"{pointer}: no such file, but {complete[-1]} exists")
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     folder = root / name
     if folder not in complete and not (name.startswith("step-") and folder.is_dir()):  # it may be a user's copy
-        raise UserError(f"{pointer}: names {name or 'nothing'}, which does not exist; {FALL_BACK}")
+        raise Damaged(f"{pointer}: names {name or 'nothing'}, which does not exist")
     return folder
 
 
@@ -247,7 +250,8 @@ class Reader:
         about: the description: `step`, `epoch`, `config` and the other values of the writer.
 
     Raises:
-        UserError: no checkpoint there, its description is damaged, or another version of this package wrote it.
+        Damaged: no checkpoint there, or its description is damaged.
+        UserError: another version of this package wrote it.
     """
 
     def __init__(self, folder: Path):
@@ -258,9 +262,9 @@ class Reader:
             if about.get("digest") != _digest_of(about):
                 raise ValueError("its content does not match the digest in it")
         except FileNotFoundError:
-            raise UserError(f"{path}: no such file; {FALL_BACK}") from None
+            raise Damaged(f"{path}: no such file") from None
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}); {FALL_BACK}") from None
+            raise Damaged(f"{path}: damaged ({str(error).splitlines()[0]})") from None
         if about["format"] != FORMAT:
             raise UserError(f"{path}: has format {about['format']}, but this version reads format {FORMAT}")
         self.about: dict[str, Any] = about
@@ -281,7 +285,7 @@ class Reader:
         """Compare every `ranks`-th file, starting at number `rank`, with its digest in the description.
 
         Raises:
-            UserError: a file, which is named, is missing, too short or damaged.
+            Damaged: a file, which is named, is missing, too short or damaged.
         """
         for name, expected in list(self.about["files"].items())[rank::ranks]:
             path = self.folder / name
@@ -296,7 +300,7 @@ class Reader:
                 problem = "no such file"
             except OSError as error:
                 problem = f"cannot be read: {error.strerror}"
-            raise UserError(f"{path}: {problem}; {FALL_BACK}")
+            raise Damaged(f"{path}: {problem}")
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
@@ -328,9 +332,29 @@ class Reader:
                     self._open[file] = torch.load(name, mmap=True, weights_only=True, map_location="cpu")
             except (OSError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
-                raise UserError(f"{path}: cannot be read ({reason}); {FALL_BACK}") from None
+                raise Damaged(f"{path}: cannot be read ({reason})") from None
         self._mapped += size
         return self._open[file]
+
+
+def newest_intact(run: Path) -> Reader | None:
+    """The newest checkpoint of a run whose files all have their digests; None if there is none."""
+    for folder in reversed(RunFolder(run).complete_checkpoints()):
+        with suppress(UserError):
+            reader = Reader(folder)
+            reader.verify()
+            return reader
+    return None
+
+
+def remedy(run: Path, intact: Callable[[Reader], str]) -> str:
+    """What to do about a damaged checkpoint: what `intact` says of the newest intact one, or that there is none."""
+    found = newest_intact(run)
+    return none_intact(run) if found is None else intact(found)
+
+
+def none_intact(run: Path) -> str:
+    return f"no checkpoint of {run} is intact, so train it again, into another folder"
 
 
 def _require_cover(where: Path, entry: Mapping[str, Any]) -> None:

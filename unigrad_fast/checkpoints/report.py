@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from unigrad_fast.checkpoints.files import DESCRIPTION, Reader, latest
+from unigrad_fast.checkpoints.files import DESCRIPTION, Damaged, Reader, latest, none_intact, remedy
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -20,10 +20,8 @@ def show(path: Path) -> None:
     Raises:
         UserError: no checkpoint there, or its description is damaged.
     """
-    folder = path if (path / DESCRIPTION).exists() else latest(path)
-    if folder is None:
-        raise UserError(_nothing(path))
-    reader = Reader(folder)
+    reader = Reader(path) if (path / DESCRIPTION).exists() else _newest(path)
+    folder = reader.folder
     about = reader.about
     rows = {"folder": str(folder), "written": about["written"]}
     place = f" of {about['total_steps']:,}" if "total_steps" in about else ""
@@ -49,6 +47,18 @@ def show(path: Path) -> None:
     new_console().print(table)
 
 
+def _newest(run: Path) -> Reader:
+    try:
+        folder = latest(run)
+        if folder is not None:
+            return Reader(folder)
+    except Damaged as error:
+        raise UserError(
+            f"{error}; {remedy(run, lambda it: f'the newest intact one is {it.folder}; give it')}"
+        ) from None
+    raise UserError(_nothing(run))
+
+
 def verify(path: Path) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run folder, with its digest.
 
@@ -58,7 +68,8 @@ def verify(path: Path) -> None:
     folders = [path] if (path / DESCRIPTION).exists() else RunFolder(path).complete_checkpoints()
     if not folders:
         raise UserError(_nothing(path))
-    damaged = []
+    damaged: list[str] = []
+    intact: list[Reader] = []
     for folder in folders:
         try:
             reader = Reader(folder)
@@ -66,9 +77,20 @@ def verify(path: Path) -> None:
         except UserError as error:
             damaged.append(str(error))
         else:
+            intact.append(reader)
             print(f"{folder}: intact, {len(reader.names)} tensors in {count(len(reader.about['files']), 'file')}")
+    if folders != [path] and folders[-1] not in [reader.folder for reader in intact]:
+        damaged.append(_remedy(intact[-1]) if intact else none_intact(path))
     if damaged:
         raise UserError("\n".join(damaged))
+
+
+def _remedy(intact: Reader) -> str:
+    step = intact.about["step"]
+    return (
+        f"the newest intact checkpoint is that of step {step}: `pretrain --fall_back` resumes from it, and `evaluate` "
+        f"and `export` take it with --checkpoint {step}"
+    )
 
 
 def _nothing(path: Path) -> str:

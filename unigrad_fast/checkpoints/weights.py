@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints import files
-from unigrad_fast.checkpoints.files import Reader
+from unigrad_fast.checkpoints.files import Damaged, Reader
 from unigrad_fast.config import Config, Scope, resolve, scope_of
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
@@ -29,15 +30,27 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
         UserError: the run has no checkpoint, or none of that step, or the description is damaged.
     """
     if step is None:
-        folder = files.latest(run)
-        if folder is None:
-            raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
-        return Reader(folder)
+        with _intact_named(run):
+            folder = files.latest(run)
+            if folder is not None:
+                return Reader(folder)
+        raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
     kept = {int(folder.name.removeprefix("step-")): folder for folder in RunFolder(run).complete_checkpoints()}
     if step not in kept:
         there = ", ".join(map(str, sorted(kept))) or "none"
         raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")
-    return Reader(kept[step])
+    with _intact_named(run):
+        return Reader(kept[step])
+
+
+@contextmanager
+def _intact_named(run: Path) -> Iterator[None]:
+    """Inside, an error about a damaged checkpoint also names the newest intact one of the run."""
+    try:
+        yield
+    except Damaged as error:
+        remedy = files.remedy(run, lambda it: f"--checkpoint {it.about['step']} takes the newest intact one")
+        raise UserError(f"{error}; {remedy}") from None
 
 
 def configuration(run: Path, reader: Reader) -> tuple[Config, list[str]]:
@@ -108,7 +121,8 @@ def load_branch(reader: Reader, branch: str) -> dict[str, Tensor]:
     Raises:
         UserError: the checkpoint is damaged.
     """
-    reader.verify()
+    with _intact_named(reader.folder.parents[1]):
+        reader.verify()
     prefix = f"{branch}."
     return {name.removeprefix(prefix): reader.tensor(name) for name in reader.names if name.startswith(prefix)}
 

@@ -293,7 +293,9 @@ def _with_openable_images(config: Config, judged: bool) -> Config:
     if lacks_images(config):
         return config
     if judged and config.data.val is None:
-        raise UserError("train = true: kNN needs validation images, but data.val = null; give labelled images")
+        raise UserError(
+            "train = true: kNN needs validation images, but data.val = null; give labelled ones with --data.val IMAGES"
+        )
     if not judged:
         config = config.model_copy(update={"data": config.data.model_copy(update={"val": None})})
     require_folders(config)

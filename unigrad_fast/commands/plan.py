@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import refuse_unused
+from unigrad_fast.commands.requirements import refuse_unused, require_name
 from unigrad_fast.config import Config
 from unigrad_fast.dry_run.cards import CardName
 from unigrad_fast.recipes import DEFAULT_RECIPE
@@ -32,6 +32,8 @@ CARDS_OF_A_NODE = 8
 class Plan(Config):
     """Estimate memory, traffic and time on GPUs you need not have; takes the keys of pretrain."""
 
+    name: str = DEFAULT_RECIPE
+    """Name in the title and the files; by default that of the recipe or its YAML file."""
     recipe: str = DEFAULT_RECIPE
     """Recipe, as for pretrain."""
     gpus: int = Field(default=8, ge=1, le=4096)
@@ -64,6 +66,7 @@ def plan(options: Plan) -> None:
         batch = options.images * options.gpus * options.engine.accumulation_steps
         tree["data"] = options.data.model_copy(update={"batch_size": batch})
     config = Config(**tree)
+    require_name(options.name)
     require_folder(options.output)
     files = _files(config, options)
     for file in files:
@@ -80,7 +83,7 @@ def plan(options: Plan) -> None:
 def _files(config: Config, options: Plan) -> list[Path]:
     """Files named by what is planned."""
     engine = config.engine
-    name = f"{Path(config.recipe).stem}-{options.card}"
+    name = f"{options.name}-{options.card}"
     if options.memory_gib is not None:
         name += f"-{options.memory_gib:g}gib"
     if options.sweep:
@@ -121,11 +124,12 @@ def _single(config: Config, options: Plan) -> tuple[list[bytes], str | None]:
     usable = counted.card.usable_memory
     remedies = [] if found.peak <= usable else list(counted.remedies(found, usable))
     console = new_console(soft_wrap=True)
-    for table in _tables(counted, found):
+    for table in _tables(options.name, counted, found):
         console.print(table)
     for line in (*_said(counted, found, around, options), *_verdict(counted, found, remedies)):
         console.print(line)
     content: dict[str, Any] = {
+        "name": options.name,
         "recipe": config.recipe,
         "width": counted.width,
         "card": options.card,
@@ -144,12 +148,12 @@ def _single(config: Config, options: Plan) -> tuple[list[bytes], str | None]:
     return [_json(content)], f"{tried} {_usable(counted.card)}; use {counted.without_remedy()}"
 
 
-def _tables(counted: Counted, found: Planned) -> Iterator[Any]:
+def _tables(name: str, counted: Counted, found: Planned) -> Iterator[Any]:
     from unigrad_fast.runtime.console import table_of_figures
 
     setting, card = found.setting, counted.card
     title = (
-        f"{counted.config.recipe}, width {counted.width}: {setting.ranks} x {card.name} in "
+        f"{name}, width {counted.width}: {setting.ranks} x {card.name} in "
         f"{count(setting.nodes, 'node')}, {setting.images} images at once on each, batch {setting.batch}, "
         f"ZeRO stage {setting.stage}, "
         + (f"F {setting.placement}" if counted.has_correlation else counted.config.objective.method)

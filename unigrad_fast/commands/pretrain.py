@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unigrad_fast.commands.requirements import require_dali, require_folders
+from unigrad_fast.commands.requirements import require_dali, require_folders, require_name
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
@@ -44,8 +44,7 @@ def pretrain(options: Pretrain) -> None:
                     f"output = null: {whose} may restart this command ({variable} is {os.environ[variable]}), and each "
                     "start would take a new folder; give --output FOLDER"
                 )
-        if "/" in options.name or options.name in (".", ".."):
-            raise UserError(f"name = {options.name}: is not the name of a folder; give one, or a path with --output")
+        require_name(options.name)
         config = config.model_copy(update={"output": absolute(Path("runs", options.name))})
     require_folders(config, options.fresh, numbered)
     require_dali()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from unigrad_fast.config import Config
+from unigrad_fast.config import Config, Data, resolve
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import dangling_link, unwritable
 from unigrad_fast.runtime.outputs import around_images, within_images
@@ -23,6 +23,12 @@ def require_run(folder: Path) -> None:
         )
 
 
+def require_name(name: str) -> None:
+    """Raises UserError unless files and folders can be called so."""
+    if "/" in name or name in (".", ".."):
+        raise UserError(f"name = {name}: is not the name of a folder; give one, or a path with --output")
+
+
 def require_folders(config: Config, fresh: bool = False, numbered: bool = False) -> None:
     """Raises UserError unless the images can be opened and the output folder can be used.
 
@@ -36,11 +42,7 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
         if folder is None:
             continue
         if not os.path.exists(folder):
-            problem = dangling_link(folder) or "no such file or folder"
-            if key == "data.val" and config.data.train is not None and os.path.exists(config.data.train):
-                problem += "; give the folder of your validation images, or --data.val null to train without evaluation"
-            elif config.recipe == "quickstart":
-                problem += "; draw the built-in images with `unigrad-fast data synth data/quickstart`"
+            problem = dangling_link(folder) or f"no such file or folder; {_remedy(folder, config.data)}"
             problems.append(f"{key} = {folder}: {problem}")
         elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
             problems.append(f"{key} = {folder}: unreadable; check its permissions")
@@ -50,6 +52,20 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
         problems += _output_problems(config, fresh, numbered)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _remedy(missing: Path, data: Data) -> str:
+    """What to do about training or validation images that are not there."""
+    drawn = resolve("quickstart").data
+    if data.train == drawn.train and missing in (drawn.train, drawn.val):
+        return "draw the built-in images with `unigrad-fast data synth data/quickstart`"
+    there = next(folder for folder in missing.parents if os.path.exists(folder))
+    remedy = f"check the path, of which {there} exists"
+    if missing != data.val:
+        return remedy
+    if missing == drawn.val:  # the recipe's, which are not of the training images
+        remedy = "give your validation images with --data.val IMAGES"
+    return f"{remedy}, or train without evaluation with --data.val null"
 
 
 def _output_problems(config: Config, fresh: bool, numbered: bool) -> list[str]:

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.wording import count
 
 NAMED = 3  # classes that a message names
+LABEL = "label them (class folders, labels in a list, or .cls in shards)"
+GIVE = "give labelled images of the training classes with --data.val IMAGES"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why there are no validation images of known classes.
+
+    Attributes:
+        key: the key of `data` whose images are the reason.
+        problem, remedy: texts for the user.
+    """
+
+    key: Literal["train", "val"]
+    problem: str
+    remedy: str
+
+    def told(self, data: config.Data) -> str:
+        """One line that names the images by key and path."""
+        path = getattr(data, self.key)
+        return f"data.{self.key} = {'null' if path is None else path}: {self.problem}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -20,30 +43,28 @@ class Match:
 
     Attributes:
         val: the validation images of classes that occur in training; labels index the training classes.
-        obstacle: text for the user; None if there are such images.
+        obstacle: None if there are such images.
         told: lines for the user about classes that one side lacks.
     """
 
     val: Manifest | None = None
-    obstacle: str | None = None
+    obstacle: Obstacle | None = None
     told: tuple[str, ...] = ()
 
 
 def match(train: Manifest, val: Manifest | None) -> Match:
     """Find the validation images whose classes have training images."""
     if val is None:
-        return Match(obstacle="no validation images (data.val)")
-    if train.labels is None or val.labels is None:
-        unlabelled = "training" if train.labels is None else "validation"
-        return Match(
-            obstacle=f"the {unlabelled} images have no labels (class folders, labels in a list, or .cls in shards)"
-        )
+        return Match(obstacle=Obstacle("val", "no validation images", GIVE))
+    if train.labels is None:
+        return Match(obstacle=Obstacle("train", "the training images have no labels", LABEL))
+    if val.labels is None:
+        return Match(obstacle=Obstacle("val", "the validation images have no labels", f"{LABEL}, or {GIVE}"))
     known = np.bincount(train.labels, minlength=len(train.classes)) > 0
     if np.count_nonzero(known) < 2:
         only = _named(train.classes, known)
-        return Match(
-            obstacle=f"all images belong to one class, {only}; check whether the class folders are one level lower"
-        )
+        problem = f"all images belong to one class, {only}"
+        return Match(obstacle=Obstacle("train", problem, "check whether the class folders are one level lower"))
     position = {name: number for number, name in enumerate(train.classes) if known[number]}
     places = np.array([position.get(name, -1) for name in val.classes], np.int64)
     labels = places[val.labels]
@@ -51,7 +72,8 @@ def match(train: Manifest, val: Manifest | None) -> Match:
     if not judged.any():
         sides = (("training", train.classes, known), ("validation", val.classes, asked))
         differing = "; ".join(f"{kind} {_named(classes, used)}" for kind, classes, used in sides)
-        return Match(obstacle=f"training and validation images have different classes ({differing})")
+        problem = f"training and validation images have different classes ({differing})"
+        return Match(obstacle=Obstacle("val", problem, GIVE))
     told = []
     missing = known & (np.bincount(labels[judged], minlength=len(known)) == 0)
     if missing.any():

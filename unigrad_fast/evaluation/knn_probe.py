@@ -15,6 +15,8 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.wording import count
 
+FINDS_ITSELF = "every image finds itself"  # where validation images are training images
+
 
 @dataclass(frozen=True)
 class KNNProbe:

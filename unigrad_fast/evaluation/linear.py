@@ -22,6 +22,8 @@ from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 
+WAS_FITTED = "the classifier is fitted to the images that judge it"  # where validation images are training images
+
 
 @dataclass(frozen=True)
 class FrozenEncoder:

@@ -20,10 +20,10 @@ from unigrad_fast.evaluation import linear_paper, linear_quick
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, require_k
-from unigrad_fast.evaluation.knn_probe import KNNProbe
-from unigrad_fast.evaluation.linear import FrozenEncoder
+from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
+from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder
 from unigrad_fast.evaluation.results import folder_of, write_result
-from unigrad_fast.images.manifests import digest, read_manifests
+from unigrad_fast.images.manifests import digest, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group
@@ -94,7 +94,7 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
         RunStopped: a feature is not finite, or too many images cannot be used.
     """
     folder = folder_of(run, asked.output)
-    with opened(run, asked, "kNN") as this, this.preemption.nothing_to_save(NOTHING_KEPT):
+    with opened(run, asked, "kNN", FINDS_ITSELF) as this, this.preemption.nothing_to_save(NOTHING_KEPT):
         if isinstance(asked.k, int):
             require_k(asked.k, len(this.train))
         probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
@@ -146,7 +146,7 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
         Preempted: in the paper's protocol, after saving.
     """
     folder = folder_of(run, asked.output)
-    with opened(run, asked, "a linear classifier") as this:
+    with opened(run, asked, "a linear classifier", WAS_FITTED) as this:
         classes: dict[str, Any] = {"classes": this.train.classes}
         train, val, numbers = without_unused(this.train, this.val)
         if numbers is not None:
@@ -204,8 +204,12 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
 
 
 @contextmanager
-def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
+def opened(run: Path, asked: Asked, classifier: str, same: str) -> Iterator[Opened]:
     """Opens a run's encoder and images, with a process group and signal handlers.
+
+    Args:
+        classifier: names it in an error.
+        same: for the warning of `same_images`.
 
     Raises:
         UserError: the run has no weights, labels or validation images.
@@ -227,9 +231,10 @@ def opened(run: Path, asked: Asked, classifier: str) -> Iterator[Opened]:
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             load_encoder(reader, backbone)
             train, val, said = _manifests(config, asked, world)
+            said += same_images(config.data, same)
             queries = match(train, val)
-            if val is None or queries.val is None:
-                raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle}")
+            if queries.obstacle is not None:
+                raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle.told(config.data)}")
         dtype = autocast_dtype(config.engine.precision, world.device)
         this = Opened(
             config=config,

@@ -69,7 +69,8 @@ def draw(
 
     The same arguments give the same bytes (with the same NumPy and Pillow). Images are `size` pixels square; `seed`
     selects the set. The folder appears atomically, with the complete set. Returns the folder.
-    Raises UserError for a folder with other content or that cannot be written, or numbers out of range.
+    Raises UserError for a folder with other content or in a place without permission, or numbers out of range, and
+    OSError, which names the folder, if it cannot be written, as on a full disk.
     """
     folder = Path(folder)
     parameters = {
@@ -97,5 +98,6 @@ def draw(
             if not _finished(folder, parameters):  # unless another process was faster
                 drawn.replace(folder)
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+        error.filename, error.filename2 = os.fspath(folder), None
+        raise
     return folder

@@ -51,12 +51,17 @@ def read_manifests(data: config.Data, world: World) -> tuple[Manifest, Manifest 
                 )
     manifests = on_all_ranks(lambda: [_taken(*pair) for pair in zip(told, own or told, strict=True)])
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
-    if len(folders) == 2 and len({os.path.realpath(folder) for folder in folders}) == 1:
-        said.append(
-            f"data.val = {data.val}: is the same as data.train, so every image finds itself and the accuracy "
-            "is meaningless; give images that are not trained on"
-        )
     return manifests[0], manifests[1] if data.val is not None else None, said
+
+
+def same_images(data: config.Data, so: str) -> list[str]:
+    """A warning if images are validated that the classifier has; `so` is what this does to that classifier."""
+    if data.train is None or data.val is None or os.path.realpath(data.train) != os.path.realpath(data.val):
+        return []
+    return [
+        f"data.val = {data.val}: is the same as data.train, so {so} and the accuracy is meaningless; give images that "
+        "are not in data.train"
+    ]
 
 
 @dataclass(frozen=True)

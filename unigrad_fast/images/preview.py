@@ -16,9 +16,10 @@ from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.pipelines import PRESETS, CutMix, Manifest, View
 from unigrad_fast.pipelines.presets import GLOBALS, preset_views
-from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names
+from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names, title
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.files import require_folder
 from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import absolute
@@ -57,8 +58,9 @@ def preview(
         augmentation: the other options of `_find_source`.
 
     Raises:
-        UserError: the output cannot be written, exists, or would be one of the images; a training recipe is wrong; or
-            CutMix has no partner.
+        UserError: the output's folder cannot be written, the output exists or would be one of the images; a training
+            recipe is wrong; or CutMix has no partner.
+        OSError: the picture cannot be written.
         DataError: the recipe or the preset does not exist, or an image cannot be used.
     """
     if output.suffix.lower() != ".png":
@@ -67,6 +69,7 @@ def preview(
         raise UserError(f"output = {output}: the folder {output.parent} does not exist; create it, or give another")
     if os.path.isdir(output):
         raise UserError(f"output = {output}: is a folder; give the name of a file")
+    require_folder(output.parent)
     source = _find_source(path, epoch, **augmentation)
     outputs.require_file(output, {"path": source.images})
     views = source.views
@@ -85,13 +88,10 @@ def preview(
     readable = len(manifest) - len(manifest.unreadable())
     rows = collect(manifest, views, min(images, readable), source.seed, epoch, source.cutmix, source.photometric)
     mixed = ["CutMix"] if source.cutmix else []
-    title = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
+    heading = [source.name, _summary(views), *mixed, f"seed {source.seed}", f"epoch {epoch}"]
     file = io.BytesIO()
-    draw(rows, views, title).save(file, "PNG", optimize=True)
-    try:
-        outputs.write_files({output: file.getvalue()}, overwrite)
-    except OSError as error:
-        raise UserError(f"output = {output}: cannot be written: {error.strerror}; give another file") from error
+    draw(rows, views, heading).save(file, "PNG", optimize=True)
+    outputs.write_files({output: file.getvalue()}, overwrite)
     print(f"views of {count(len(rows), 'image')} under {source.name}, in {output}")
 
 
@@ -176,7 +176,7 @@ def _own_recipe(path: Path) -> str | Path | None:
 
 def _title(recipe: str | Path) -> str:
     path = Path(recipe)
-    return path.parent.name if path.name == RunFolder.configuration.name else path.stem
+    return path.parent.name if path.name == RunFolder.configuration.name else title(recipe)
 
 
 def _summary(views: Sequence[View]) -> str:

@@ -9,7 +9,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unigrad_fast.runtime.errors import UserError
@@ -62,7 +62,8 @@ def write_whole(path: Path, content: bytes) -> None:
         error.filename, error.filename2 = os.fspath(path), None
         raise
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # an error before it says more
+            unfinished.unlink()
 
 
 @contextmanager

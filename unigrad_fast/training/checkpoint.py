@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from unigrad_fast.checkpoints import files
-from unigrad_fast.checkpoints.files import Piece, Reader
+from unigrad_fast.checkpoints.files import Damaged, Piece, Reader
 from unigrad_fast.config import Config
 from unigrad_fast.images import manifests
 from unigrad_fast.objectives.correlation import MovingCorrelation
@@ -181,6 +181,18 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
     Raises:
         UserError: on all ranks, if the checkpoint is damaged or the configuration contradicts it.
     """
+    try:
+        return _found(config, world, fall_back)
+    except Damaged as error:
+        raise UserError(f"{error}; {on_first(lambda: files.remedy(config.output, _resumes))}") from None
+
+
+def _resumes(intact: Reader) -> str:
+    return f"`pretrain --fall_back` resumes from the newest intact checkpoint, that of step {intact.about['step']}"
+
+
+def _found(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, list[str]]:
+    """As `find`, but an error about a damaged checkpoint lacks the remedy."""
     run, damaged = config.output, []
     folders, ignored = on_first(lambda: _candidates(run, fall_back))
     for folder in folders:
@@ -189,12 +201,12 @@ def find(config: Config, world: World, fall_back: bool) -> tuple[Reader | None, 
         except UserError as error:
             if not fall_back:
                 raise
-            damaged.append(str(error).partition("; ")[0])
+            damaged.append(str(error))
             continue
         on_all_ranks(lambda: _require_same(config, reader))  # noqa: B023
         return reader, [f"{said}; ignored, resuming from step {reader.about['step']}" for said in ignored + damaged]
     if damaged:
-        raise UserError("\n".join([*damaged, f"{run}: none of its checkpoints is intact; {NEW_RUN}"]))
+        raise UserError("\n".join([*damaged, files.none_intact(run)]))
     return None, []
 
 
@@ -202,10 +214,10 @@ def _candidates(run: Path, fall_back: bool) -> tuple[list[Path], list[str]]:
     """Checkpoints to resume from, in order of preference; and what is wrong with the pointer to the newest one."""
     try:
         newest, ignored = files.latest(run), []
-    except UserError as error:
+    except Damaged as error:
         if not fall_back:
             raise
-        newest, ignored = None, [str(error).partition("; ")[0]]
+        newest, ignored = None, [str(error)]
     if fall_back:
         return RunFolder(run).complete_checkpoints()[::-1], ignored
     return [] if newest is None else [newest], ignored

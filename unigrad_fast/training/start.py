@@ -14,8 +14,8 @@ from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Reader
 from unigrad_fast.config import Config, to_yaml
 from unigrad_fast.evaluation.classes import match
-from unigrad_fast.evaluation.knn_probe import KNNProbe
-from unigrad_fast.images.manifests import read_manifests
+from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
+from unigrad_fast.images.manifests import read_manifests, same_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import process_group, processors
 from unigrad_fast.runtime.attendance import attended
@@ -139,12 +139,9 @@ def list_images(config: Config, attempt: Attempt, saved: Reader | None) -> Image
     if saved is not None:
         on_all_ranks(lambda: checkpoint.require_same_images(saved, train, config))
     queries = match(train, val)
-    if val is not None and queries.val is None:
-        raise UserError(
-            f"data.val = {config.data.val}: {queries.obstacle}; give labelled validation images of the training "
-            "classes, or --data.val null to train without evaluation"
-        )
-    attempt.warnings += [*said, *queries.told]
+    if val is not None and queries.obstacle is not None:
+        raise UserError(f"{queries.obstacle.told(config.data)}, or train without evaluation with --data.val null")
+    attempt.warnings += [*said, *same_images(config.data, FINDS_ITSELF), *queries.told]
     probe = None
     if queries.val is not None:
         probe = KNNProbe(config.data, config.evaluation, attempt.world, train, queries.val)

@@ -52,6 +52,14 @@ class Results:
             "knn_best": max(accuracies, default=None),
         }
 
+    def accuracy(self) -> tuple[str, str]:
+        """The summary's row of the kNN accuracies."""
+        values = [f"{accuracy:.2f} %" for _, accuracy in self.accuracies]
+        if len(values) < 2:
+            return "kNN accuracy", values[0] if values else "not evaluated"
+        best = max(accuracy for _, accuracy in self.accuracies)
+        return "kNN accuracy, first → last", f"{values[0]} → {values[-1]} (best {best:.2f} %)"
+
     def phases(self) -> str:
         """Mean milliseconds of each phase of a step, in the order of the step."""
         means = {phase: total / self.reported_steps for phase, total in self.phase_sums.items()}
@@ -61,25 +69,20 @@ class Results:
         self.latest |= {name: value for name, value in numbers.items() if value is not None}
 
 
-def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str, run_dir: Path) -> Table:
+def final_table(numbers: Mapping[str, Any], further: Sequence[str], results: Results, run_dir: Path) -> Table:
     """The summary as a table, results first, then the run's files; counts of 0 are omitted.
 
     Args:
         numbers: the summary.
         further: names of its entries that are not the telemetry's own, one row each.
-        phases: milliseconds of a step's phases; empty if none were reported.
+        results: what the summary was made of.
     """
 
     def show(name: str, form: str, unit: str = "") -> str:
         return "–" if numbers[name] is None else f"{numbers[name]:{form}}{unit}"
 
-    if numbers["knn_first"] is None:
-        accuracy = ("kNN accuracy", "not evaluated")
-    else:
-        first, last, best = (show(f"knn_{which}", ".2f", " %") for which in ("first", "last", "best"))
-        accuracy = ("kNN accuracy, first → last", f"{first} → {last} (best {best})")
     rows = [
-        accuracy,
+        results.accuracy(),
         ("steps, epochs", f"{show('steps', 'd')}, {show('epochs', '.4g')}"),
         ("final loss", show("loss", ".4f")),
         ("positive cosine", show("positive_cosine", ".4f")),
@@ -94,6 +97,7 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], phases: str,
         form, unit = (".2f", " %") if name.startswith("knn_") else (".4g", "")
         label = name.replace("knn_", "kNN ").replace("_", " ")
         rows.append((label, f"{value:{form}}{unit}" if isinstance(value, float) else str(value)))
+    phases = results.phases()
     evaluation = duration(numbers["evaluation_seconds"])
     files = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir() if not path.name.startswith("."))
     rows += [

@@ -218,7 +218,7 @@ class Telemetry:
         if self.bar is not None:
             self.bar.stop()
         further = [name for name in summary or {} if name not in own]
-        self.messages.console.print(final_table(numbers, further, self.results.phases(), self.run.path))
+        self.messages.console.print(final_table(numbers, further, self.results, self.run.path))
         if next_commands:
             self.messages.show("Next:")
             for command in next_commands:
