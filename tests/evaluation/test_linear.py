@@ -15,33 +15,22 @@ import torch
 import torch.distributed as dist
 import torchvision
 from command_process import command, command_on_two_ranks
-from drawn_images import draw_tree
 from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from thin import thin
 from torch import Tensor, nn
 
 from unigrad_fast.config import resolve
-from unigrad_fast.evaluation import linear, linear_paper, linear_quick
+from unigrad_fast.evaluation import linear, linear_paper, linear_quick, linear_training
 from unigrad_fast.evaluation.linear import FrozenEncoder
-from unigrad_fast.evaluation.linear_paper import ProbeSchedule, Unfinished, paper
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
+from unigrad_fast.evaluation.linear_training import ProbeSchedule, train
+from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
 from unigrad_fast.runtime.process_group import World
 
 EPOCHS = 40
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """train: 96 images of six classes; val: 103 of them, which no number of ranks divides."""
-    root = tmp_path_factory.mktemp("linear")
-    draw_tree(root / "train", per_class=16, classes=6)
-    draw_tree(root / "val", per_class=18, classes=6)
-    for name in range(13, 18):
-        (root / f"val/class5/{name:03}.jpg").unlink()
-    return root
 
 
 class Spectrum(nn.Module):
@@ -101,7 +90,7 @@ def test_a_batch_of_more_images_than_there_are_is_refused_with_the_largest_that_
 ):
     encoder = SimpleNamespace(config=SimpleNamespace(data=None), world=SimpleNamespace(size=ranks), train=range(images))
     with pytest.raises(UserError) as caught:
-        paper(encoder, ProbeSchedule())
+        train(encoder, linear_paper.SCHEDULE, linear_paper.METHOD)
     assert str(caught.value) == f"batch_size = 4096: there are {remedy}"
 
 
@@ -124,7 +113,7 @@ def judged(data: Path, protocol: str) -> tuple[float, float, int, list[str], Ten
     if protocol == "quick":
         classifier = quick(made)
     else:
-        classifier = paper(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0))
+        classifier = train(made, ProbeSchedule(epochs=EPOCHS, batch_size=48, base_lr=100.0), linear_paper.METHOD)
     return *made.judge(classifier), lines, classifier.weight.detach()
 
 
@@ -180,7 +169,7 @@ def stopped(data: Path, backbone: nn.Module, protocol: str, base_lr: float = 1.0
         if protocol == "quick":
             quick(made)
         elif protocol == "paper":
-            paper(made, ProbeSchedule(epochs=2, batch_size=48, base_lr=base_lr))
+            train(made, ProbeSchedule(epochs=2, batch_size=48, base_lr=base_lr), linear_paper.METHOD)
         else:
             made.judge(nn.Linear(16 * 9, 6))
     except (RunStopped, DataError) as error:
@@ -232,7 +221,7 @@ def test_the_quick_protocol_is_that_of_the_images_that_can_be_used(damaged, work
 
 def trained(data: Path) -> list[str]:
     lines: list[str] = []
-    paper(probe(data, say=lines.append), ProbeSchedule(epochs=2, batch_size=96))
+    train(probe(data, say=lines.append), ProbeSchedule(epochs=2, batch_size=96, base_lr=0.02), linear_paper.METHOD)
     return lines
 
 
@@ -253,7 +242,8 @@ def test_too_many_images_that_cannot_be_used_stop_all_ranks(damaged, workers, pr
 
 def trained_in_parts(data: Path, images_at_once: int) -> tuple[list[str], Tensor, Tensor]:
     lines: list[str] = []
-    classifier = paper(probe(data, images_at_once=images_at_once, say=lines.append), ProbeSchedule(2, 48, 10.0))
+    made = probe(data, images_at_once=images_at_once, say=lines.append)
+    classifier = train(made, ProbeSchedule(2, 48, 10.0), linear_paper.METHOD)
     return lines, classifier.weight.detach(), classifier.bias.detach()
 
 
@@ -283,9 +273,9 @@ def trained_in_two_calls(data: Path, folder: Path, calls: int) -> tuple[list[str
     unfinished = Unfinished(folder, "probe", {}, lines.append)
     if calls != 2:
         with pytest.raises(Preempted):
-            paper(made, ProbeSchedule(3, 48, 10.0), unfinished, AskedToLeave())
+            train(made, ProbeSchedule(3, 48, 10.0), linear_paper.METHOD, unfinished, AskedToLeave())
     if calls > 1:
-        classifier = paper(made, ProbeSchedule(3, 48, 10.0), unfinished)
+        classifier = train(made, ProbeSchedule(3, 48, 10.0), linear_paper.METHOD, unfinished)
     return lines, classifier.weight.detach() if calls > 1 else None
 
 
@@ -305,7 +295,7 @@ def test_the_papers_protocol_goes_on_in_an_epoch_on_any_number_of_ranks(data, wo
     [(4096, 8, 256, 2), (4096, 1, 256, 16), (96, 2, 256, 1), (4096, 3, 256, 1)],
 )
 def test_parts_of_a_batch_are_equal_and_as_few_as_can_be(batch_size, ranks, most, parts):
-    assert linear_paper.micro_batches(batch_size, ranks, most) == parts
+    assert linear_training.micro_batches(batch_size, ranks, most) == parts
 
 
 def test_its_training_views_are_crops_and_flips_alone(data):
@@ -366,6 +356,25 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
 
 
+def test_the_command_sweeps_and_says_what_it_chose_on_what(run, tmp_path):
+    options = ("--protocol", "sweep", "--epochs", "1", "--batch_size", "32", "--output", tmp_path)
+    result = command("evaluate", "linear", run, *options, "--choose", "train", is_thin=True)
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "sweep protocol (26 classifiers by SGD on random crops" in said and "but epochs 1, batch_size 32" in said
+    assert "best of 26 classifiers, chosen on 6 held-out training images: features of the last" in said
+    written = json.loads((tmp_path / "linear-sweep-epoch1.json").read_text())
+    assert written["chosen"] in written["heads"] and len(written["heads"]) == 26
+    assert (written["choose"], written["chosen_on"], written["images"]) == ("train", "train", 103)
+    probe = tmp_path / "linear-sweep-epoch1.safetensors"
+    outputs = ("--with_linear", "true", "--probe", probe, "--output", tmp_path / "model.safetensors")
+    exported = command("export", run, *outputs, is_thin=True)
+    if written["chosen"]["stages"] == 1:
+        assert exported.returncode == 0, exported.stderr
+    else:
+        assert exported.returncode == 2 and "takes the features of the last 2 stages" in exported.stderr
+
+
 def test_labels_that_are_far_apart_take_a_classifier_of_those_that_occur_and_keep_their_numbers(run, data, tmp_path):
     for part in ("train", "val"):
         files = sorted((data / part).rglob("*.jpg"))
@@ -414,8 +423,9 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--epochs", "3"), "epochs = 3: applies only to --protocol paper"),
-        (("--protocol", "slow"), "must be one of quick, paper"),
+        (("--epochs", "3"), "epochs = 3: applies only to --protocol paper and sweep"),
+        (("--choose", "val"), "choose = val: applies only to --protocol sweep; leave it out, or add that"),
+        (("--protocol", "slow"), "must be one of quick, paper, sweep"),
         (("--protocol", "paper"), "give --batch_size "),
     ],
 )

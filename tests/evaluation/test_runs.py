@@ -20,8 +20,8 @@ from thin import thin
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
-from unigrad_fast.evaluation import linear_paper
-from unigrad_fast.evaluation.linear_paper import Unfinished
+from unigrad_fast.evaluation import linear_training
+from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
 
@@ -266,13 +266,13 @@ def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, cap
     expected = load_file(run / "evaluation/linear-paper-epoch2.safetensors")
     shutil.rmtree(run / "evaluation")
 
-    def kill(training: linear_paper._Training, end_epoch=linear_paper._Training.end_epoch) -> None:
+    def kill(training: linear_training.Training, end_epoch=linear_training.Training.end_epoch) -> None:
         if training.steps_done == 4:
             raise KeyboardInterrupt
         end_epoch(training)
 
     with monkeypatch.context() as patch:  # in the second epoch
-        patch.setattr(linear_paper._Training, "end_epoch", kill)
+        patch.setattr(linear_training.Training, "end_epoch", kill)
         assert cli.main([str(word) for word in arguments]) == 130
     (kept,) = (run / "evaluation").iterdir()
     assert kept.name.startswith("linear-paper-epoch2-") and kept.name.endswith(".unfinished.pt")

@@ -165,6 +165,11 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
             problems.append(
                 f"with_linear = true: the probe was trained on the {of} branch; export that, or leave it out"
             )
+        elif (stages := about.get("chosen", {}).get("stages", 1)) > 1:
+            problems.append(
+                f"{path}: takes the features of the last {stages} stages, but fc only those of the last; {again} with "
+                "--protocol quick or paper"
+            )
         else:
             fitting.append((about.get("protocol") == "paper", path.stat().st_mtime_ns, path))
     if not fitting:

@@ -53,14 +53,17 @@ class EvaluateLinear(Node):
 
     run: AbsolutePath
     """Folder of the run."""
-    protocol: Literal["quick", "paper"] = "quick"
-    """quick fits a logistic regression to cached features; paper trains on random crops with LARS for 90 epochs."""
+    protocol: Literal["quick", "paper", "sweep"] = "quick"
+    """quick fits a logistic regression to cached features; paper trains on random crops with LARS for 90 epochs; sweep
+    trains 26 classifiers of different rates and stages in one pass, as DINOv2's evaluation does, and takes the best."""
     epochs: int | None = Field(default=None, ge=1)
-    """Epochs of the paper's protocol; null is its 90."""
+    """Epochs of paper and sweep; null is 90 and 10."""
     batch_size: int | None = Field(default=None, ge=1)
-    """Images per step of the paper's protocol, over all ranks; null is its 4096."""
+    """Images per step of paper and sweep, over all ranks; null is 4096 and 1024."""
     base_lr: float | None = Field(default=None, gt=0, le=1e6)
-    """Learning rate per 256 images of the paper's protocol; null is its 0.02."""
+    """Learning rate per 256 images, of sweep the largest; null is 0.02 for paper and 0.1 for sweep."""
+    choose: Literal["val", "train"] | None = None
+    """Images on which sweep chooses: val, or train for a held-out tenth of the training images; null is val."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the checkpoint; null is the newest."""
     data: EvaluationData = EvaluationData()
@@ -76,9 +79,11 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     }
     if changes and options.protocol == "quick":
         key, value = next(iter(changes.items()))
-        raise UserError(f"{key} = {value}: applies only to --protocol paper; leave it out, or add that")
+        raise UserError(f"{key} = {value}: applies only to --protocol paper and sweep; leave it out, or add one")
+    if options.choose and options.protocol != "sweep":
+        raise UserError(f"choose = {options.choose}: applies only to --protocol sweep; leave it out, or add that")
     require_dali()
     from unigrad_fast.evaluation import runs
 
     asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, output=options.output)
-    runs.evaluate_linear(options.run, options.protocol, changes, asked)
+    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", asked)

@@ -1,16 +1,17 @@
 """Linear probe: a linear classifier on the frozen features of a backbone.
 
-Two protocols train it, `linear_quick` and `linear_paper`. Both are evaluated on centre crops, with every validation
-image counted once, and the result depends on the number of ranks only by rounding. Images that cannot be used are left
-out, or replaced by others in the paper's training.
+Three protocols train it, `linear_quick`, `linear_paper` and `linear_sweep`. All are evaluated on centre crops, with
+every validation image counted once, and the result depends on the number of ranks only by rounding. Images that cannot
+be used are left out, or replaced by others in training on random crops.
 
 Shapes: N images, D feature dimension, K classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,11 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
 
 WAS_FITTED = "the classifier is fitted to the images that judge it"  # where validation images are training images
+
+
+def of_heads(logits: Tensor) -> Tensor:
+    """Logits of several heads, [N, H, K]; those of a single classifier [N, K] are of one."""
+    return logits if logits.dim() == 3 else logits.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class FrozenEncoder:
     dtype: torch.dtype | None
     say: Callable[[str], None]
 
-    def judge(self, classifier: nn.Linear) -> tuple[float, float | None, int]:
-        """Accuracy of a linear classifier on the validation images; each rank counts its own.
+    def judge(self, classifier: nn.Module) -> tuple[float, float | None, int]:
+        """Accuracy of a linear classifier on the validation images.
 
         Returns:
             Top-1 accuracy in percent, top-5 accuracy, which is None with fewer than five classes, and the number of
@@ -53,30 +59,35 @@ class FrozenEncoder:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
+        ((top1, top5),), images = self.judge_heads(classifier, 1)
+        return top1, top5, images
+
+    def judge_heads(self, classifier: nn.Module, heads: int) -> tuple[list[tuple[float, float | None]], int]:
+        """As `judge`, for each head of a classifier with so many; each rank counts its own images."""
         loader = own_images(self.val, self.config.data, self.config.evaluation, self.world)
         classes = len(self.train.classes)
-        counts = torch.zeros(3, dtype=torch.int64)  # images, top-1 hits, top-5 hits
+        counts = torch.zeros(1 + 2 * heads, dtype=torch.int64)  # images, each head's top-1 hits, its top-5 hits
 
         def count() -> None:
             for features, index in features_of(self.backbone, loader, self.world.device, self.dtype):
                 with torch.no_grad():
-                    logits = classifier(features)
+                    logits = of_heads(classifier(features))
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
-                best = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
-                found = torch.stack([best[:, 0].sum(), best.any(dim=1).sum()])
+                best = logits.topk(min(5, classes), dim=2).indices == labels[:, None, None]
+                found = torch.cat([best[..., 0].sum(0), best.any(dim=2).sum(0)])
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
         on_all_ranks(count)
         left_out = count_left_out(loader.failures, len(self.val), self.config.data.max_bad_fraction)
         self.tell(left_out.told("validation"))
         dist.all_reduce(counts)
-        images, right, among_five = counts.tolist()
+        images, *hits = counts.tolist()
         if images + left_out.count != len(self.val):
             raise AssertionError(
                 f"of {len(self.val)} validation images {images} were counted and {left_out.count} left out"
             )
-        top5 = 100 * among_five / images if classes >= 5 else None
-        return 100 * right / images, top5, images
+        top1, top5 = ([100 * each / images for each in part] for part in (hits[:heads], hits[heads:]))
+        return list(zip(top1, top5 if classes >= 5 else [None] * heads, strict=True)), images
 
     def features(self, images: Tensor) -> Tensor:
         """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""
@@ -84,6 +95,33 @@ class FrozenEncoder:
         with torch.no_grad(), evaluation_mode(self.backbone), autocast:
             return self.backbone(images.to(self.world.device)).float()
 
+    def width(self) -> int:
+        """D."""
+        size = self.config.data.image_size
+        return self.features(torch.zeros(1, 3, size, size)).shape[1]
+
     def tell(self, lines: list[str]) -> None:
         for line in lines:
             self.say(line)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A trained classifier and its accuracy on the validation images.
+
+    Attributes:
+        accuracy, top5: percent; top5 is None with fewer than five classes.
+        images: number of images that were classified.
+        figures: further JSON values of the result; said: a line for the user about them.
+    """
+
+    accuracy: float
+    top5: float | None
+    images: int
+    classifier: nn.Linear
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    said: str = ""
+
+    @classmethod
+    def by(cls, encoder: FrozenEncoder, classifier: nn.Linear) -> Judged:
+        return cls(*encoder.judge(classifier), classifier)

@@ -16,13 +16,14 @@ from rich.table import Table
 
 from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation import linear_paper, linear_quick
+from unigrad_fast.evaluation import linear_paper, linear_quick, linear_sweep, linear_training
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
-from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder
+from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
 from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
@@ -34,6 +35,7 @@ from unigrad_fast.runtime.preemption import Preemption
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
+SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
 
@@ -129,15 +131,16 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
         this.say(written)
 
 
-def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], asked: Asked) -> None:
+def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked) -> None:
     """Print the accuracy of a linear classifier on a run's frozen online backbone.
 
     Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
 
     Args:
         run: the run folder.
-        protocol: "quick" or "paper".
-        changes: fields of `linear_paper.ProbeSchedule` that differ from the paper's.
+        protocol: "quick", "paper" or "sweep".
+        changes: fields of the schedule that differ from the protocol's.
+        choose: on which images the sweep chooses: "val", or "train" for a held-out tenth of the training images.
         asked: checkpoint and images that override the run's.
 
     Raises:
@@ -161,28 +164,38 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], a
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
             with this.preemption.nothing_to_save(NOTHING_KEPT):
-                classifier = linear_quick.quick(this)
+                judge = partial(Judged.by, this, linear_quick.quick(this))
             done = NOTHING_KEPT
         else:
-            schedule = linear_paper.ProbeSchedule(**changes)
+            schedule = replace(SCHEDULES[protocol], **changes)
             about |= {**asdict(schedule), "seed": this.config.seed}
-            unfinished = linear_paper.Unfinished(folder, stem, about, this.say)
-            classifier = linear_paper.paper(this, schedule, unfinished, this.preemption)
+            if protocol == "sweep":
+                about["choose"] = choose
+            unfinished = Unfinished(folder, stem, about, this.say)
+            if protocol == "sweep":
+                sweep = linear_sweep.Sweep(this, choose)
+                heads = linear_training.train(sweep.encoder, schedule, sweep.method, unfinished, this.preemption)
+                judge = partial(sweep.judge, heads, schedule.base_lr)
+            else:
+                classifier = linear_training.train(this, schedule, linear_paper.METHOD, unfinished, this.preemption)
+                judge = partial(Judged.by, this, classifier)
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
-            accuracy, top5, images = this.judge(classifier)
+            judged = judge()
         if this.world.rank != 0:
             return
-        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {images:,} validation images"
-        shown = f"{accuracy:.2f}", "–" if top5 is None else f"{top5:.2f}"
+        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {judged.images:,} validation images"
+        shown = f"{judged.accuracy:.2f}", "–" if judged.top5 is None else f"{judged.top5:.2f}"
         row = (f"trained encoder, epoch {this.settings['epoch']:g}", *shown)
         print_table(this.console, title, [row], 2)
+        if judged.said:
+            this.say(judged.said)
         written = write_result(
             folder,
             stem,
-            {**about, "images": images},
-            {**this.paths, "accuracy": accuracy, "top5": top5},
-            {"weight": classifier.weight, "bias": classifier.bias},
+            {**about, "images": judged.images},
+            {**this.paths, "accuracy": judged.accuracy, "top5": judged.top5, **judged.figures},
+            {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
             classes,
         )
         if unfinished is not None:
@@ -197,10 +210,11 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
             "quick protocol (logistic regression on standardised features of centre crops, "
             f"L2 {linear_quick.L2:g}, at most {linear_quick.MOST_ITERATIONS} iterations of L-BFGS)"
         )
-    paper = asdict(linear_paper.ProbeSchedule())
-    settings = "".join(f", {key} {value:g}" for key, value in {**paper, **changes}.items())
-    differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != paper[key])
-    return f"paper protocol (LARS on random crops{settings})" + (f", but {differing}" if differing else "")
+    usual = asdict(SCHEDULES[protocol])
+    settings = "".join(f", {key} {value:g}" for key, value in {**usual, **changes}.items())
+    differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != usual[key])
+    optimizer = {"paper": "LARS", "sweep": f"{linear_sweep.COUNT} classifiers by SGD"}[protocol]
+    return f"{protocol} protocol ({optimizer} on random crops{settings})" + (f", but {differing}" if differing else "")
 
 
 @contextmanager

@@ -76,17 +76,25 @@ class FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
         return alone(self.steps(x))
 
-    def steps(self, x: Tensor) -> Steps:
-        """The forward pass, pausing before each norm."""
+    def last_stages(self, x: Tensor, stages: int) -> Tensor:
+        """Pooled features of the last stages, [N, D], the last one's at the end; in evaluation mode."""
+        return alone(self.steps(x, stages))
+
+    def steps(self, x: Tensor, stages: int = 1) -> Steps:
+        """The forward pass, pausing before each norm; it returns the pooled features of the last stages."""
         x = self.conv1(x)
         yield self.bn1, x
         if use_triton(x.device) and type(self.maxpool) is nn.MaxPool2d and type(self.relu) is nn.ReLU:
             x = self.bn1(x, relu=True, pool=self.maxpool)
         else:
             x = self.maxpool(activated(self.relu, self.bn1, x))
-        for block in (*self.layer1, *self.layer2, *self.layer3, *self.layer4):
-            x = yield from steps_of(block, x)
-        return self.fc(self.avgpool(x).flatten(1))
+        pooled = []
+        for number, layer in enumerate((self.layer1, self.layer2, self.layer3, self.layer4)):
+            for block in layer:
+                x = yield from steps_of(block, x)
+            if number >= 4 - stages:
+                pooled.append(self.avgpool(x).flatten(1))
+        return self.fc(torch.cat(pooled, dim=1) if stages > 1 else pooled[0])
 
 
 class FusedProjector(nn.Sequential):
