@@ -14,7 +14,7 @@ _OPEN = 256 if _LIMIT == resource.RLIM_INFINITY else max(8, min(256, _LIMIT // 4
 class File:
     """An open file that is closed when it is no longer referenced, in any thread."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | bytes) -> None:
         self.path, self.number = path, -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
