@@ -158,6 +158,7 @@ class Loader:
         self.cutmix, self.growth, self.photometric = cutmix, growth, photometric
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device_id = device_number(device)
+        self.apart = self.device_id is not None  # read in another process
         self.hw_decoder_load = hw_decoder_load
         self.threads = thread_count(threads)
         self.prefetch, self.timeout, self.outlasts = prefetch, timeout, outlasts
@@ -298,6 +299,8 @@ class Loader:
             stopped=stopped,
             outlasts=self.outlasts,
             threads=self.read_threads,
+            apart=self.apart,
+            used=INPUTS_AHEAD + self.prefetch + 1,
         )
 
     def _batch(self, supply: Supply, views: list[torch.Tensor]) -> Batch:
