@@ -50,3 +50,12 @@ def read_at(file: File, at: int, length: int) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_into(file: File, at: int, memory: memoryview) -> None:
+    """Fills memory with bytes of a file. Raises OSError if it ends early."""
+    while len(memory):
+        count = os.preadv(file.number, [memory], at)
+        if not count:
+            raise OSError(errno.EIO, "It ends early", file.path)
+        memory, at = memory[count:], at + count

@@ -9,12 +9,17 @@ from .open_files import File, opened, read_at
 Place = bytes | tuple[str, int, int, int, int]
 
 
-def read_place(place: Place) -> bytes:
-    """The encoded image. Raises OSError if it is gone or cannot be read, or its shard has changed."""
+def find(place: Place) -> tuple[File, int, int]:
+    """The open file, and where in it the encoded image starts and how long it is. Raises OSError as `read_place`."""
     if not isinstance(place, bytes):
         path, size, changed, at, length = place
-        return read_at(opened(path, size, changed), at, length)
+        return opened(path, size, changed), at, length
     file = File(place)
     state = os.fstat(file.number)
     require_regular(place, state)
-    return read_at(file, 0, state.st_size)
+    return file, 0, state.st_size
+
+
+def read_place(place: Place) -> bytes:
+    """The encoded image. Raises OSError if it is gone or cannot be read, or its shard has changed."""
+    return read_at(*find(place))

@@ -32,8 +32,7 @@ class Source:
         outlasts: if neither an image nor its substitutes can be read, use one that was read and say so in
             `Supply.lost`, instead of raising an error.
         threads: number of reading threads.
-        apart: read in another process; what it cannot read is read here.
-        used: with `apart`, steps that may be taken before the first of them is done.
+        apart: the process that reads; what it cannot read is read here. It is closed with this source.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class Source:
         stopped: Callable[[], bool] = lambda: False,
         outlasts: bool = False,
         threads: int = THREADS,
-        apart: bool = False,
-        used: int = 1,
+        apart: Apart | None = None,
     ) -> None:
         self.outlasts, self.lost = outlasts, ""
         self._spare: tuple[int, np.ndarray] | None = None  # an image that could be read, and its bytes
@@ -59,7 +57,7 @@ class Source:
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
         self.candidates = Candidates(manifest, seed, {} if known is None else known, damaged)
         self._threads = Threads(threads)
-        self._apart = Apart(threads, timeout, ahead + 1 + used) if apart else None
+        self._apart = apart
         self._begun: dict[int, Reading] = {}
         self._taken: dict[int, Supply] = {}  # may be requested again
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.pipelines.reading.apart import Apart
 from unigrad_fast.pipelines.reading.damage import Damaged
 from unigrad_fast.pipelines.reading.source import Source
 
@@ -24,13 +25,13 @@ STEPS, SIZE = 8, 12
 def reader():
     sources = []
 
-    def make(manifest, apart=True, ahead=2, used=1, timeout=60.0, stopped=lambda: False):
+    def make(manifest, apart=True, ahead=2, memories=4, size=1 << 20, timeout=60.0, stopped=lambda: False):
         def indices(step):
             return 0, np.arange(step * SIZE, (step + 1) * SIZE) % len(manifest)
 
-        damaged = Damaged(manifest)
-        options = {"damaged": damaged, "apart": apart, "used": used, "stopped": stopped}
-        sources.append(Source(manifest, indices, last=STEPS, ahead=ahead, timeout=timeout, seed=3, **options))
+        options = {"damaged": Damaged(manifest), "timeout": timeout, "seed": 3, "stopped": stopped}
+        process = Apart(8, timeout, memories, size) if apart else None
+        sources.append(Source(manifest, indices, last=STEPS, ahead=ahead, apart=process, **options))
         return sources[-1]
 
     yield make
@@ -92,6 +93,7 @@ def test_a_file_that_does_not_answer_is_replaced_as_in_this_process(reader, tree
     taken = [take(apart, step) for step in range(3)]
     assert taken == [take(here, step) for step in range(3)]
     assert [failure.reason for failure in taken[1][2]] == ["it could not be read within 0.5 s"]
+    assert len({*apart._apart._free, *apart._apart._held.values()}) == 3, "memory that may yet be written to"
     os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # releases this process's thread
 
 
@@ -109,15 +111,25 @@ def test_what_was_read_before_the_process_ended_is_used(reader, manifest):
     source = reader(manifest, ahead=3)
     taken = [take(source, 0)]
     while len(source._apart._answers) < 3:
-        found, lengths = source._apart._connection.recv()
-        source._apart._answers[found] = lengths
+        found, parts = source._apart._connection.recv()
+        source._apart._answers[found] = parts
     process_of(source).kill()
     taken += [take(source, step) for step in range(1, STEPS)]
     assert taken == [take(here, step) for here in (reader(manifest, apart=False),) for step in range(STEPS)]
 
 
+def test_what_does_not_fit_into_the_memory_is_read_here(reader, manifest):
+    reads = []
+    read = manifest.read
+    object.__setattr__(manifest, "read", lambda image: reads.append(image) or read(image))
+    source, here = reader(manifest, size=3000), reader(manifest, apart=False)
+    taken = [take(source, step) for step in range(STEPS)]
+    assert 0 < len(reads) < STEPS * SIZE
+    assert taken == [take(here, step) for step in range(STEPS)]
+
+
 def test_data_stay_as_they_are_until_a_step_is_done(reader, manifest):
-    source = reader(manifest, used=0)  # less memory than steps that are in use
+    source = reader(manifest, memories=3)  # fewer than steps that are in use
     supplies = [source.take(step) for step in range(STEPS)]
     for supply in supplies:
         assert [data.tobytes() for data in supply.data] == [manifest.read(image) for image in supply.index.tolist()]
@@ -158,7 +170,7 @@ def test_the_other_process_loads_neither_torch_nor_dali_and_ends_with_the_source
 SCRIPT = """
 import os, sys
 from unigrad_fast.pipelines.reading.apart import Apart
-apart = Apart(1, 60.0, 1)
+apart = Apart(1, 60.0, 1, 4096)
 apart.ask(0, [os.fsencode(__file__)])
 (data,) = apart.answer(0, lambda: False)
 print(apart._process.pid, len(data), flush=True)
