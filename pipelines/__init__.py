@@ -2,7 +2,7 @@
 
     listing images           manifest, with the modules of listing, which cache results
     images of a step         order, and parameters for their augmentation, both from the random bits of philox
-    reading                  reading; damage finds unusable images, replacement chooses others
+    reading                  reading, apart in another process; damage finds unusable images, replacement others
     decoding, augmenting     stream runs a DALI graph, on a CPU followed by cpu_views; cutmix mixes; presets
     batches                  loader, evaluation_loader; shortened prints them
     tar shards               shards, which reads, packs and verifies them

@@ -36,12 +36,14 @@ from .manifest import Manifest
 from .order import batch_indices, begin_order
 from .parameters import Parameters, sample
 from .presets import Growth, View, preset_views
+from .reading.apart import Apart
 from .reading.damage import Damaged
 from .reading.source import THREADS, Source
 from .reading.supply import SILENT, Supply
 from .stream import run_pipeline
 
 MOST_AHEAD = 64  # largest number of batches to read ahead, however small the images are
+SPARE = 4 << 20  # bytes for the images of a step beyond twice their mean size
 INPUTS_AHEAD = 2  # batches whose parameters a thread prepares for a GPU's pipeline
 
 
@@ -158,12 +160,13 @@ class Loader:
         self.cutmix, self.growth, self.photometric = cutmix, growth, photometric
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device_id = device_number(device)
+        self.apart = self.device_id is not None  # read in another process
         self.hw_decoder_load = hw_decoder_load
         self.threads = thread_count(threads)
         self.prefetch, self.timeout, self.outlasts = prefetch, timeout, outlasts
         self.read_threads, self.pinned = read_threads, pinned
-        batch_bytes = max(1, manifest.total_bytes // len(manifest) * self.share)
-        self.ahead = max(prefetch, min(MOST_AHEAD, read_ahead // batch_bytes))
+        self._batch_bytes = max(1, manifest.total_bytes // len(manifest) * self.share)
+        self.ahead = max(prefetch, min(MOST_AHEAD, read_ahead // self._batch_bytes))
         self.known = dict(known or {})
         self.damaged = Damaged(manifest, self.threads)
         self.leave_out(self.known)
@@ -298,7 +301,13 @@ class Loader:
             stopped=stopped,
             outlasts=self.outlasts,
             threads=self.read_threads,
+            apart=self._reader() if self.apart else None,
         )
+
+    def _reader(self) -> Apart:
+        """A process that reads, with memory for steps twice as large as the mean, and more if they are small."""
+        steps = self.ahead + 1 + INPUTS_AHEAD + 1 + self.prefetch
+        return Apart(self.read_threads, self.timeout, steps, 2 * self._batch_bytes + SPARE)
 
     def _batch(self, supply: Supply, views: list[torch.Tensor]) -> Batch:
         index = torch.from_numpy(supply.index)

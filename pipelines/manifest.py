@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, require_regular, size_in
+from .files.headers import EXTENSIONS, read_size, reason, size_in
+from .files.places import Place, read_place
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
@@ -235,12 +236,15 @@ class Manifest:
 
     def read(self, index: int) -> bytes:
         """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes."""
-        if self.index is None:
-            path = self.path_bytes(index)
-            with open(path, "rb") as file:
-                require_regular(path, os.fstat(file.fileno()))
-                return file.read()
-        return self._read_shard(range(len(self))[index])
+        return read_place(self.place(index))
+
+    def place(self, index: int) -> Place:
+        """Where the encoded image is, for `read_place`."""
+        if self.index is None or self.shards is None:
+            return self.path_bytes(index)
+        index = range(len(self))[index]
+        shard, at, length = (int(values[index]) for values in (self.index.shard, self.index.at, self.index.length))
+        return (*self.shards.place(shard), at, length)
 
     def state(self, index: int) -> tuple[int, int]:
         """Current bytes and modification time in ns of an image's file or shard. Raises OSError if it is gone."""
@@ -279,20 +283,14 @@ class Manifest:
             return f"{self.path(index)}: {reason(error)}"
         return f"{self.path(index)}: it has changed since it was listed"
 
-    def _read_shard(self, index: int, most: int | None = None) -> bytes:
-        assert self.index is not None and self.shards is not None
-        length = int(self.index.length[index])
-        return self.shards.read(
-            int(self.index.shard[index]), int(self.index.at[index]), length if most is None else min(most, length)
-        )
-
     def _read_size(self, index: int) -> tuple[int, int]:
         if self.index is None:
             return read_size(self.path_bytes(index))
-        head = self._read_shard(index, _HEAD)
+        *shard, at, length = self.place(index)
+        head = read_place((*shard, at, min(_HEAD, length)))
         with contextlib.suppress(OSError):
             return size_in(io.BytesIO(head))
-        return size_in(io.BytesIO(self._read_shard(index)))
+        return size_in(io.BytesIO(self.read(index)))
 
     def _read_missing_sizes(self) -> int:
         """Reads the headers of images without a size, and returns how many sizes it found."""

@@ -14,7 +14,7 @@ _OPEN = 256 if _LIMIT == resource.RLIM_INFINITY else max(8, min(256, _LIMIT // 4
 class File:
     """An open file that is closed when it is no longer referenced, in any thread."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | bytes) -> None:
         self.path, self.number = path, -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -50,3 +50,12 @@ def read_at(file: File, at: int, length: int) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_into(file: File, at: int, memory: memoryview) -> None:
+    """Fills memory with bytes of a file. Raises OSError if it ends early."""
+    while len(memory):
+        count = os.preadv(file.number, [memory], at)
+        if not count:
+            raise OSError(errno.EIO, "It ends early", file.path)
+        memory, at = memory[count:], at + count

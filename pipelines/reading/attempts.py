@@ -1,7 +1,7 @@
 """The images of one step while threads read them: a result per place, and files that do not answer."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class Reading:
         self.turns: list[Turn | None] = [None] * len(asked)  # the turn whose result counts
         self.stalls = [0] * len(asked)
         self.failures: list[Failure] = []
+        self.apart: Sequence[int] = ()  # places that another process is reading
         self._left = len(asked)
         self.changed = threading.Condition()
 
@@ -76,7 +77,8 @@ class Reading:
             if self.turns[turn.place] is turn:
                 self.results[turn.place] = result
                 self._left -= 1
-                self.changed.notify()
+                if not self._left:
+                    self.changed.notify()
 
     def give_up(self) -> None:
         """Stops waiting; places that have not been read get no result."""
@@ -85,9 +87,15 @@ class Reading:
             self._left = 0
 
     def keep(self, place: int, result: object) -> None:
-        """Sets a result that needs no turn; call it before the turns start."""
-        self.results[place] = result
-        self._left -= 1
+        """Sets a result that needs no turn."""
+        with self.changed:
+            self.results[place] = result
+            self._left -= 1
+
+    def abandon(self, turn: Turn, timeout: float) -> None:
+        """Records that the file of a turn did not answer; the turn's result no longer counts."""
+        turn.fail(f"{SILENT} {timeout:g} s")
+        self.turns[turn.place] = None
 
     def wait(self, timeout: float, threads: Threads, stopped: Callable[[], bool]) -> list[Turn]:
         """Waits until everything is read, or some files time out; returns and abandons the turns of those files."""
@@ -105,8 +113,7 @@ class Reading:
                     if clock.since(turn.began) > timeout
                 ]
                 for turn in stalled:
-                    turn.fail(f"{SILENT} {timeout:g} s")
-                    self.turns[turn.place] = None
+                    self.abandon(turn, timeout)
                 if stalled:
                     return stalled
         return []

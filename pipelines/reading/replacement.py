@@ -53,10 +53,13 @@ class Candidates:
             tried.append(image)
         return tried
 
+    def known_bad(self, step: int, image: int) -> str | None:
+        """Why an image cannot be used, if that is known before it is read."""
+        return self.known.get((step, image)) or self.damaged.reason(image, step)
+
     def read(self, step: int, image: int) -> tuple[bytes, str | None]:
         """An image's encoded bytes, and the reason if it cannot be used, else None."""
-        why = self.known.get((step, image)) or self.damaged.reason(image, step)
-        if why is not None:
+        if (why := self.known_bad(step, image)) is not None:
             return b"", why
         try:
             data = self.manifest.read(image)

@@ -1,12 +1,13 @@
 """Reads the encoded images of each step ahead, in threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .. import clock
 from ..errors import DataError
 from ..manifest import Manifest
+from .apart import FAILED, Apart
 from .attempts import Reading, Turn
 from .damage import Damaged
 from .replacement import Candidates
@@ -31,6 +32,7 @@ class Source:
         outlasts: if neither an image nor its substitutes can be read, use one that was read and say so in
             `Supply.lost`, instead of raising an error.
         threads: number of reading threads.
+        apart: the process that reads; what it cannot read is read here. It is closed with this source.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Source:
         stopped: Callable[[], bool] = lambda: False,
         outlasts: bool = False,
         threads: int = THREADS,
+        apart: Apart | None = None,
     ) -> None:
         self.outlasts, self.lost = outlasts, ""
         self._spare: tuple[int, np.ndarray] | None = None  # an image that could be read, and its bytes
@@ -54,6 +57,7 @@ class Source:
         self.timeout, self.damaged, self.stopped = timeout, damaged, stopped
         self.candidates = Candidates(manifest, seed, {} if known is None else known, damaged)
         self._threads = Threads(threads)
+        self._apart = apart
         self._begun: dict[int, Reading] = {}
         self._taken: dict[int, Supply] = {}  # may be requested again
 
@@ -82,25 +86,64 @@ class Source:
         return supply
 
     def done(self, step: int) -> None:
-        """Forgets a step, which will not be requested again."""
+        """Forgets a step, which will not be requested again; its data may be overwritten."""
         self._taken.pop(step, None)
+        if self._apart is not None:
+            self._apart.done(step)
 
     def close(self) -> None:
         """Ends each thread as soon as it has finished its file."""
         self._threads.close()
+        if self._apart is not None:
+            self._apart.close()
 
     def _begin(self, step: int) -> Reading:
         taken = self._taken.get(step)
         if taken is None:
             reading = Reading(step, *self.indices(step))
-            places = range(len(reading.asked))
+            places = self._ask(reading)
         else:
             reading = Reading(step, taken.epoch, taken.asked)
             places = self._keep(taken, reading)
+        self._read(reading, places)
+        return reading
+
+    def _read(self, reading: Reading, places: Sequence[int]) -> None:
         turns = [Turn(self.candidates, reading, place) for place in places]
         for turn in turns:
             self._threads.call(turn)
-        return reading
+
+    def _ask(self, reading: Reading) -> Sequence[int]:
+        """Asks the other process for all images that are not known to be bad; returns the places to read here."""
+        images = reading.asked.tolist()
+        if self._apart is None:
+            return range(len(images))
+        good = [place for place, image in enumerate(images) if self.candidates.known_bad(reading.step, image) is None]
+        if not good or not self._apart.ask(reading.step, [self.manifest.place(images[place]) for place in good]):
+            return range(len(images))
+        reading.apart = good
+        return sorted({*range(len(images))}.difference(good))
+
+    def _collect(self, reading: Reading) -> list[Turn]:
+        """Takes what the other process has read and begins to read the rest here; returns turns as `Reading.wait`."""
+        if not reading.apart:
+            return []
+        assert self._apart is not None
+        answers = self._apart.answer(reading.step, self.stopped)
+        places, reading.apart = reading.apart, []
+        here, silent = [], []
+        for place, answer in zip(places, answers or [FAILED] * len(places), strict=True):
+            image = int(reading.asked[place])
+            if isinstance(answer, np.ndarray):
+                reading.keep(place, (image, answer))
+            elif answer == FAILED:
+                here.append(place)
+            else:
+                silent.append(turn := Turn(self.candidates, reading, place))
+                turn.image = image
+                reading.abandon(turn, self.timeout)
+        self._read(reading, here)
+        return silent
 
     def _keep(self, taken: Supply, reading: Reading) -> list[int]:
         """Copies the usable results of a taken step into a reading; returns the places to read again."""
@@ -120,7 +163,7 @@ class Source:
 
     def _finish(self, reading: Reading) -> Supply:
         began = clock.now()
-        while stalled := reading.wait(self.timeout, self._threads, self.stopped):
+        while stalled := self._collect(reading) or reading.wait(self.timeout, self._threads, self.stopped):
             for turn in stalled:
                 reading.stalls[turn.place] += 1
                 self.damaged.leave_out(turn.image, reading.step, turn.why)
@@ -159,7 +202,8 @@ class Source:
         gaps = [place for place, result in enumerate(reading.results) if result is None]
         read = [each for each in reading.results if each is not None and not self._is_bad(each[0], reading.step)]
         if read:
-            self._spare = read[0]
+            image, data = read[0]
+            self._spare = image, data if self._apart is None else data.copy()
         elif gaps and (self._spare is None or self._is_bad(self._spare[0], reading.step)):
             raise DataError(self.lost)
         for place in gaps:

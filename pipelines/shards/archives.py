@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files.headers import reason, require_regular
-from ..files.open_files import File, opened, read_at, time_of_change
+from ..files.open_files import File, time_of_change
 from ..files.slow_storage import spread
 from ..files.tar_format import text_of
 from ..listing.classes import composed
@@ -80,10 +80,10 @@ class Shards:
     def path(self, shard: int) -> str:
         return os.path.join(self.root, self.files[shard])
 
-    def read(self, shard: int, at: int, length: int) -> bytes:
-        """Bytes of a shard. Raises OSError if it is gone, has changed or ends early."""
-        shard_file = opened(self.path(shard), *self.states[shard].tolist())
-        return read_at(shard_file, at, length)
+    def place(self, shard: int) -> tuple[str, int, int]:
+        """A shard's path, size and time of change."""
+        size, changed = self.states[shard].tolist()
+        return self.path(shard), size, changed
 
     def classes(self) -> list[str] | None:
         """The class names in `classes.txt`, or None."""

@@ -20,10 +20,9 @@ from PIL import Image
 
 from unigrad_fast.pipelines import DataError, Manifest
 from unigrad_fast.pipelines import manifest as manifest_module
-from unigrad_fast.pipelines.files import open_files, slow_storage, tar_format
+from unigrad_fast.pipelines.files import open_files, places, slow_storage, tar_format
 from unigrad_fast.pipelines.listing import shards
 from unigrad_fast.pipelines.listing.marks import OF_A_RUN
-from unigrad_fast.pipelines.shards import archives as shards_module
 from unigrad_fast.pipelines.shards import packing
 
 
@@ -213,7 +212,7 @@ def test_threads_processes_and_pickles_read_the_same(packed, manifest):
 
 
 def test_more_shards_than_are_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "opened", lru_cache(2)(open_files.opened.__wrapped__))
+    monkeypatch.setattr(places, "opened", lru_cache(2)(open_files.opened.__wrapped__))
     contents = [encoded((8, 6 + number)) for number in range(5)]
     for number, content in enumerate(contents):
         pack(tmp_path / f"{number}.tar", [(f"{number}.jpg", content)])
