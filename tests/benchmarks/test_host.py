@@ -16,9 +16,12 @@ ROWS = Path(__file__).resolve().parents[2] / "benchmarks/results/host.jsonl"
 
 
 def test_the_dry_run_reckons_with_the_rows_that_were_measured():
-    first, later = (json.loads(line)["microseconds"] for line in ROWS.read_text(encoding="utf-8").splitlines()[-2:])
+    first, *_, later = (json.loads(line)["microseconds"] for line in ROWS.read_text(encoding="utf-8").splitlines())
     host = json.loads(resources.files("unigrad_fast").joinpath("cards.json").read_text(encoding="utf-8"))["host"]
     assert host["measured_us"][0] == {kind: round(value, 2) for kind, value in first.items()}
+    loader = json.loads(ROWS.with_name("loader_host.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    held = 1000 * sum(value for part, value in loader["held"].items() if part != "reading in this process")
+    assert host["named_us"]["image"][0] == round(host["factor"][0] * held / loader["images"])
     ratio = first["kernel"] / later["kernel"]
     added = {kind: round(ratio * value, 2) for kind, value in later.items() if kind not in first}
     assert host["measured_later_us"][0] == added and f"times {ratio:.2f}" in host["measured_later_us"][1]

@@ -81,7 +81,9 @@ def walk(config: Config, ranks: int, card: Card, as_cuda: bool = True) -> Walk:
         except DataDependentOutputException as error:
             raise RuntimeError(f"the step reads a value ({error.func}), for which the host waits") from error
     views = config.data.views()
-    pixels = config.images_at_once(ranks) * config.engine.accumulation_steps * sum(view.size**2 for view in views)
+    images = config.images_at_once(ranks) * config.engine.accumulation_steps
+    found.calls["data"]["image"] += images
+    pixels = images * sum(view.size**2 for view in views)
     found.work.append(Work("loader", "data", 0, own=card.view * pixels / 224**2))
     return found
 

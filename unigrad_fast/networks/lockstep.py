@@ -74,7 +74,10 @@ def _paused_in_all() -> Iterator[None]:
 def _gather(waiting: Sequence[tuple[batch_norm.GroupedBatchNorm, Tensor]]) -> None:
     """Gather what norms need of all ranks to compute the statistics of their inputs."""
     own_GS = [norm.own_statistics(x) for norm, x in waiting]
-    parts_R1N = batch_norm.gathered(torch.cat([each.flatten() for each in own_GS])[None])
-    of_each = parts_R1N[:, 0].split([each.numel() for each in own_GS], dim=1)
-    for (norm, _), own, parts in zip(waiting, own_GS, of_each, strict=True):
-        norm.groups.gathered[norm] = parts.unflatten(1, own.shape)
+    parts_R1N = batch_norm.gathered(torch.cat([each.view(1, -1) for each in own_GS], dim=1))
+    ranks, _, numbers = parts_R1N.shape
+    start = 0
+    for (norm, _), own in zip(waiting, own_GS, strict=True):
+        groups, each = own.shape
+        norm.groups.gathered[norm] = parts_R1N.as_strided((ranks, groups, each), (numbers, each, 1), start)
+        start += groups * each
