@@ -97,11 +97,13 @@ def test_a_sharded_correlation_takes_two_gathers_and_an_exchange_and_its_share_o
 
 
 @pytest.mark.long
-def test_a_step_of_resnet50_on_8_cards_has_at_most_180_collectives_and_87_ms_by_count():
+def test_a_step_of_resnet50_on_8_cards_has_at_most_120_collectives_and_78_ms_by_count():
+    """The host has 4 ms of the loader's besides its launches, which take half of the card's time at most."""
     config = resolve("imagenet_100ep", {"output": "/nowhere", "data": {"train": "/nowhere", "batch_size": 1024}})
     found = walk(config, 8, CARD)
-    assert found.collective_count <= 180
-    assert found.of_card <= 0.087 and found.of_host(HOST) <= 0.040 and found.waits == []
+    assert found.collective_count <= 120
+    assert found.of_card <= 0.078 and found.of_host(HOST) - found.host_by_phase(HOST)["data"] <= 0.039
+    assert found.waits == []
 
 
 @pytest.mark.slow
