@@ -233,3 +233,18 @@ def test_colour_histogram_ignores_where_the_colours_are():
     images = torch.randn(2, 3, 8, 8)
     shuffled = images.flatten(2)[:, :, torch.randperm(64)].view_as(images)
     assert torch.equal(ColourHistogram()(images), ColourHistogram()(shuffled))
+
+
+def test_a_cpu_takes_a_few_images_at_a_time(monkeypatch):
+    seen = []
+
+    class Means(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(len(images))
+            return images.mean((2, 3))
+
+    images = torch.randn(7, 3, 4, 4)
+    monkeypatch.setattr(features_module, "PIXELS", 3 * 16 + 5)
+    assert torch.equal(features_module.in_parts(Means(), images), images.mean((2, 3))) and seen == [3, 3, 1]
+    monkeypatch.setattr(features_module, "PIXELS", 1)
+    assert torch.equal(features_module.in_parts(Means(), images), images.mean((2, 3))) and seen[3:] == [1] * 7

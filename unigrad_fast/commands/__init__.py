@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "bench loader": (bench.BenchLoader, bench.bench_loader),
     "bench kernels": (bench.BenchKernels, bench.bench_kernels),
     "bench methods": (bench.BenchMethods, bench.bench_methods),
+    "bench evaluate": (bench.BenchEvaluate, bench.bench_evaluate),
     "bench width": (bench.BenchWidth, bench.bench_width),
     "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),

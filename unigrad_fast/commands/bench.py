@@ -1,4 +1,4 @@
-"""`unigrad-fast bench step`, `bench loader`, `bench kernels`, `bench methods`, `bench width` and `bench scaling`."""
+"""`unigrad-fast bench step`, `loader`, `kernels`, `methods`, `evaluate`, `width` and `scaling`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unigrad_fast.commands.requirements import refuse_unused, require_dali, requ
 from unigrad_fast.config import MOST_THREADS, Config
 from unigrad_fast.dry_run.cards import CardName
 from unigrad_fast.recipes import DEFAULT_RECIPE
+from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.processors import compute_threads
@@ -189,6 +190,33 @@ def bench_methods(options: BenchMethods) -> None:
 
     with _fitting_threads():
         methods.main(**dict(options))
+
+
+class BenchEvaluate(Node):
+    """Measure the feature pass against the backbone alone, and a linear sweep against a single classifier."""
+
+    backbone: Literal[BACKBONES] = "resnet50"
+    """Backbone, with random weights."""
+    image_size: int = Field(default=224, ge=16, le=1024)
+    """Side of the centre crops in pixels."""
+    batch_size: int = Field(default=128, ge=1)
+    """Images per batch."""
+    batches: int = Field(default=2, ge=1)
+    """Batches per turn; the parts of the sweep's step, whose own batch is of 1024 images."""
+    repetitions: int = Field(default=3, ge=1)
+    """Rounds; in each, every variant is measured once."""
+    photographs: AbsolutePath | None = None
+    """Images, as `--data.train` takes them, or a tar of a folder; null draws some."""
+    output: AbsolutePath = OUTPUT
+    """Folder of evaluate.jsonl, to which the rows are appended."""
+
+
+def bench_evaluate(options: BenchEvaluate) -> None:
+    require_dali()
+    from unigrad_fast.benchmarks.measures import evaluate
+
+    with _fitting_threads():
+        evaluate.main(**dict(options))
 
 
 class BenchWidth(Config):

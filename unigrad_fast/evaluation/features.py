@@ -13,6 +13,8 @@ from unigrad_fast.pipelines.reading.supply import allowed
 from unigrad_fast.runtime.errors import RunStopped
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
 
+PIXELS = 2**20  # of the images that a CPU has in the backbone at once
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -132,10 +134,22 @@ def features_of(
     with evaluation_mode(backbone):
         for images, index in loader:
             with autocast:
-                output = backbone(images.to(device))
+                output = in_parts(backbone, images.to(device))
             if len(bad := (~output.isfinite().all(dim=1)).nonzero().flatten().cpu()):
                 raise non_finite(loader.manifest, int(index[bad[0]]))
             yield output.float(), index.cpu()
+
+
+def in_parts(backbone: nn.Module, images: Tensor) -> Tensor:
+    """The backbone's features [N, D] of images [N, 3, S, S]; on a CPU a few images at a time.
+
+    There larger activations leave the caches and cost page faults: ResNet-50 at 224 pixels, on two cores in bf16, takes
+    77 images per second in parts of 16, and 46 in parts of 128.
+    """
+    if images.device.type != "cpu":
+        return backbone(images)
+    at_once = max(1, PIXELS // (images.shape[-2] * images.shape[-1]))
+    return torch.cat([backbone(part) for part in images.split(at_once)])
 
 
 @contextmanager

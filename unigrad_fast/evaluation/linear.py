@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of
+from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of, in_parts
 from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
@@ -93,7 +93,7 @@ class FrozenEncoder:
         """Features, fp32 [N, D] on the device, of normalised images [N, 3, S, S]."""
         autocast = torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype is not None)
         with torch.no_grad(), evaluation_mode(self.backbone), autocast:
-            return self.backbone(images.to(self.world.device)).float()
+            return in_parts(self.backbone, images.to(self.world.device)).float()
 
     def width(self) -> int:
         """D."""

@@ -16,6 +16,7 @@ from itertools import product
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from unigrad_fast.evaluation.linear import FrozenEncoder, Judged
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule
@@ -47,11 +48,12 @@ class Heads(nn.Module):
 
     Args:
         widths: of the features that the heads of each number of stages take.
+        dtype: of the products in training, with fp32 weights and sums; None is fp32, in which they are judged.
     """
 
-    def __init__(self, widths: Sequence[int], classes: int, seed: int) -> None:
+    def __init__(self, widths: Sequence[int], classes: int, seed: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.widths = tuple(widths)
+        self.widths, self.dtype = tuple(widths), dtype
         generator = torch.Generator().manual_seed(seed)
         drawn = [torch.randn(classes, width, generator=generator) * 0.01 for width in widths]
         self.weights = nn.ParameterList(each.expand(len(RATES), -1, -1).clone() for each in drawn)
@@ -60,10 +62,12 @@ class Heads(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Features of all stages [N, D] to logits [N, H, K]."""
         logits = []
-        for width, weight, bias in zip(self.widths, self.weights, self.biases, strict=True):
-            product = features[:, -width:] @ weight.flatten(0, 1).T
-            logits.append(product.unflatten(1, bias.shape) + bias)
-        return torch.cat(logits, dim=1)
+        low = self.dtype is not None and torch.is_grad_enabled()
+        with torch.autocast(features.device.type, self.dtype, enabled=low):
+            for width, weight, bias in zip(self.widths, self.weights, self.biases, strict=True):
+                product = linear(features[:, -width:], weight.flatten(0, 1), bias.flatten())
+                logits.append(product.unflatten(1, bias.shape))
+        return torch.cat(logits, dim=1).float()
 
     def head(self, number: int) -> nn.Linear:
         """One of them, which takes the features of its own stages."""
@@ -103,7 +107,7 @@ class Sweep:
         encoder = replace(encoder, backbone=LastStages(encoder.backbone))
         self.encoder = without_held_out(encoder) if choose == "train" else encoder
         self.method = Method(
-            lambda width, classes, seed: Heads([last_width, width], classes, seed),
+            lambda width, classes, seed: Heads([last_width, width], classes, seed, encoder.dtype),
             lambda parameters, lr: _SGD(parameters, lr=lr, momentum=0.9),
             kind="cosine",
             shares=tuple(rate / max(RATES) for rate in RATES) * len(STAGES),
