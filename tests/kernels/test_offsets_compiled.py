@@ -21,6 +21,7 @@ LARGEST = {"C": MAX_WIDTH, "R": MAX_WIDTH, "first_row": MAX_WIDTH, "stride_M": M
 LARGEST |= {"M": ROWS, "N": ROWS, "flags": ROWS, "skips": ROWS, "strides": 2**30}
 LARGEST |= {"written": ROWS, "since": ROWS, "tail": MAX_WIDTH, "W": 1024, "stride_rank": 2**30, "offset": 2**30}
 LARGEST |= {"rows": POSITIONS, "ranks": RANKS, "H": 2, "W": 2}  # many small images
+LARGEST |= {"stride": 2 * GROUPS * (2 * MAX_WIDTH + 1)}  # of two norms in lockstep
 COLUMNS = MAX_WIDTH // TILE
 
 
