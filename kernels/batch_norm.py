@@ -79,17 +79,16 @@ def is_last(p_ticket, programs):
 
 
 @triton.jit
-def bunch_of(PARTS: tl.constexpr):
-    """Of this program's chunk: its bunch, the bunch's first chunk and number of chunks, and the number of bunches."""
-    chunks = tl.num_programs(0)
-    bunch = tl.program_id(0) // PARTS
-    return bunch, bunch * PARTS, tl.minimum(chunks - bunch * PARTS, PARTS), tl.cdiv(chunks, PARTS)
+def bunch_of(number, chunks, BUNCH: tl.constexpr):
+    """Of a chunk: its bunch, the bunch's first chunk and number of chunks, and the number of bunches."""
+    bunch = number // BUNCH
+    return bunch, bunch * BUNCH, tl.minimum(chunks - bunch * BUNCH, BUNCH), tl.cdiv(chunks, BUNCH)
 
 
 @triton.jit
-def ticket_of(p_tickets, group, bunch, bunches):
-    """The ticket of a bunch of chunks for this program's block of channels; `bunches` for that of all bunches."""
-    return p_tickets + (group * tl.num_programs(2) + tl.program_id(2)) * (bunches + 1) + bunch
+def ticket_of(p_tickets, group, block, of_channels, bunch, bunches):
+    """The ticket of a bunch of chunks for one of the blocks of channels; `bunches` for that of all bunches."""
+    return p_tickets + (group * of_channels + block) * (bunches + 1) + bunch
 
 
 @triton.jit
@@ -100,17 +99,23 @@ def parts_of(p_parts, parts, o_C, m_C, C, PARTS: tl.constexpr):
 
 
 @triton.jit
-def merge_statistics(p_parts, parts, size, rows, o_C, m_C, C, PARTS: tl.constexpr):
-    """Mean and Σ (x − mean)² [COLUMNS] of `rows` rows, from parts of `size` rows each and a last one of the rest."""
-    p, m = parts_of(p_parts, parts, o_C, m_C, C, PARTS)
-    o_P = tl.arange(0, PARTS).to(tl.int64)
-    b_count = (tl.minimum((o_P + 1) * size, rows) - o_P * size).to(tl.float64)[:, None]
+def merge_statistics(p_parts, parts, most, size, rows, o_C, m_C, C, PARTS: tl.constexpr):
+    """Mean and Σ (x − mean)² [COLUMNS] of `rows` rows, from parts of `size` rows each and a last one of the rest.
+
+    There are at most `most` parts; PARTS of them are read at a time.
+    """
     # Written by other programs: bypass the L1 cache, which may be stale.
     b_pivot = tl.load(p_parts + o_C, mask=m_C, other=0, cache_modifier=".cg")  # [COLUMNS]
-    b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
-    b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
-    b_shifted = tl.sum(tl.where(m, b_count * b_difference, 0.0), 0)
-    b_squares = tl.sum(tl.where(m, b_within + b_count * b_difference * b_difference, 0.0), 0)
+    b_shifted = tl.zeros_like(b_pivot)
+    b_squares = tl.zeros_like(b_pivot)
+    for first in range(0, most, PARTS):
+        p, m = parts_of(p_parts + tl.cast(first, tl.int64) * 2 * C, parts - first, o_C, m_C, C, PARTS)
+        o_P = first + tl.arange(0, PARTS).to(tl.int64)
+        b_count = (tl.minimum((o_P + 1) * size, rows) - o_P * size).to(tl.float64)[:, None]
+        b_difference = tl.load(p, mask=m, other=0, cache_modifier=".cg") - b_pivot[None, :]  # [PARTS, COLUMNS]
+        b_within = tl.load(p + C, mask=m, other=0, cache_modifier=".cg")  # [PARTS, COLUMNS]
+        b_shifted += tl.sum(tl.where(m, b_count * b_difference, 0.0), 0)
+        b_squares += tl.sum(tl.where(m, b_within + b_count * b_difference * b_difference, 0.0), 0)
     count = tl.cast(rows, tl.float64)
     return b_pivot + b_shifted / count, b_squares - b_shifted * b_shifted / count
 
@@ -129,6 +134,63 @@ def store_pair(p_pair, b_first, b_second, o_C, m_C, C):
     """Two numbers per channel."""
     tl.store(p_pair + o_C, b_first, mask=m_C)
     tl.store(p_pair + C + o_C, b_second, mask=m_C)
+
+
+@triton.jit
+def finish_statistics(
+    p_parts,
+    p_statistics,
+    p_tickets,
+    b_mean,
+    b_squares,
+    number,
+    chunks,
+    group,
+    block,
+    of_channels,
+    rows,
+    chunk,
+    o_C,
+    m_C,
+    C,
+    BUNCH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Store a chunk's mean and Σ (x − mean)² [COLUMNS], and merge all chunks if it is the last one of them.
+
+    Bunches of BUNCH chunks are merged, PARTS at a time; unless BUNCH is larger, there are at most PARTS bunches.
+    """
+    bunch, first_chunk, members, bunches = bunch_of(number, chunks, BUNCH)
+    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
+    store_pair(p_group + number * 2 * C, b_mean, b_squares, o_C, m_C, C)
+
+    if is_last(ticket_of(p_tickets, group, block, of_channels, bunch, bunches), members):
+        start = first_chunk * chunk
+        p_bunch = p_group + first_chunk * 2 * C
+        b_mean, b_squares = merge_statistics(
+            p_bunch,
+            members,
+            members if BUNCH > PARTS else PARTS,
+            chunk,
+            tl.minimum(members * chunk, rows - start),
+            o_C,
+            m_C,
+            C,
+            PARTS,
+        )
+        done = bunches == 1
+        if bunches > 1:
+            p_bunches = p_group + chunks * 2 * C
+            store_pair(p_bunches + bunch * 2 * C, b_mean, b_squares, o_C, m_C, C)
+            done = is_last(ticket_of(p_tickets, group, block, of_channels, bunches, bunches), bunches)
+            if done:
+                most = bunches if BUNCH > PARTS else PARTS
+                b_mean, b_squares = merge_statistics(p_bunches, bunches, most, BUNCH * chunk, rows, o_C, m_C, C, PARTS)
+        if done:
+            p_out = p_statistics + group * (2 * C + 1)
+            b_squares = tl.maximum(b_squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            store_pair(p_out, b_mean, b_squares, o_C, m_C, C)
+            tl.store(p_out + 2 * C + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=o_C == 0)
 
 
 @triton.jit
@@ -159,29 +221,25 @@ def statistics_kernel(
     b_total = tl.sum(b_sum, 0).to(tl.float64)
     b_mean = b_shift.to(tl.float64) + b_total / count
     b_squares = tl.sum(b_square, 0).to(tl.float64) - b_total * b_total / count
-    chunks = tl.num_programs(0)
-    bunch, first_chunk, members, bunches = bunch_of(PARTS)
-    p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
-    store_pair(p_group + tl.program_id(0) * 2 * C, b_mean, b_squares, o_C, m_C, C)
-
-    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
-        start = first_chunk * chunk
-        p_bunch = p_group + first_chunk * 2 * C
-        b_mean, b_squares = merge_statistics(
-            p_bunch, members, chunk, tl.minimum(members * chunk, rows - start), o_C, m_C, C, PARTS
-        )
-        done = bunches == 1
-        if bunches > 1:
-            p_bunches = p_group + chunks * 2 * C
-            store_pair(p_bunches + bunch * 2 * C, b_mean, b_squares, o_C, m_C, C)
-            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
-            if done:
-                b_mean, b_squares = merge_statistics(p_bunches, bunches, PARTS * chunk, rows, o_C, m_C, C, PARTS)
-        if done:
-            p_out = p_statistics + group * (2 * C + 1)
-            b_squares = tl.maximum(b_squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            store_pair(p_out, b_mean, b_squares, o_C, m_C, C)
-            tl.store(p_out + 2 * C + o_C, tl.zeros_like(b_mean) + tl.cast(rows, tl.float64), mask=o_C == 0)
+    finish_statistics(
+        p_parts,
+        p_statistics,
+        p_tickets,
+        b_mean,
+        b_squares,
+        tl.program_id(0),
+        tl.num_programs(0),
+        group,
+        tl.program_id(2),
+        tl.num_programs(2),
+        rows,
+        chunk,
+        o_C,
+        m_C,
+        C,
+        PARTS,
+        PARTS,
+    )
 
 
 @triton.jit
@@ -406,23 +464,24 @@ def sums_kernel(
         b_sum += b_dy
         b_product += b_dy * b_normalised
     b_sum, b_product = tl.sum(b_sum, 0).to(tl.float64), tl.sum(b_product, 0).to(tl.float64)
-    chunks, groups = tl.num_programs(0), tl.num_programs(1)
-    bunch, first_chunk, members, bunches = bunch_of(PARTS)
+    number, block, chunks = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
+    groups, of_channels = tl.num_programs(1), tl.num_programs(2)
+    bunch, first_chunk, members, bunches = bunch_of(number, chunks, PARTS)
     p_group = p_parts + group * (chunks + bunches) * 2 * C  # of the chunks, then of the bunches
-    store_pair(p_group + tl.program_id(0) * 2 * C, b_sum, b_product, o_C, m_C, C)
+    store_pair(p_group + number * 2 * C, b_sum, b_product, o_C, m_C, C)
 
-    if is_last(ticket_of(p_tickets, group, bunch, bunches), members):
+    if is_last(ticket_of(p_tickets, group, block, of_channels, bunch, bunches), members):
         b_sum, b_product = merge_sums(p_group + first_chunk * 2 * C, members, o_C, m_C, C, PARTS)
         done = bunches == 1
         if bunches > 1:
             p_bunches = p_group + chunks * 2 * C
             store_pair(p_bunches + bunch * 2 * C, b_sum, b_product, o_C, m_C, C)
-            done = is_last(ticket_of(p_tickets, group, bunches, bunches), bunches)
+            done = is_last(ticket_of(p_tickets, group, block, of_channels, bunches, bunches), bunches)
             if done:
                 b_sum, b_product = merge_sums(p_bunches, bunches, o_C, m_C, C, PARTS)
         if done:
             store_pair(p_sums + group * 2 * C, b_sum, b_product, o_C, m_C, C)
-            if is_last(ticket_of(p_tickets, groups, 0, bunches), groups):
+            if is_last(ticket_of(p_tickets, groups, block, of_channels, 0, bunches), groups):
                 b_dbias = tl.zeros_like(b_sum)
                 b_dweight = tl.zeros_like(b_sum)
                 for each in range(groups):

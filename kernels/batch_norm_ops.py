@@ -71,6 +71,16 @@ gradient = Operator(
     "batch_norm_gradient", reference.gradient, kernel="batch_norm", fake=lambda x, **_: torch.empty_like(x)
 )
 
+norm_product = Operator(
+    "norm_product",
+    reference.norm_product,
+    kernel="norm_product",
+    fake=lambda x, matrix_CK, groups, **_: (
+        x.new_empty(len(x), len(matrix_CK), *x.shape[2:]).contiguous(memory_format=torch.channels_last),
+        x.new_empty(groups, 2 * len(matrix_CK) + 1, dtype=torch.float64),
+    ),
+)
+
 
 def chosen_for(x: Tensor) -> tuple[Any, AbstractContextManager]:
     """The functions for a pass over x, under the operators' names, and the context to call them in.

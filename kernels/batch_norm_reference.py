@@ -190,6 +190,33 @@ def pool(
     return y, torch.where(y > 0, choice, NOWHERE).to(torch.uint8)
 
 
+def norm_product(
+    x: Tensor,
+    matrix_CK: Tensor,
+    groups: int,
+    mean_GK: Tensor | None,
+    variance_GK: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """A convolution of 1 × 1 of x, or of relu(x̂·γ + β), and the statistics of its result.
+
+    Args:
+        x: [N, K, H, W], channels-last.
+        matrix_CK: the convolution's weight, in x's dtype.
+        groups: as in `statistics`.
+        mean_GK, variance_GK, weight, bias, eps: as in `normalise`; without a mean x is not normalised.
+
+    Returns:
+        y [N, C, H, W] in x's dtype, channels-last, and its statistics [G, S].
+    """
+    if mean_GK is not None and variance_GK is not None:
+        x, _ = normalise(x, mean_GK, variance_GK, weight, bias, None, eps, relu=True, keep_mask=False)
+    y = F.conv2d(x, matrix_CK[:, :, None, None]).contiguous(memory_format=torch.channels_last)
+    return y, statistics(y, groups)
+
+
 def pooled_size(x: Tensor) -> list[int]:
     """Height and width after `pool`."""
     return [(size + 1) // 2 for size in x.shape[2:]]

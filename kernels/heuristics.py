@@ -169,3 +169,60 @@ def cut(rows: int, groups: int, channels: int, kernel: NormKernel) -> Cut:
     chunks = blocks(rows, chunk)
     bunches = blocks(chunks, kernel.parts) if kernel.parts else 0
     return Cut(tile_rows, columns, chunk, (chunks, groups, of_channels), bunches)
+
+
+@dataclass(frozen=True)
+class NormProduct:
+    """How the product between two norms runs.
+
+    Attributes:
+        tile: of the result, its rows and channels.
+        registers: at most so many per thread; the compiler is told.
+        bunch: results of tiles that one program merges, before all bunches are merged; parts: so many at a time.
+    """
+
+    tile: Tile
+    registers: int
+    bunch: int = 64
+    parts: int = 16
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit on a multiprocessor at a time."""
+        return REGISTERS // (32 * self.tile.warps * self.registers)
+
+    @cached_property
+    def options(self) -> dict[str, int]:
+        """Options of its launch."""
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "maxnreg": self.registers}
+
+
+# By architecture, and whether the product normalises its input, which takes registers; in bf16 none is spilled. The
+# matrix units of 9.0 take larger tiles, of which those that normalise are less deep.
+NORM_PRODUCTS = {
+    ("90", False): NormProduct(Tile(128, 128, 64, warps=8, stages=3), registers=128),
+    ("90", True): NormProduct(Tile(128, 128, 32, warps=8, stages=4), registers=128),
+    ("interpreter", False): NormProduct(Tile(16, 32, 16, warps=4, stages=1), registers=128, bunch=8, parts=4),
+    ("interpreter", True): NormProduct(Tile(16, 32, 16, warps=4, stages=1), registers=128, bunch=8, parts=4),
+}
+OTHER_NORM_PRODUCTS = NormProduct(Tile(64, 128, 32, warps=4, stages=3), registers=168)
+
+
+def norm_product_for(arch: str, normalises: bool) -> NormProduct:
+    """How the product between two norms runs on an architecture."""
+    return NORM_PRODUCTS.get((arch, normalises), OTHER_NORM_PRODUCTS)
+
+
+def norm_product_on(device: torch.device, normalises: bool) -> NormProduct:
+    """How it runs on a device."""
+    return norm_product_for(architecture_of(device), normalises)
+
+
+@cache
+def tiled(rows: int, groups: int, channels: int, product: NormProduct) -> Cut:
+    """The tiles of a product of `rows` rows per group."""
+    tile = product.tile
+    columns = min(tile.columns, max(tile.columns // 2, 1 << (channels - 1).bit_length()))
+    chunks = blocks(rows, tile.rows)
+    grid = (chunks, groups, blocks(channels, columns))
+    return Cut(tile.rows, columns, tile.rows, grid, blocks(chunks, product.bunch))

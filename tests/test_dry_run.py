@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import accumulate
 from typing import get_args
@@ -19,13 +19,14 @@ import torchvision
 from thin import thin
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.doctor.choices import WITHOUT_TRITON
 from unigrad_fast.dry_run.cards import Card, CardName, Host
 from unigrad_fast.dry_run.walked import Walk, Work
 from unigrad_fast.dry_run.walking import prepared, walk
+from unigrad_fast.networks import norm_convolution
 from unigrad_fast.networks.batch_norm import GroupedBatchNorm
 from unigrad_fast.objectives import UniGrad
 from unigrad_fast.runtime import precision
@@ -104,6 +105,30 @@ def test_a_step_of_resnet50_on_8_cards_has_at_most_120_collectives_and_78_ms_by_
     assert found.collective_count <= 120
     assert found.of_card <= 0.078 and found.of_host(HOST) - found.host_by_phase(HOST)["data"] <= 0.039
     assert found.waits == []
+
+
+def test_products_between_norms_save_what_their_norms_read_and_wrote():
+    """A block in each stage of ResNet-50, on a feature map of 8 x 8."""
+    config = configured(1, images=4, model={"backbone": "resnet50", "projector": {"width": 64}})
+    totals, flops, launches = [], [], []
+    for tried in (False, True):
+        with (
+            mock.patch.object(norm_convolution, "TRIED", tried),
+            mock.patch.object(torchvision.models, "resnet50", partial(ResNet, Bottleneck, [1] * 4)),
+        ):
+            found = walk(config, 1, CARD)
+        assert found.waits == []
+        totals.append(sum(part.read + part.written for part in found.parts.values()))
+        flops.append(found.parts["convolution"].flops)
+        launches.append(found.launches)
+    # Positions and channels of what products compute: first layers, the first block's downsample, last layers.
+    outputs = [(64, 64), (64, 128), (16, 256), (4, 512), (64, 256), (64, 256), (16, 512), (4, 1024), (1, 2048)]
+    normalised = sum(positions * channels // 4 for positions, channels in outputs[-4:])
+    images, number, groups = 8, 2, 2  # in bf16
+    tiles = groups * sum(-(-4 * positions // 128) * channels for positions, channels in outputs)
+    saved = images * number * (sum(positions * channels for positions, channels in outputs) + 2 * normalised)
+    assert totals[0] - totals[1] == saved - 2 * tiles * 2 * 8  # two numbers of float64 per tile and channel
+    assert flops[0] == flops[1] and launches[0] - launches[1] == 9 + 4
 
 
 @pytest.mark.slow

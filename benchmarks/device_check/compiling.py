@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from unigrad_fast import kernels as package
-from unigrad_fast.benchmarks.device_check import graph, kernels, norm
+from unigrad_fast.benchmarks.device_check import graph, kernels, norm, product
 from unigrad_fast.benchmarks.device_check.engine import available_engine
 from unigrad_fast.benchmarks.device_check.step import ON_A_GPU, Size
 from unigrad_fast.kernels.declaration import Operator
@@ -114,6 +114,8 @@ def walks() -> list[Walk]:
         *(partial(kernels_once, name, *size) for name in kernels.GATES for size in kernels.SIZES_ON_A_GPU),
         *(partial(objective, images, width) for width, images in kernels.SHAPES),
         *(partial(layer, *each) for each in norm.TIMED),
+        *(partial(product.compute, each, product.IMAGES, CPU) for each in product.RESNET50),
+        *(partial(product.compute, each, 16, CPU, dtype) for each in product.CHECKED for dtype in norm.DTYPES_ON_A_GPU),
         *(partial(layer, case, norm.CHECKED, dtype) for case in norm.CASES for dtype in norm.DTYPES_ON_A_GPU),
     ]
 

@@ -16,6 +16,7 @@ from unigrad_fast.benchmarks.counts.roofline import Design, Peaks, float32_produ
 from unigrad_fast.benchmarks.counts.roofline import launches as counted
 from unigrad_fast.benchmarks.device_check.finding import Finding, findings
 from unigrad_fast.benchmarks.device_check.norm import batch_norm
+from unigrad_fast.benchmarks.device_check.product import products
 from unigrad_fast.benchmarks.device_check.step import captured, target_stream
 from unigrad_fast.benchmarks.harness.turns import distance
 from unigrad_fast.kernels import (
@@ -306,7 +307,7 @@ def replayed(run: Callable[[], object], times: int = 20) -> float:
 
 
 Check = Callable[[torch.device], Iterator[Finding]]
-CHECKS: tuple[Check, ...] = (correctness, determinism, multi_tensor, batch_norm)
+CHECKS: tuple[Check, ...] = (correctness, determinism, multi_tensor, batch_norm, products)
 # The interpreter compiles nothing, and has neither streams nor graphs.
 GPU_CHECKS: tuple[Check, ...] = (recompilation, second_stream, cuda_graph, launches, target_stream)
 

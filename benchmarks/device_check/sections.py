@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from unigrad_fast.benchmarks.device_check import data, graph, kernels, norm, step
+from unigrad_fast.benchmarks.device_check import data, graph, kernels, norm, product, step
 from unigrad_fast.benchmarks.device_check.finding import Finding, findings
 from unigrad_fast.benchmarks.measures import objective
 from unigrad_fast.runtime.errors import DataError, UserError
@@ -52,6 +52,11 @@ class Section(NamedTuple):
 def correctness(place: Place) -> Iterator[Finding]:
     with implementation("triton", place):
         yield from kernels.check(place.device)
+
+
+def norms(place: Place) -> Iterator[Finding]:
+    yield from norm.layers(place.device, place.output)
+    yield from product.layers(place.device, place.output)
 
 
 def replaying(place: Place) -> Iterator[Finding]:
@@ -99,7 +104,7 @@ SECTIONS = {
         95,
         "steps of 128, 64 and 32 images, launched and replayed; in fp16, of 128",
     ),
-    "norm": Section(lambda place: norm.layers(place.device, place.output), 20, "each kernel of batch norm by layer"),
+    "norm": Section(norms, 25, "each kernel of batch norm by layer, and products between norms"),
     "correctness": Section(correctness, 55, "the kernels against float64, against themselves, in graphs and streams"),
     "replaying": Section(replaying, 60, "replayed steps bit by bit, waits of the host on two ranks"),
     "nccl": Section(

@@ -94,8 +94,8 @@ def test_the_whole_check_fits_a_machine_that_is_lent_for_minutes(tmp_path):
     norms = [f"batch norm + {case.name}, " for case in norm.CASES]
     for section, words in {
         "step": ("launched", "replayed", "ThinEngine", "training in fp16"),
-        "norm": norms,
-        "correctness": ("LARS", "target update", *(f"error of {each}float16" for each in norms)),
+        "norm": [*norms, "a product between norms"],
+        "correctness": ("LARS", "target update", *(f"error of {each}float16" for each in norms), "repeated a product"),
         "replaying": ("0 of ", "0 and 0 a step on 2 ranks"),
         "nccl": ("gather", "reduce", "replayed steps with collectives", "against none", "training with collectives"),
         "shapes": ("ours, fp32",),

@@ -9,7 +9,7 @@ from typing import Any
 import ahead_of_time  # skips the importing module where there is no compiler
 import triton.language as tl
 
-from unigrad_fast.kernels import batch_norm, correlation, gradient, multi_tensor, normalize, tails
+from unigrad_fast.kernels import batch_norm, correlation, gradient, multi_tensor, norm_product, normalize, tails
 from unigrad_fast.kernels.heuristics import NORM_KERNELS, NormKernel, cut
 
 PARTS = NORM_KERNELS["sums"].parts
@@ -19,6 +19,7 @@ PRODUCT = {"PRECISION": "ieee", "ROWS": ROWS, "COLUMNS": ROWS, "DEPTH": ROWS}
 UPDATE = {"WORKING": True, "TRIANGLE": 128, "PRECISION": "ieee", "BLOCK": ROWS, "DEPTH": ROWS}
 TILE = {"ROWS": 32, "COLUMNS": 64}
 PASS = {**TILE, "WORD": batch_norm.WORD}
+BEFORE = ("p_mean", "p_variance", "p_weight", "p_bias")  # of the norm before a product
 POOLED = {"p_mask": None, "p_second": None, "p_kept": None}
 ALONE = {**POOLED, "p_choice": None}
 LARS = {"MAX_CHUNKS": multi_tensor.MAX_CHUNKS, "BLOCK": multi_tensor.BLOCK}
@@ -33,7 +34,7 @@ NORM |= dict.fromkeys(("p_count", "p_sums", "p_statistics", "p_parts"), "*fp64")
 NORM |= {"p_mask": "*i32", "p_choice": "*u8", "p_tickets": "*i32", "p_tracked": "*i64"}
 TENSORS = {"p_chunks": "*i64", "p_addresses": "*i64", "p_copies": "*i64", "p_lr": "*fp64", "p_momentum": "*fp64"}
 POINTERS = {module: OBJECTIVE for module in (correlation, gradient, normalize, tails)}
-POINTERS |= {batch_norm: NORM, multi_tensor: TENSORS}
+POINTERS |= {batch_norm: NORM, norm_product: NORM | {"p_matrix": "*bf16"}, multi_tensor: TENSORS}
 REAL = {
     "working_scale", "unscale", "balance", "scale", "eps", "momentum", "weight_decay", "trust_coefficient",
 }  # fmt: skip
@@ -94,6 +95,10 @@ VARIANTS = {
     "gradient": Variant(gradient, "embedding_gradient", {"WHOLE_ROW": True, "BLOCK": 1024}),
     "gradient_in_blocks": Variant(gradient, "embedding_gradient", {"WHOLE_ROW": False, "BLOCK": 1024}),
     "norm_statistics": Variant(batch_norm, "statistics", {**TILE, "PARTS": PARTS}),
+    "norm_product": Variant(
+        norm_product, "norm_product", {**PRODUCT, "BUNCH": 2 * PARTS, "PARTS": PARTS, **dict.fromkeys(BEFORE)}
+    ),
+    "norm_product_normalising": Variant(norm_product, "norm_product", {**PRODUCT, "BUNCH": 2 * PARTS, "PARTS": PARTS}),
     "norm_settle": Variant(batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64}),
     "norm_settle_mean_of_all": Variant(batch_norm, "settle", {"GROUPS": 2, "COLUMNS": 64, "momentum": None}),
     "normalise": Variant(batch_norm, "normalise", {**PASS, "RELU": False, "p_mask": None, "p_residual": None}),

@@ -68,8 +68,19 @@ def test_operators_are_what_torch_expects():
         (OPERATORS.batch_norm_sums, (x, x, *affine, None, EPS, False, None, True)),
         (OPERATORS.batch_norm_sums, (x, x, *affine, mask, EPS, True, x.clone(), True)),
         (OPERATORS.batch_norm_gradient, (x, x, *affine, sums, count, EPS, True)),
+        (OPERATORS.norm_product, (x, torch.randn(7, CHANNELS), GROUPS, *affine, EPS)),
+        (OPERATORS.norm_product, (x, torch.randn(7, CHANNELS), GROUPS, None, None, None, None, EPS)),
     ]:
         torch.library.opcheck(operator.default, arguments)
+
+
+def test_a_product_between_norms_is_the_norm_the_convolution_and_the_statistics():
+    x, matrix = images(), torch.randn(7, CHANNELS)
+    affine = (torch.randn(GROUPS, CHANNELS), torch.rand(GROUPS, CHANNELS), torch.randn(CHANNELS), torch.randn(CHANNELS))
+    y, found = OPERATORS.norm_product(x, matrix, GROUPS, *affine, EPS)
+    normalised, _ = OPERATORS.batch_norm_normalise(x, *affine, None, EPS, True, False)
+    assert torch.equal(y, torch.nn.functional.conv2d(normalised, matrix[..., None, None]))
+    assert torch.equal(found, OPERATORS.batch_norm_statistics(y, GROUPS))
 
 
 def refusing(batch_norm, *arguments, eps: float = 1e-5, **keywords) -> Tensor:

@@ -18,9 +18,10 @@ POSITIONS = 2**28  # of the images of a group, on one rank
 RANKS = 4096
 GROUPS = 16
 LARGEST = {"C": MAX_WIDTH, "R": MAX_WIDTH, "first_row": MAX_WIDTH, "stride_M": MAX_WIDTH, "stride_C": ROWS}
-LARGEST |= {"M": ROWS, "N": ROWS, "flags": ROWS, "skips": ROWS, "strides": 2**30}
+LARGEST |= {"K": MAX_WIDTH, "M": ROWS, "N": ROWS, "flags": ROWS, "skips": ROWS, "strides": 2**30}
 LARGEST |= {"written": ROWS, "since": ROWS, "tail": MAX_WIDTH, "W": 1024, "stride_rank": 2**30, "offset": 2**30}
 LARGEST |= {"rows": POSITIONS, "ranks": RANKS, "H": 2, "W": 2}  # many small images
+LARGEST |= {"stride": 2 * GROUPS * (2 * MAX_WIDTH + 1)}  # of two norms in lockstep
 COLUMNS = MAX_WIDTH // TILE
 
 
@@ -60,7 +61,7 @@ def magnitude(operation: str, operands: list[int], rest: str, programs: tuple[in
         case "arith.divsi":
             divisor = operands[1] if operands[1] in (2, PARTS, TILE) else 1  # constants; all else may be 1
             return operands[0] // divisor
-        case "arith.cmpi" | "tt.addptr":
+        case "arith.cmpi" | "arith.sitofp" | "tt.addptr":
             return 0  # no integers
         case "arith.remsi":
             return min(operands)
@@ -82,6 +83,7 @@ def magnitude(operation: str, operands: list[int], rest: str, programs: tuple[in
 PROGRAMS = {"units": (8 * ROWS,), "tails": (1,), "gradient": (ROWS,), "gradient_in_blocks": (ROWS,)}
 PROGRAMS |= dict.fromkeys(("mirror", "update", "update_of_rows"), (COLUMNS**2,))
 PROGRAMS |= dict.fromkeys(("product", "product_of_triangle"), (ROWS // TILE * COLUMNS,))
+PROGRAMS |= dict.fromkeys(("norm_product", "norm_product_normalising"), (2**31 - 1, GROUPS))  # as many as CUDA launches
 
 
 @pytest.mark.parametrize(

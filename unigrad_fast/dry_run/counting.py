@@ -216,6 +216,8 @@ class Count(TorchDispatchMode):
                 flops = 2 * rows * matrix.numel()
         elif name == "unigrad_fast::correlation_product":
             flops = 2 * operands[0].shape[0] * operands[1].numel()
+        elif name == "unigrad_fast::norm_product":
+            flops = 2 * (operands[0].numel() // operands[0].shape[1]) * operands[1].numel()
         elif name == "unigrad_fast::unigrad_gradient":
             flops = 2 * operands[0].shape[0] * operands[0].shape[1] ** 2
         passes = _tensors_apart(args) if short.startswith("_foreach_") else 1
@@ -225,16 +227,20 @@ class Count(TorchDispatchMode):
         if short == "convolution_backward":  # one pass each for the input and the weight
             passes = sum(args[10][:2])
             read += _bytes(args[0])
-        convolves = short.startswith("convolution")
-        if convolves or packet in flop_registry:
+        convolves = short.startswith("convolution") or short == "norm_product"
+        if short.startswith("convolution") or packet in flop_registry:
             self._calls_of_phase["library"] += passes
         own = name.startswith("unigrad_fast::")
         self._calls_of_phase[
             "kernel" if own else "operator of backward" if self.phase == "backward" else "operator"
         ] += 1
-        grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
+        if short == "norm_product":
+            grid, parts = _product_grid(*args[:4], self.found.card.capability)
+            read, written = read + parts, written + parts
+        else:
+            grid = _grid(name.removeprefix("unigrad_fast::batch_norm_"), args)
         part = self._part(name, short)
-        if convolves:
+        if short.startswith("convolution"):
             self._convert_weight(short, args)
         self._add(Work(part, self.phase, passes, int(flops), read, written, convolves, **grid))
 
@@ -252,7 +258,7 @@ class Count(TorchDispatchMode):
             self._add(Work("copies", self.phase, 1, read=_bytes(weight), written=_bytes(weight)))
 
     def _part(self, name: str, short: str) -> str:
-        if short.startswith("convolution"):
+        if short.startswith("convolution") or short == "norm_product":
             return "convolution"
         if name.startswith("unigrad_fast::batch_norm"):
             return "normalisation"
@@ -300,6 +306,23 @@ def _grid(kernel: str, args: tuple[Any, ...]) -> dict[str, int]:
     images *= 4 if kernel == "pool" else 1  # positions for each of y
     at_once = images * cut.rows * cut.columns * x.element_size()
     return {"programs": math.prod(cut.grid), "resident": settings.resident, "at_once": at_once, "merges": merges}
+
+
+def _product_grid(
+    x: Tensor, matrix_CK: Tensor, groups: int, mean_GK: Tensor | None, capability: tuple[int, int]
+) -> tuple[dict[str, int], int]:
+    """How a product between two norms fills a card, and the bytes of its tiles' statistics."""
+    settings = heuristics.norm_product_for(heuristics.architecture(capability), mean_GK is not None)
+    rows, tile = x.numel() // (x.shape[1] * groups), settings.tile
+    cuts = heuristics.tiled(rows, groups, len(matrix_CK), settings)
+    merged = min(cuts.grid[0], settings.bunch), cuts.bunches
+    grid = {
+        "programs": math.prod(cuts.grid),
+        "resident": settings.resident,
+        "at_once": tile.rows * min(x.shape[1], (tile.stages - 1) * tile.depth) * x.element_size(),
+        "merges": cuts.levels + sum(heuristics.blocks(each, settings.parts) for each in merged if each > 1),
+    }
+    return grid, cuts.grid[0] * groups * 2 * len(matrix_CK) * 8
 
 
 class Memory:

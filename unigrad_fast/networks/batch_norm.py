@@ -12,7 +12,7 @@ Shape suffixes: G groups, R ranks, C channels, S = 2C + 1 statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,12 +54,14 @@ class Groups:
     Attributes:
         count: number of equally large groups, one after the other along the first dimension.
         current: the running pass, if it can be repeated.
+        own: statistics of this rank's part of a norm's next input, [G, S], where they were computed with the input.
         gathered: statistics of all ranks' parts of a norm's next input, [R, G, S], where they were gathered before.
     """
 
     def __init__(self) -> None:
         self.count = 1
         self.current: Pass | None = None
+        self.own: dict[nn.Module, Tensor] = {}
         self.gathered: dict[nn.Module, Tensor] = {}
 
     def repeatable(self) -> tuple[Pass, Pass]:
@@ -94,6 +96,17 @@ class Pass:
         self.groups.count, self.groups.current = self._around
 
 
+class Deferred(NamedTuple):
+    """relu(norm(x)), left to what reads x; without statistics x itself."""
+
+    x: Tensor
+    mean_GC: Tensor | None = None
+    variance_GC: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+
+
 class GroupedBatchNorm(BatchNorm):
     """Batch norm over the images of all ranks, group by group, for tensors [G·N, C], [G·N, C, L] or [G·N, C, H, W].
 
@@ -120,7 +133,8 @@ class GroupedBatchNorm(BatchNorm):
         relu: bool = False,
         twice: bool = False,
         pool: nn.MaxPool2d | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        defer: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor] | Deferred:
         """relu(norm(x) + residual), both optional.
 
         Args:
@@ -129,6 +143,7 @@ class GroupedBatchNorm(BatchNorm):
             twice: the result will be used twice, so the kernels, in training, may return two tensors that share its
                 memory: backward then adds the gradients of both where it reads them.
             pool: applied after the ReLU; without `residual` and `twice`. In training the kernels have that of a ResNet.
+            defer: only find the statistics; with `relu` alone, in training without gradient, for the kernels.
         """
         if not 2 <= x.dim() <= 4:
             raise ValueError(f"batch norm takes inputs with 2 to 4 dimensions, got {x.dim()}")
@@ -137,7 +152,7 @@ class GroupedBatchNorm(BatchNorm):
             return pool(self.forward(x, residual, relu))
         shared = self.training and self.synchronised and not is_alone()
         if self.training and (fused or shared):
-            return self._train(x, residual, (relu, twice, pool is not None, shared), fused)
+            return self._train(x, residual, (relu, twice, pool is not None, shared), fused, defer)
         if fused and not torch.is_grad_enabled() and self.running_mean is not None:
             return self._normalise(batch_norm_ops, x, self.running_mean[None], self.running_var[None], residual, relu)
         if not self.training:
@@ -155,12 +170,16 @@ class GroupedBatchNorm(BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Already checked in `forward`."""
 
-    def _train(self, x: Tensor, residual: Tensor | None, settings: tuple[bool, bool, bool, bool], fused: bool):
+    def _train(
+        self, x: Tensor, residual: Tensor | None, settings: tuple[bool, bool, bool, bool], fused: bool, defer: bool
+    ):
         relu, _, pool, shared = settings
         if not torch.is_grad_enabled() and fused:
             functions, device = batch_norm_ops.chosen_for(x)
             with device:
                 mean_GC, variance_GC, _ = self._statistics(functions, x, shared)
+                if defer:
+                    return Deferred(x, mean_GC, variance_GC, self.weight, self.bias, self.eps)
                 if pool:
                     return functions.pool(x, mean_GC, variance_GC, self.weight, self.bias, self.eps, False)[0]
                 return self._normalise(functions, x, mean_GC, variance_GC, residual, relu)
@@ -171,6 +190,9 @@ class GroupedBatchNorm(BatchNorm):
 
     def own_statistics(self, x: Tensor) -> Tensor:
         """Statistics of this rank's part of an input, [G, S] in float64."""
+        own_GS = self.groups.own.pop(self, None)
+        if own_GS is not None:
+            return own_GS
         functions, device = batch_norm_ops.chosen_for(x)
         with device:
             return functions.statistics(_dense(x, like=x), self.groups.count)
@@ -182,7 +204,8 @@ class GroupedBatchNorm(BatchNorm):
             return current.statistics[self]
         parts_RGS = self.groups.gathered.pop(self, None)
         if parts_RGS is None:
-            own_GS = functions.statistics(x, self.groups.count)
+            own_GS = self.groups.own.pop(self, None)
+            own_GS = functions.statistics(x, self.groups.count) if own_GS is None else own_GS
             parts_RGS = gathered(own_GS) if shared else own_GS.unsqueeze(0)
         if host_may_read(x):
             least = int(parts_RGS[..., -1].sum(0).min())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unigrad_fast import config
 from unigrad_fast.kernels.dispatch import acts_as_cuda
+from unigrad_fast.networks import norm_convolution
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import convert
 from unigrad_fast.networks.lockstep import Steps, alone, steps_of
@@ -140,5 +141,7 @@ def build_encoder(settings: config.Model, seed: int, device: torch.device) -> En
         encoder = Encoder(settings)
     if not acts_as_cuda(device):
         use_small_convolutions(encoder)
+    elif norm_convolution.TRIED:
+        norm_convolution.use_norm_convolutions(encoder)
     encoder.one_pass = acts_as_cuda(device)
     return encoder.to(device).train()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -18,15 +19,19 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.lockstep import Steps, alone, steps_of
+from unigrad_fast.networks.norm_convolution import convolved, fuses
 
 # A block's result; twice if its gradients from the next block's branches are to be added in its last norm.
 Used: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
-def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None, twice: bool = False):
-    """activation(norm(x) + residual); the norm computes a ReLU itself, any other activation is applied after it."""
+def activated(activation: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None, **use: bool):
+    """activation(norm(x) + residual); the norm computes a ReLU itself, any other activation is applied after it.
+
+    `use` says how the result is used, if the norm computes all of it (`GroupedBatchNorm.forward`).
+    """
     if type(activation) is nn.ReLU:
-        return norm(x, residual=residual, relu=True, twice=twice)
+        return norm(x, residual=residual, relu=True, **use)
     return activation(norm(x, residual=residual))
 
 
@@ -47,17 +52,18 @@ class Fused:
         x, shortcut = x if isinstance(x, tuple) else (x, x)
         if self.downsample is not None:
             convolution, norm = self.downsample
-            shortcut = convolution(shortcut)
+            shortcut = convolved(convolution, norm, shortcut)
             yield norm, shortcut
             shortcut = norm(shortcut)
-        *layers, (last, last_norm) = self.layers()
-        for convolution, norm in layers:
-            x = convolution(x)
+        layers = self.layers()
+        for (convolution, norm), following in pairwise(layers):
+            x = convolved(convolution, norm, x)
             yield norm, x
-            x = activated(self.relu, norm, x)
-        x = last(x)
+            x = activated(self.relu, norm, x, defer=fuses(*following, x))
+        last, last_norm = layers[-1]
+        x = convolved(last, last_norm, x)
         yield last_norm, x
-        return activated(self.relu, last_norm, x, shortcut, self.twice)
+        return activated(self.relu, last_norm, x, shortcut, twice=self.twice)
 
 
 class FusedBasicBlock(Fused, BasicBlock):
