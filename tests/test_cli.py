@@ -354,7 +354,12 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         ("bench step --case frobnicate", "case = frobnicate: must be one of resnet50, resnet18, all"),
         ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
-        ("evaluate knn", "run: missing; folder of the run."),
+        ("evaluate knn", "run: missing; give the folder of a run, or --weights FILE --backbone NAME"),
+        (
+            "evaluate knn a --weights b",
+            f"weights = {Path.cwd()}/b: takes the place of run = {Path.cwd()}/a; give one of them",
+        ),
+        ("export", "run: missing; folder of the run."),
         ("evaluate knn a b", "b: unexpected argument; options are written --key value"),
         ("evaluate knn a --baseline true", "baseline = true: unknown key; did you mean baselines?"),
         ("data synth a --seed -1", "seed = -1: must be an integer from 0 to 4294967295"),

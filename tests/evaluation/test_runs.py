@@ -260,6 +260,46 @@ def test_images_without_labels_are_named_with_the_remedy(run, images, capsys):
         )
 
 
+def test_a_file_of_weights_is_judged_as_the_run_that_it_comes_from(run, images, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unigrad_fast.runtime.precision.has_fast_bf16", lambda device: False)  # the run is in fp32
+    said(capsys, "evaluate", "knn", run)
+    said(capsys, "evaluate", "linear", run)
+    file = tmp_path / "weights.safetensors"
+    said(capsys, "export", run, "--output", file)
+    of_file = ("--weights", file, "--backbone", "resnet18")
+    given = (*of_file, "--data.train", images / "train", "--data.val", images / "val")
+    folder = tmp_path / "weights.safetensors-evaluation"
+
+    printed = said(capsys, "evaluate", "knn", *given, "--k", 3)
+    assert f"{file}: resnet18 under no prefix\n" in printed and "trained encoder, weights.safetensors" in printed
+    said(capsys, "evaluate", "linear", *given)
+    for name in ("knn", "linear-quick"):
+        ours, theirs = json.loads((folder / f"{name}-epoch2.json").read_text()), result(run, f"{name}-epoch2")
+        assert ours.pop("weights") != theirs.pop("weights")
+        assert ours.pop("file") == str(file)
+        assert ours == theirs  # with the size of the images, which the export describes
+
+    moved = tmp_path / "moved.pth"  # without a description
+    torch.save({"state_dict": {f"module.encoder_q.{k}": v for k, v in load_file(file).items()}, "epoch": 3}, moved)
+    given = ("--weights", moved, *given[2:], "--image_size", 16, "--k", 3, "--output", tmp_path / "results")
+    printed = said(capsys, "evaluate", "knn", *given)
+    assert f"{moved}: resnet18 under the prefix module.encoder_q.; left out: epoch\n" in printed
+    found = json.loads((tmp_path / "results/knn.json").read_text())
+    assert (found["branch"], found["epoch"], found["image_size"]) == ("backbone module.encoder_q.", None, 16)
+    assert found["accuracy"] == result(run, "knn-epoch2")["accuracy"]
+
+    for options, message in (
+        (of_file, "weights: come without images; give --data.train IMAGES and --data.val IMAGES"),
+        ((run, "--image_size", 32), "image_size = 32: applies only with --weights; leave it out"),
+        ((*given, "--checkpoint", 20), "checkpoint = 20: applies only to a run; leave it out"),
+        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file"),
+        (("--weights", file), "backbone = null: --weights needs it; give one of resnet18, resnet34, "),
+        ((*given, "--backbone", "resnet50"), f"{moved}: does not fit resnet50: module.encoder_q.layer1.0.conv1.weight"),
+    ):
+        (line,) = said(capsys, "evaluate", "knn", *options, status=2).splitlines()
+        assert line.startswith(f"error: {message}")
+
+
 def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, capsys, monkeypatch):
     arguments = ("evaluate", "linear", run, *PAPER, "--epochs", 3)
     undisturbed = said(capsys, *arguments)

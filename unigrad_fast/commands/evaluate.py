@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import require_dali, require_run
+from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run
+from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
@@ -18,41 +21,79 @@ class EvaluationData(Node):
     """Validation images; null is the run's."""
 
 
-class EvaluateKNN(Node):
-    """Measure the weighted nearest-neighbour accuracy of a run's online backbone."""
+class Evaluation(Node):
+    """What every evaluation takes: an encoder, images and a place for the results."""
 
-    run: AbsolutePath
-    """Folder of the run."""
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: AbsolutePath | None = None
+    """Folder of the run; null needs weights."""
+    weights: AbsolutePath | None = None
+    """File of weights in place of a run: torchvision's, an export, or a published checkpoint as it comes."""
+    backbone: Literal[BACKBONES] | None = None  # type: ignore[valid-type]
+    """Name of the backbone in the file of weights."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Side in pixels of the images for weights; null is that of an export's description, or else 224."""
+    checkpoint: int | None = Field(default=None, ge=0)
+    """Step of the run's checkpoint; null is the newest."""
+    data: EvaluationData = EvaluationData()
+    """Images."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+    def asked(self) -> dict[str, Any]:
+        """Arguments of `runs.Asked`. Raises UserError unless there is one encoder, with the options that fit it."""
+        output = self.output
+        if self.weights is None:
+            if self.run is None:
+                raise UserError("run: missing; give the folder of a run, or --weights FILE --backbone NAME")
+            refuse_unused(self, ("backbone", "image_size"), "applies only with --weights")
+            require_run(self.run)
+        else:
+            if self.run is not None:
+                raise UserError(f"weights = {self.weights}: takes the place of run = {self.run}; give one of them")
+            refuse_unused(self, ("checkpoint",), "applies only to a run")
+            if not os.path.isfile(self.weights):
+                raise UserError(f"weights = {self.weights}: no such file")
+            if self.backbone is None:
+                raise UserError(f"backbone = null: --weights needs it; give one of {', '.join(BACKBONES)}")
+            if None in (self.data.train, self.data.val):
+                raise UserError("weights: come without images; give --data.train IMAGES and --data.val IMAGES")
+            output = output or Path(f"{self.weights}-evaluation")
+        return {
+            "checkpoint": self.checkpoint,
+            "train": self.data.train,
+            "val": self.data.val,
+            "output": output,
+            "weights": self.weights,
+            "backbone": self.backbone,
+            "image_size": self.image_size,
+        }
+
+
+class EvaluateKNN(Evaluation):
+    """Measure the weighted nearest-neighbour accuracy of an encoder."""
+
     baselines: bool = False
     """Also evaluate raw pixels, colour histograms and the untrained encoder."""
-    checkpoint: int | None = Field(default=None, ge=0)
-    """Step of the checkpoint; null is the newest."""
     k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
-    data: EvaluationData = EvaluationData()
-    """Images."""
-    output: AbsolutePath | None = None
-    """Folder of the results; null is RUN/evaluation."""
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
-    require_run(options.run)
+    asked = options.asked()
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    asked = runs.Asked(
-        options.checkpoint, options.data.train, options.data.val, options.k, options.temperature, options.output
-    )
-    runs.evaluate_knn(options.run, options.baselines, asked)
+    given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
+    runs.evaluate_knn(options.run, options.baselines, given)
 
 
-class EvaluateLinear(Node):
-    """Train and evaluate a linear classifier on the frozen features of a run's online backbone."""
+class EvaluateLinear(Evaluation):
+    """Train and evaluate a linear classifier on the frozen features of an encoder."""
 
-    run: AbsolutePath
-    """Folder of the run."""
     protocol: Literal["quick", "paper", "sweep"] = "quick"
     """quick fits a logistic regression to cached features; paper trains on random crops with LARS for 90 epochs; sweep
     trains 26 classifiers of different rates and stages in one pass, as DINOv2's evaluation does, and takes the best."""
@@ -64,16 +105,10 @@ class EvaluateLinear(Node):
     """Learning rate per 256 images, of sweep the largest; null is 0.02 for paper and 0.1 for sweep."""
     choose: Literal["val", "train"] | None = None
     """Images on which sweep chooses: val, or train for a held-out tenth of the training images; null is val."""
-    checkpoint: int | None = Field(default=None, ge=0)
-    """Step of the checkpoint; null is the newest."""
-    data: EvaluationData = EvaluationData()
-    """Images."""
-    output: AbsolutePath | None = None
-    """Folder of the results; null is RUN/evaluation."""
 
 
 def evaluate_linear(options: EvaluateLinear) -> None:
-    require_run(options.run)
+    asked = options.asked()
     changes = {
         key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
     }
@@ -85,5 +120,4 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, output=options.output)
-    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", asked)
+    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))

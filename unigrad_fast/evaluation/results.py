@@ -25,10 +25,13 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 
 
-def folder_of(run: Path, output: Path | None = None) -> Path:
-    """The folder of a run's results: `output`, or RUN/evaluation. Raises UserError if it cannot be written."""
-    folder = RunFolder(run).evaluation
-    if output is not None and os.path.realpath(output) != os.path.realpath(folder):
+def folder_of(run: Path | None, output: Path | None = None) -> Path:
+    """The folder of the results: `output`, or RUN/evaluation; without a run `output` is given.
+
+    Raises UserError if it cannot be written.
+    """
+    folder = output if run is None else RunFolder(run).evaluation
+    if output is not None and (run is None or os.path.realpath(output) != os.path.realpath(folder)):
         folder = output
         require_file(folder / "results.json")
     elif os.path.lexists(folder) and not os.path.isdir(folder):

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run."""
+"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run, or of a file of weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick, linear_sweep, linear_training
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, require_k
+from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
 from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
@@ -48,6 +48,8 @@ class Asked:
         train, val: paths of the images.
         k, temperature: settings of kNN.
         output: folder of the results; None for RUN/evaluation.
+        weights, backbone: a file and the name of the backbone in it, in place of a run; then `output` is given.
+        image_size: side in pixels of the images for such a backbone; None for the usual one.
     """
 
     checkpoint: int | None = None
@@ -56,6 +58,16 @@ class Asked:
     k: int | Literal["auto"] | None = None
     temperature: float | None = None
     output: Path | None = None
+    weights: Path | None = None
+    backbone: str | None = None
+    image_size: int | None = None
+
+    def source(self, run: Path | None) -> Source:
+        """The encoder. Raises UserError if there is none."""
+        if run is not None:
+            return of_run(run, self.checkpoint)
+        assert self.weights is not None and self.backbone is not None
+        return of_file(self.weights, self.backbone, self.image_size)
 
     def of(self, config: Config) -> Config:
         """The configuration with these options applied."""
@@ -68,26 +80,33 @@ class Asked:
 
 @dataclass(frozen=True)
 class Opened(FrozenEncoder):
-    """A run's trained online backbone and its images, on one rank.
+    """A trained backbone, of a run or of a file of weights, and its images, on one rank.
 
     Attributes:
-        settings: JSON values that identify the weights and the images of a result.
+        name: what a table calls the weights: their epoch, or their file.
+        settings: JSON values for which a result is valid: the weights, the images and how they are prepared.
         paths: paths of the images.
         console: silent on all ranks but the first.
         preemption: tells when to stop.
     """
 
+    name: str
     settings: Mapping[str, Any]
     paths: Mapping[str, Any]
     console: Console
     preemption: Preemption
 
+    def stem(self, protocol: str) -> str:
+        """The start of the names of a protocol's results."""
+        epoch = self.settings["epoch"]
+        return protocol if epoch is None else f"{protocol}-epoch{epoch:g}"
 
-def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
-    """Print the kNN accuracy of a run's online backbone and write it to knn-epochE.json in RUN/evaluation.
+
+def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
+    """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
 
     Args:
-        run: the run folder.
+        run: the run folder; None with `asked.weights`.
         baselines: also evaluate raw pixels, colour histograms and the untrained encoder.
         asked: checkpoint, images and settings that override the run's.
 
@@ -113,31 +132,33 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
             this.say(line)
         if few := probe.few_images(rows["trained encoder"].bank):
             this.say(few)
-        result, epoch = rows["trained encoder"], f"{this.settings['epoch']:g}"
+        result = rows["trained encoder"]
         title = (
-            f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
+            f"{PROTOCOL}, {this.settings['branch']}: k {result.k}, T {result.temperature:g}, "
             f"{result.queries:,} validation images against {result.bank:,} training images"
         )
         table = [(name, f"{row.accuracy:.2f}") for name, row in rows.items()]
-        table[-1] = (f"trained encoder, epoch {epoch}", table[-1][1])
+        table[-1] = (f"trained encoder, {this.name}", table[-1][1])
         print_table(this.console, title, table, 1)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
         written = write_result(
             folder,
-            f"knn-epoch{epoch}",
-            {"protocol": PROTOCOL, "branch": BRANCH, **this.settings, **settings},
+            this.stem("knn"),
+            {"protocol": PROTOCOL, **this.settings, **settings},
             {**this.paths, "accuracy": {name: row.accuracy for name, row in rows.items()}},
         )
         this.say(written)
 
 
-def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked) -> None:
-    """Print the accuracy of a linear classifier on a run's frozen online backbone.
+def evaluate_linear(
+    run: Path | None, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked
+) -> None:
+    """Print the accuracy of a linear classifier on a frozen backbone.
 
     Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
 
     Args:
-        run: the run folder.
+        run: the run folder; None with `asked.weights`.
         protocol: "quick", "paper" or "sweep".
         changes: fields of the schedule that differ from the protocol's.
         choose: on which images the sweep chooses: "val", or "train" for a held-out tenth of the training images.
@@ -159,8 +180,8 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], c
                 f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
             )
             this = replace(this, train=train, val=val)
-        stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
-        about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
+        stem, unfinished = this.stem(f"linear-{protocol}"), None
+        about: dict[str, Any] = {"protocol": protocol, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
             with this.preemption.nothing_to_save(NOTHING_KEPT):
@@ -184,9 +205,10 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], c
             judged = judge()
         if this.world.rank != 0:
             return
-        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {judged.images:,} validation images"
+        branch = this.settings["branch"]
+        title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
         shown = f"{judged.accuracy:.2f}", "–" if judged.top5 is None else f"{judged.top5:.2f}"
-        row = (f"trained encoder, epoch {this.settings['epoch']:g}", *shown)
+        row = (f"trained encoder, {this.name}", *shown)
         print_table(this.console, title, [row], 2)
         if judged.said:
             this.say(judged.said)
@@ -218,37 +240,38 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
 
 
 @contextmanager
-def opened(run: Path, asked: Asked, classifier: str, same: str) -> Iterator[Opened]:
-    """Opens a run's encoder and images, with a process group and signal handlers.
+def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterator[Opened]:
+    """Opens the encoder of a run or of a file of weights, and its images, with a process group and signal handlers.
 
     Args:
         classifier: names it in an error.
         same: for the warning of `same_images`.
 
     Raises:
-        UserError: the run has no weights, labels or validation images.
+        UserError: there are no weights, labels or validation images.
     """
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("stopped before ranks connected"):
-            reader = open_checkpoint(run, asked.checkpoint)
-            config, told = configuration(run, reader)
+            source = asked.source(run)
+            config = source.config
             world = stack.enter_context(process_group.session(config.engine.device))
         stack.push(preemption.settle)
         threads = stack.enter_context(compute_threads(world.device))
         console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was computed yet"):
-            for line in told:
-                console.print(f"warning: {line}", soft_wrap=True)
+            for line in (*source.said, *(f"warning: {line}" for line in source.warned)):
+                console.print(line, soft_wrap=True)
             config = asked.of(config)
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
-            load_encoder(reader, backbone)
+            source.load(backbone)
             train, val, said = _manifests(config, asked, world)
             said += same_images(config.data, same)
             queries = match(train, val)
             if queries.obstacle is not None:
-                raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle.told(config.data)}")
+                whom = "these weights" if run is None else "this run"
+                raise UserError(f"{classifier} cannot evaluate {whom}: {queries.obstacle.told(config.data)}")
         dtype = autocast_dtype(config.engine.precision, world.device)
         this = Opened(
             config=config,
@@ -258,17 +281,21 @@ def opened(run: Path, asked: Asked, classifier: str, same: str) -> Iterator[Open
             backbone=backbone,
             dtype=dtype,
             say=partial(console.print, soft_wrap=True),
+            name=source.name,
             settings={
-                "step": reader.about["step"],
-                "epoch": reader.about["epoch"],
-                "weights": fingerprint(reader),
+                **source.about,
+                "backbone": config.model.backbone,
+                "weights": source.digest(),
                 "train_images": digest(train),
                 "val_images": digest(val),
                 "image_size": config.data.image_size,
                 "crop_fraction": config.evaluation.crop_fraction,
                 "precision": str(dtype or torch.float32)[6:],
             },
-            paths={"data": {"train": str(config.data.train), "val": str(config.data.val)}},
+            paths={
+                **({} if run is not None else {"file": str(asked.weights)}),
+                "data": {"train": str(config.data.train), "val": str(config.data.val)},
+            },
             console=console,
             preemption=preemption,
         )
