@@ -414,6 +414,9 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
         assert result.stdout.count("1 of 103 validation images could not be used and was left out, ") == 1
     written = json.loads((tmp_path / "run/evaluation/knn-epoch1.json").read_text())
     assert (written["queries"], written["bank"]) == (102, 94)
+    counts = {"training": {"used": 94, "left_out": 2}, "validation": {"used": 102, "left_out": 1}}
+    assert written["counts"] == counts
+    assert json.loads((tmp_path / "run/evaluation/linear-quick-epoch1.json").read_text())["counts"] == counts
     assert "102 validation images" in " ".join(result.stdout.split())
     config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0", kept))
     result = command("evaluate", "knn", tmp_path / "run", *images, is_thin=True)

@@ -119,6 +119,30 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
     assert files(run) == knn + linear
 
 
+def test_a_result_says_how_it_came_about(run, images, capsys):
+    for protocol in ("knn", "linear"):
+        said(capsys, "evaluate", protocol, run, "--data.val", images / "lacking")
+    found = [result(run, f"{name}-epoch2") for name in ("knn", "linear-quick")]
+    for each in found:
+        assert each["branch"] == "online backbone" and each["seed"] == 0 and each["precision"] == "float32"
+        assert each["transform"] == {
+            "resize": 16,
+            "crop": 16,
+            "interpolation": "bilinear, antialiased",
+            "mean": [0.485, 0.456, 0.406],
+            "deviation": [0.229, 0.224, 0.225],
+        }
+        assert each["labels"]["classes"] == 3 and each["labels"]["digest"].startswith("sha256-")
+        assert each["counts"] == {
+            "training": {"used": 24, "left_out": 0},
+            "validation": {"used": 6, "left_out": 3},  # of a class without training images
+        }
+        assert each["versions"].keys() == {"unigrad_fast", "torch", "dali"}
+    assert found[0]["labels"] == found[1]["labels"]
+    table = said(capsys, "evaluate", "list", run)
+    assert "weighted kNN" in table and "linear, quick" in table
+
+
 def test_a_file_of_results_that_cannot_be_read_is_left_alone(run, capsys):
     (run / "evaluation").mkdir()
     (run / "evaluation/knn-epoch2.json").write_text("my notes")

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate knn` and `evaluate linear`."""
+"""`unigrad-fast evaluate knn`, `evaluate linear` and `evaluate list`."""
 
 from __future__ import annotations
 
@@ -121,3 +121,16 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     from unigrad_fast.evaluation import runs
 
     runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+
+
+class EvaluateList(Node):
+    """Show all results of an encoder in one table."""
+
+    run: AbsolutePath
+    """Folder of the run, or of the results that were written elsewhere."""
+
+
+def evaluate_list(options: EvaluateList) -> None:
+    from unigrad_fast.evaluation import listing
+
+    listing.show(options.run)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of
+from unigrad_fast.evaluation.features import LeftOut, count_left_out, evaluation_mode, features_of
 from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
@@ -40,6 +40,7 @@ class FrozenEncoder:
         backbone: on the world's device.
         dtype: autocast dtype of the backbone; None for no autocast.
         say: prints a line for the user, such as the end of an epoch or images that could not be used.
+        left_out: is filled with the number of images that could not be used, by kind ("training", "validation").
     """
 
     config: Config
@@ -49,6 +50,7 @@ class FrozenEncoder:
     backbone: nn.Module
     dtype: torch.dtype | None
     say: Callable[[str], None]
+    left_out: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     def judge(self, classifier: nn.Module) -> tuple[float, float | None, int]:
         """Accuracy of a linear classifier on the validation images.
@@ -79,7 +81,7 @@ class FrozenEncoder:
 
         on_all_ranks(count)
         left_out = count_left_out(loader.failures, len(self.val), self.config.data.max_bad_fraction)
-        self.tell(left_out.told("validation"))
+        self.leave_out("validation", left_out)
         dist.all_reduce(counts)
         images, *hits = counts.tolist()
         if images + left_out.count != len(self.val):
@@ -100,8 +102,10 @@ class FrozenEncoder:
         size = self.config.data.image_size
         return self.features(torch.zeros(1, 3, size, size)).shape[1]
 
-    def tell(self, lines: list[str]) -> None:
-        for line in lines:
+    def leave_out(self, kind: str, left_out: LeftOut, fate: str = "left out") -> None:
+        """Notes and tells the user which images of a kind could not be used."""
+        self.left_out[kind] = left_out.count
+        for line in left_out.told(kind, fate):
             self.say(line)
 
 

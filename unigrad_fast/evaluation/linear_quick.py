@@ -27,7 +27,7 @@ def quick(encoder: FrozenEncoder) -> nn.Linear:
     device, most = encoder.world.device, encoder.config.data.max_bad_fraction
     loader = own_images(encoder.train, encoder.config.data, encoder.config.evaluation, encoder.world)
     features, labels, left_out = extract(encoder.backbone, loader, device, encoder.dtype, most)
-    encoder.tell(left_out.told("training"))
+    encoder.leave_out("training", left_out)
     count = len(encoder.train) - left_out.count
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import DataError, UserError
@@ -36,6 +38,7 @@ from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
 SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
+INTERPOLATION = "bilinear, antialiased"  # of the evaluation's loader
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
 
@@ -86,6 +89,7 @@ class Opened(FrozenEncoder):
         name: what a table calls the weights: their epoch, or their file.
         settings: JSON values for which a result is valid: the weights, the images and how they are prepared.
         paths: paths of the images.
+        listed: number of training and of validation images, with those of other classes.
         console: silent on all ranks but the first.
         preemption: tells when to stop.
     """
@@ -93,6 +97,7 @@ class Opened(FrozenEncoder):
     name: str
     settings: Mapping[str, Any]
     paths: Mapping[str, Any]
+    listed: Mapping[str, int]
     console: Console
     preemption: Preemption
 
@@ -100,6 +105,14 @@ class Opened(FrozenEncoder):
         """The start of the names of a protocol's results."""
         epoch = self.settings["epoch"]
         return protocol if epoch is None else f"{protocol}-epoch{epoch:g}"
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Numbers of images that were used and left out, for a result."""
+        used = {kind: len(images) - self.left_out.get(kind, 0) for kind, images in self.images().items()}
+        return {kind: {"used": count, "left_out": self.listed[kind] - count} for kind, count in used.items()}
+
+    def images(self) -> dict[str, Manifest]:
+        return {"training": self.train, "validation": self.val}
 
 
 def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
@@ -130,6 +143,8 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
+        this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
+        this.left_out.update(validation=len(this.val) - rows["trained encoder"].queries)
         if few := probe.few_images(rows["trained encoder"].bank):
             this.say(few)
         result = rows["trained encoder"]
@@ -145,7 +160,12 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             folder,
             this.stem("knn"),
             {"protocol": PROTOCOL, **this.settings, **settings},
-            {**this.paths, "accuracy": {name: row.accuracy for name, row in rows.items()}},
+            {
+                **this.paths,
+                "counts": this.counts(),
+                "accuracy": {name: row.accuracy for name, row in rows.items()},
+                "top5": {name: row.top5 for name, row in rows.items()},
+            },
         )
         this.say(written)
 
@@ -216,7 +236,13 @@ def evaluate_linear(
             folder,
             stem,
             {**about, "images": judged.images},
-            {**this.paths, "accuracy": judged.accuracy, "top5": judged.top5, **judged.figures},
+            {
+                **this.paths,
+                "counts": this.counts(),
+                "accuracy": judged.accuracy,
+                "top5": judged.top5,
+                **judged.figures,
+            },
             {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
             classes,
         )
@@ -290,12 +316,22 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
                 "val_images": digest(val),
                 "image_size": config.data.image_size,
                 "crop_fraction": config.evaluation.crop_fraction,
+                "transform": {
+                    "resize": short_side(config.data.image_size, config.evaluation.crop_fraction),
+                    "crop": config.data.image_size,
+                    "interpolation": INTERPOLATION,
+                    "mean": MEAN,
+                    "deviation": DEVIATION,
+                },
+                "labels": label_map(train),
+                "seed": config.seed,
                 "precision": str(dtype or torch.float32)[6:],
             },
             paths={
                 **({} if run is not None else {"file": str(asked.weights)}),
                 "data": {"train": str(config.data.train), "val": str(config.data.val)},
             },
+            listed={"training": len(train), "validation": len(val)},
             console=console,
             preemption=preemption,
         )
@@ -304,6 +340,12 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
         for line in [*filter(None, [threads.warning]), *said, *queries.told]:
             this.say(f"warning: {line}")
         yield this
+
+
+def label_map(train: Manifest) -> dict[str, Any]:
+    """Number of the classes, and a digest of their names in the order of the labels."""
+    names = "\0".join(train.classes).encode(errors="surrogateescape")
+    return {"classes": len(train.classes), "digest": f"sha256-{hashlib.sha256(names).hexdigest()[:16]}"}
 
 
 def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Manifest | None, list[str]]:
