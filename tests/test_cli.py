@@ -340,7 +340,8 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         ("data recipe", "data recipe: unknown command; did you mean data presets?"),
         (
             "evaluate",
-            "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN, evaluate list RUN",
+            "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN, "
+            "evaluate features RUN IMAGES, evaluate list RUN",
         ),
         (
             "checkpoint --k 3",
@@ -351,7 +352,7 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         (
             "evaluate frobnicate",
             "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN, "
-            "evaluate list RUN",
+            "evaluate features RUN IMAGES, evaluate list RUN",
         ),
         ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),

@@ -20,7 +20,7 @@ from thin import thin
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
-from unigrad_fast.evaluation import linear_training
+from unigrad_fast.evaluation import features, linear_training
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
@@ -116,7 +116,7 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
         for name in ("paper-epoch2-2", "paper-epoch2", "quick-epoch2")
         for e in ("json", "safetensors")
     ]
-    assert files(run) == knn + linear
+    assert files(run) == ["features", *knn, *linear]
 
 
 def test_a_result_says_how_it_came_about(run, images, capsys):
@@ -230,6 +230,7 @@ def test_a_run_that_cannot_be_written_to_is_evaluated_into_another_folder(run, t
     assert f"written to {tmp_path}/new/results/knn-epoch2.json" in said(capsys, "evaluate", "knn", run, *given)
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1, *given)
     assert sorted(file.name for file in (tmp_path / "new/results").iterdir()) == [
+        "features",
         "knn-epoch2.json",
         "linear-paper-epoch2.json",
         "linear-paper-epoch2.safetensors",
@@ -282,6 +283,86 @@ def test_images_without_labels_are_named_with_the_remedy(run, images, capsys):
         assert refused.startswith(
             f"error: kNN cannot evaluate this run: data.{key} = {flat}: the {kind} images have no labels; label them ("
         )
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """Collects the number of images of each pass of an encoder over plain images."""
+    made: list[int] = []
+
+    def extract(backbone, loader, *arguments):
+        made.append(len(loader.manifest))
+        return features.extract(backbone, loader, *arguments)
+
+    monkeypatch.setattr("unigrad_fast.evaluation.passes.extract", extract)
+    return made
+
+
+def figures(run: Path, name: str) -> dict:
+    return {key: value for key, value in result(run, name).items() if key != "versions"}
+
+
+def test_a_second_evaluation_makes_no_second_pass_and_has_the_numbers_of_a_fresh_one(run, capsys, passes):
+    for protocol, name in (("knn", "knn-epoch2"), ("linear", "linear-quick-epoch2")):
+        shutil.rmtree(run / "evaluation", ignore_errors=True)
+        printed = said(capsys, "evaluate", protocol, run, "--keep_features", "false")
+        assert "images are kept" not in printed and not (run / "evaluation/features").exists()
+        fresh = figures(run, name)
+        shutil.rmtree(run / "evaluation")
+        printed = said(capsys, "evaluate", protocol, run)
+        assert f"features of 33 images are kept in {run}/evaluation/features (" in printed
+        assert passes == [24, 9] * 2 and figures(run, name) == fresh
+        for file in (run / "evaluation").glob(f"{name}.*"):
+            file.unlink()
+        printed = said(capsys, "evaluate", protocol, run)
+        assert f"features of 33 images were read from {run}/evaluation/features\n" in printed
+        assert passes == [24, 9] * 2 and figures(run, name) == fresh
+        passes.clear()
+    said(capsys, "evaluate", "knn", run, "--k", 5)
+    assert passes == []
+
+
+def test_features_that_no_longer_fit_are_made_anew_and_replace_the_older_ones(run, images, tmp_path, capsys, passes):
+    folder = run / "evaluation/features"
+    shutil.copytree(images, tmp_path / "images")
+    given = ("--data.train", tmp_path / "images/train", "--data.val", tmp_path / "images/val")
+    said(capsys, "evaluate", "knn", run, *given)
+    first = sorted(path.name for path in folder.iterdir())
+    assert [name.partition("-")[0] for name in first] == ["training", "validation"]
+    passes.clear()
+    os.utime(tmp_path / "images/val/class0/000.jpg", (1, 1))
+    said(capsys, "evaluate", "knn", run, *given)
+    assert passes == [9]
+    said(capsys, "evaluate", "knn", run, *given, "--checkpoint", 10)
+    assert passes == [9, 24, 9]
+    assert len(list(folder.iterdir())) == 2 and not set(first) & set(os.listdir(folder))
+    (part,) = folder.glob("training-*/rank-00000.npy")
+    part.write_bytes(part.read_bytes()[:-100])
+    said(capsys, "evaluate", "knn", run, *given, "--checkpoint", 10)
+    assert passes == [9, 24, 9, 24]
+    said(capsys, "evaluate", "knn", run, *given, "--data.val", tmp_path / "images/train")  # the same images twice
+    assert passes == [9, 24, 9, 24, 24]
+
+
+def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):
+    said(capsys, "evaluate", "knn", run, "--keep_features", "false")
+    before = figures(run, "knn-epoch2")
+    usage = shutil.disk_usage(run)._replace(free=9_000)
+    with monkeypatch.context() as patch:
+        patch.setattr("unigrad_fast.evaluation.passes.shutil.disk_usage", lambda path: usage)
+        printed = said(capsys, "evaluate", "knn", run)
+    (line,) = (line for line in printed.splitlines() if "not kept" in line)
+    assert line.startswith("features of the training images are not kept: they take ")
+    assert line.endswith(f" are free in {run}/evaluation/features; free some, or add --keep_features false")
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert printed.count("not kept") == 1 and "not kept: " in said(capsys, "evaluate", "knn", run)
+    assert not [path for path in (run / "evaluation/features").iterdir() if not path.name.startswith("validation")]
+    assert figures(run, "knn-epoch2") == before
 
 
 def test_a_file_of_weights_is_judged_as_the_run_that_it_comes_from(run, images, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate knn`, `evaluate linear` and `evaluate list`."""
+"""`unigrad-fast evaluate knn`, `evaluate linear`, `evaluate features` and `evaluate list`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class EvaluationData(Node):
     """Validation images; null is the run's."""
 
 
-class Evaluation(Node):
-    """What every evaluation takes: an encoder, images and a place for the results."""
+class Encoder(Node):
+    """An encoder: of a run, or of a file of weights."""
 
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
@@ -36,14 +36,15 @@ class Evaluation(Node):
     """Side in pixels of the images for weights; null is that of an export's description, or else 224."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the run's checkpoint; null is the newest."""
-    data: EvaluationData = EvaluationData()
-    """Images."""
-    output: AbsolutePath | None = None
-    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+    keep_features: bool = True
+    """Keep features of plain images beside the results, so that the next evaluation of the same weights reads them."""
 
-    def asked(self) -> dict[str, Any]:
-        """Arguments of `runs.Asked`. Raises UserError unless there is one encoder, with the options that fit it."""
-        output = self.output
+    def asked(self, output: Path | None) -> dict[str, Any]:
+        """Arguments of `runs.Asked`. Raises UserError unless there is one encoder, with the options that fit it.
+
+        Args:
+            output: folder of the results; None is the usual one.
+        """
         if self.weights is None:
             if self.run is None:
                 raise UserError("run: missing; give the folder of a run, or --weights FILE --backbone NAME")
@@ -57,18 +58,25 @@ class Evaluation(Node):
                 raise UserError(f"weights = {self.weights}: no such file")
             if self.backbone is None:
                 raise UserError(f"backbone = null: --weights needs it; give one of {', '.join(BACKBONES)}")
-            if None in (self.data.train, self.data.val):
-                raise UserError("weights: come without images; give --data.train IMAGES and --data.val IMAGES")
             output = output or Path(f"{self.weights}-evaluation")
-        return {
-            "checkpoint": self.checkpoint,
-            "train": self.data.train,
-            "val": self.data.val,
-            "output": output,
-            "weights": self.weights,
-            "backbone": self.backbone,
-            "image_size": self.image_size,
-        }
+        given = ("checkpoint", "weights", "backbone", "image_size", "keep_features")
+        return {"output": output, **{key: getattr(self, key) for key in given}}
+
+
+class Evaluation(Encoder):
+    """What every evaluation takes: an encoder, images and a place for the results."""
+
+    data: EvaluationData = EvaluationData()
+    """Images."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+    def judged(self) -> dict[str, Any]:
+        """Arguments of `runs.Asked`, with the images."""
+        asked = self.asked(self.output)
+        if self.weights is not None and None in (self.data.train, self.data.val):
+            raise UserError("weights: come without images; give --data.train IMAGES and --data.val IMAGES")
+        return {**asked, "train": self.data.train, "val": self.data.val}
 
 
 class EvaluateKNN(Evaluation):
@@ -83,7 +91,7 @@ class EvaluateKNN(Evaluation):
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
-    asked = options.asked()
+    asked = options.judged()
     require_dali()
     from unigrad_fast.evaluation import runs
 
@@ -108,7 +116,7 @@ class EvaluateLinear(Evaluation):
 
 
 def evaluate_linear(options: EvaluateLinear) -> None:
-    asked = options.asked()
+    asked = options.judged()
     changes = {
         key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
     }
@@ -121,6 +129,29 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     from unigrad_fast.evaluation import runs
 
     runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+
+
+class EvaluateFeatures(Encoder):
+    """Write file, label and feature of each image to a file."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: AbsolutePath | None = None
+    """Images: a folder, list or shards; null is the run's training images."""
+    output: AbsolutePath | None = None
+    """File to write, ending in .npz, .npy or .parquet; null is RUN/export/features-epochE.npz."""
+    overwrite: bool = False
+    """Replace an existing file and its description."""
+
+
+def evaluate_features(options: EvaluateFeatures) -> None:
+    asked = options.asked(None)
+    if options.weights is not None and options.images is None:
+        raise UserError("weights: come without images; give --images IMAGES")
+    require_dali()
+    from unigrad_fast.evaluation import feature_files, runs
+
+    feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
 
 
 class EvaluateList(Node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +22,9 @@ from unigrad_fast.evaluation.classes import match, without_unused
 from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
+from unigrad_fast.evaluation.passes import Keeper, read_features
 from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests, same_images
@@ -53,6 +55,7 @@ class Asked:
         output: folder of the results; None for RUN/evaluation.
         weights, backbone: a file and the name of the backbone in it, in place of a run; then `output` is given.
         image_size: side in pixels of the images for such a backbone; None for the usual one.
+        keep_features: keep the features of plain images for the next evaluation.
     """
 
     checkpoint: int | None = None
@@ -64,6 +67,7 @@ class Asked:
     weights: Path | None = None
     backbone: str | None = None
     image_size: int | None = None
+    keep_features: bool = True
 
     def source(self, run: Path | None) -> Source:
         """The encoder. Raises UserError if there is none."""
@@ -114,6 +118,19 @@ class Opened(FrozenEncoder):
     def images(self) -> dict[str, Manifest]:
         return {"training": self.train, "validation": self.val}
 
+    def keeper(self, folder: Path, asked: Asked) -> Keeper | None:
+        """Keeps features in FOLDER/features, as far as it was not refused."""
+        if not asked.keep_features:
+            return None
+        names = ("branch", "backbone", "weights", "transform", "precision")
+        config = self.config
+        machine = {"device": self.world.device.type, "decode": config.data.decode, "tf32": config.engine.tf32}
+        return Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+
+    def tell(self, keeper: Keeper | None) -> None:
+        for line in [] if keeper is None else keeper.told():
+            self.say(line)
+
 
 def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
     """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
@@ -138,7 +155,12 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
                 rows[name] = probe(features, None, image_size=size, crop_fraction=1.0)
             untrained = build_encoder(this.config.model, this.config.seed, this.world.device).backbone
             rows["untrained encoder"] = probe(untrained, this.dtype)
-        rows["trained encoder"] = probe(this.backbone, this.dtype)
+        keeper = this.keeper(folder, asked)
+        bank, queries = (
+            share_of(read_features(this, images, kind, keeper), images.labels, this.world)
+            for kind, images in this.images().items()
+        )
+        rows["trained encoder"] = probe.judge(bank, queries)
         if this.world.rank != 0:
             return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
@@ -168,6 +190,7 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             },
         )
         this.say(written)
+        this.tell(keeper)
 
 
 def evaluate_linear(
@@ -200,12 +223,14 @@ def evaluate_linear(
                 f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
             )
             this = replace(this, train=train, val=val)
+        keeper = this.keeper(folder, asked)
         stem, unfinished = this.stem(f"linear-{protocol}"), None
         about: dict[str, Any] = {"protocol": protocol, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
             with this.preemption.nothing_to_save(NOTHING_KEPT):
-                judge = partial(Judged.by, this, linear_quick.quick(this))
+                classifier = linear_quick.quick(this, keeper)
+                judge = partial(Judged.by, this, classifier, read_features(this, this.val, "validation", keeper))
             done = NOTHING_KEPT
         else:
             schedule = replace(SCHEDULES[protocol], **changes)
@@ -249,6 +274,7 @@ def evaluate_linear(
         if unfinished is not None:
             unfinished.delete()
         this.say(written)
+        this.tell(keeper)
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:
@@ -276,6 +302,31 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
     Raises:
         UserError: there are no weights, labels or validation images.
     """
+
+    def find(config: Config, world: World) -> tuple[Manifest, Manifest, Manifest, list[str]]:
+        train, val, said = _manifests(config, asked, world)
+        said += same_images(config.data, same)
+        queries = match(train, val)
+        if queries.obstacle is not None:
+            whom = "these weights" if run is None else "this run"
+            raise UserError(f"{classifier} cannot evaluate {whom}: {queries.obstacle.told(config.data)}")
+        return train, val, queries.val, [*said, *queries.told]
+
+    with opened_on(run, asked, find) as this:
+        yield this
+
+
+@contextmanager
+def opened_on(
+    run: Path | None,
+    asked: Asked,
+    find: Callable[[Config, World], tuple[Manifest, Manifest, Manifest, list[str]]],
+) -> Iterator[Opened]:
+    """As `opened`, on any images.
+
+    Args:
+        find: gives the training images, all validation images, those of them that are judged, and warnings.
+    """
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("stopped before ranks connected"):
@@ -292,18 +343,13 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
             source.load(backbone)
-            train, val, said = _manifests(config, asked, world)
-            said += same_images(config.data, same)
-            queries = match(train, val)
-            if queries.obstacle is not None:
-                whom = "these weights" if run is None else "this run"
-                raise UserError(f"{classifier} cannot evaluate {whom}: {queries.obstacle.told(config.data)}")
+            train, val, judged, said = find(config, world)
         dtype = autocast_dtype(config.engine.precision, world.device)
         this = Opened(
             config=config,
             world=world,
             train=train,
-            val=queries.val,
+            val=judged,
             backbone=backbone,
             dtype=dtype,
             say=partial(console.print, soft_wrap=True),
@@ -337,7 +383,7 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
         )
         if threads.said:
             this.say(threads.said)
-        for line in [*filter(None, [threads.warning]), *said, *queries.told]:
+        for line in [*filter(None, [threads.warning]), *said]:
             this.say(f"warning: {line}")
         yield this
 
