@@ -88,13 +88,24 @@ class EvaluateKNN(Evaluation):
     """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
+    grid: bool = False
+    """Evaluate k 10, 20, 100, 200 with T 0.05, 0.07, 0.1 from one search, and choose the best."""
+    choose: Literal["val", "train"] | None = None
+    """Images on which the grid chooses: val, or train for a held-out tenth of the training images; null is val."""
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
     asked = options.judged()
+    if options.grid:
+        refuse_unused(options, ("k", "temperature", "baselines"), "the grid does not use it")
+    else:
+        refuse_unused(options, ("choose",), "applies only with --grid true")
     require_dali()
-    from unigrad_fast.evaluation import runs
+    from unigrad_fast.evaluation import knn_grid, runs
 
+    if options.grid:
+        knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
+        return
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
     runs.evaluate_knn(options.run, options.baselines, given)
 
