@@ -21,6 +21,7 @@ from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import features, linear_training
+from unigrad_fast.evaluation.passes import Keeper
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
@@ -362,6 +363,15 @@ def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkey
         patch.setattr(os, "posix_fallocate", full)
         assert printed.count("not kept") == 1 and "not kept: " in said(capsys, "evaluate", "knn", run)
     assert not [path for path in (run / "evaluation/features").iterdir() if not path.name.startswith("validation")]
+    assert figures(run, "knn-epoch2") == before
+
+    shutil.rmtree(run / "evaluation/features")
+    with monkeypatch.context() as patch:  # another evaluation has removed what this one is writing
+        patch.setattr(
+            Keeper, "_complete", lambda keeper, unfinished, *others: os.rename(unfinished / "gone", run / "gone")
+        )
+        printed = said(capsys, "evaluate", "knn", run)
+    assert printed.count(" are not kept: ") == 2 and "No such file or directory" in printed
     assert figures(run, "knn-epoch2") == before
 
 

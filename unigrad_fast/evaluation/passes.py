@@ -112,15 +112,16 @@ class Keeper:
             "ranks": world.size,
             "failures": [[int(each.step), int(each.image), each.path, each.reason] for each in failures],
         }
-        found, problem = None, "other ranks cannot read them"
+        found, problem = None, "not all ranks can read them"
         try:
             on_all_ranks(lambda: None if rows is None else rows.flush())
             on_first(lambda: self._complete(unfinished, final, about))
             found = self._open(final, len(manifest), most)
-        except OSError as error:  # on all ranks; another evaluation may have made the same features
+            if found is None:
+                on_first(lambda: shutil.rmtree(final, ignore_errors=True))
+        except OSError as error:  # on all ranks; another evaluation may be making the same features
             problem = f"{error.filename or final}: {error.strerror}"
         if found is None:
-            on_first(lambda: shutil.rmtree(final, ignore_errors=True))
             self.problems.append(f"features of the {kind} images are not kept: {problem}")
             return _features(len(manifest), world.size, {world.rank: made.numpy()}, failures, most)
         self.made += len(manifest)

@@ -93,7 +93,7 @@ def of_file(file: Path, backbone: str, image_size: int | None) -> Source:
 
 def _description(file: Path) -> Mapping[str, Any]:
     """What `export` wrote beside a file; empty if it did not write this file."""
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         about = json.loads(file.with_name(f"{file.name}.json").read_text(encoding="utf-8"))
         if about["sha256"] == digest_of_file(file):
             return about
