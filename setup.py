@@ -69,6 +69,7 @@ setup(
             "mkdocstrings[python]>=0.30",
             "ruff>=0.9",  # breaks long signatures of the reference
         ],
+        "parquet": ["pyarrow>=15"],  # `evaluate features --output F.parquet`
         "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
     },
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},

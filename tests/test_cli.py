@@ -338,7 +338,11 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     [
         ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
         ("data recipe", "data recipe: unknown command; did you mean data presets?"),
-        ("evaluate", "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN"),
+        (
+            "evaluate",
+            "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN, "
+            "evaluate features RUN IMAGES, evaluate list RUN",
+        ),
         (
             "checkpoint --k 3",
             "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
@@ -347,14 +351,20 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         ("knn x", "knn x: unknown command; did you mean evaluate knn?"),
         (
             "evaluate frobnicate",
-            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN",
+            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN, "
+            "evaluate features RUN IMAGES, evaluate list RUN",
         ),
         ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),
         ("bench step --case frobnicate", "case = frobnicate: must be one of resnet50, resnet18, all"),
         ("--frobnicate", f"--frobnicate: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("pretrain resnet50", "resnet50: unexpected argument; options are written --key value"),
-        ("evaluate knn", "run: missing; folder of the run."),
+        ("evaluate knn", "run: missing; give the folder of a run, or --weights FILE --backbone NAME"),
+        (
+            "evaluate knn a --weights b",
+            f"weights = {Path.cwd()}/b: takes the place of run = {Path.cwd()}/a; give one of them",
+        ),
+        ("export", "run: missing; folder of the run."),
         ("evaluate knn a b", "b: unexpected argument; options are written --key value"),
         ("evaluate knn a --baseline true", "baseline = true: unknown key; did you mean baselines?"),
         ("data synth a --seed -1", "seed = -1: must be an integer from 0 to 4294967295"),

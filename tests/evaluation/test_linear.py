@@ -350,7 +350,7 @@ def test_the_command_names_its_protocol_and_writes_what_export_takes(run, tmp_pa
     assert "paper protocol" in " ".join(result.stdout.split()) and "but epochs 2" in " ".join(result.stdout.split())
     assert result.stdout.count("epoch 2/2") == 1
     assert json.loads((run / "evaluation/linear-paper-epoch1.json").read_text())["epochs"] == 2
-    assert sorted(path.name for path in (run / "evaluation").iterdir()) == [
+    assert sorted(path.name for path in (run / "evaluation").glob("*.*")) == [
         f"linear-{protocol}-epoch1.{ending}" for protocol in ("paper", "quick") for ending in ("json", "safetensors")
     ]
     assert "accuracy on its crops" in result.stdout and "but epochs 2, batch_size 32" in " ".join(result.stdout.split())
@@ -414,6 +414,10 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
         assert result.stdout.count("1 of 103 validation images could not be used and was left out, ") == 1
     written = json.loads((tmp_path / "run/evaluation/knn-epoch1.json").read_text())
     assert (written["queries"], written["bank"]) == (102, 94)
+    counts = {"training": {"used": 94, "left_out": 2}, "validation": {"used": 102, "left_out": 1}}
+    assert written["counts"] == counts
+    newest = max((tmp_path / "run/evaluation").glob("linear-quick-epoch1*.json"), key=lambda path: path.stat().st_mtime)
+    assert json.loads(newest.read_text())["counts"] == counts
     assert "102 validation images" in " ".join(result.stdout.split())
     config.write_text(re.sub("max_bad_fraction: .*", "max_bad_fraction: 0", kept))
     result = command("evaluate", "knn", tmp_path / "run", *images, is_thin=True)

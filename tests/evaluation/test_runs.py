@@ -20,7 +20,8 @@ from thin import thin
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
-from unigrad_fast.evaluation import linear_training
+from unigrad_fast.evaluation import features, linear_training
+from unigrad_fast.evaluation.passes import Keeper
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.preemption import Preemption
@@ -116,7 +117,31 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
         for name in ("paper-epoch2-2", "paper-epoch2", "quick-epoch2")
         for e in ("json", "safetensors")
     ]
-    assert files(run) == knn + linear
+    assert files(run) == ["features", *knn, *linear]
+
+
+def test_a_result_says_how_it_came_about(run, images, capsys):
+    for protocol in ("knn", "linear"):
+        said(capsys, "evaluate", protocol, run, "--data.val", images / "lacking")
+    found = [result(run, f"{name}-epoch2") for name in ("knn", "linear-quick")]
+    for each in found:
+        assert each["branch"] == "online backbone" and each["seed"] == 0 and each["precision"] == "float32"
+        assert each["transform"] == {
+            "resize": 16,
+            "crop": 16,
+            "interpolation": "bilinear, antialiased",
+            "mean": [0.485, 0.456, 0.406],
+            "deviation": [0.229, 0.224, 0.225],
+        }
+        assert each["labels"]["classes"] == 3 and each["labels"]["digest"].startswith("sha256-")
+        assert each["counts"] == {
+            "training": {"used": 24, "left_out": 0},
+            "validation": {"used": 6, "left_out": 3},  # of a class without training images
+        }
+        assert each["versions"].keys() == {"unigrad_fast", "torch", "dali"}
+    assert found[0]["labels"] == found[1]["labels"]
+    table = said(capsys, "evaluate", "list", run)
+    assert "weighted kNN" in table and "linear, quick" in table
 
 
 def test_a_file_of_results_that_cannot_be_read_is_left_alone(run, capsys):
@@ -206,6 +231,7 @@ def test_a_run_that_cannot_be_written_to_is_evaluated_into_another_folder(run, t
     assert f"written to {tmp_path}/new/results/knn-epoch2.json" in said(capsys, "evaluate", "knn", run, *given)
     said(capsys, "evaluate", "linear", run, *PAPER, "--epochs", 1, *given)
     assert sorted(file.name for file in (tmp_path / "new/results").iterdir()) == [
+        "features",
         "knn-epoch2.json",
         "linear-paper-epoch2.json",
         "linear-paper-epoch2.safetensors",
@@ -258,6 +284,135 @@ def test_images_without_labels_are_named_with_the_remedy(run, images, capsys):
         assert refused.startswith(
             f"error: kNN cannot evaluate this run: data.{key} = {flat}: the {kind} images have no labels; label them ("
         )
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """Collects the number of images of each pass of an encoder over plain images."""
+    made: list[int] = []
+
+    def extract(backbone, loader, *arguments):
+        made.append(len(loader.manifest))
+        return features.extract(backbone, loader, *arguments)
+
+    monkeypatch.setattr("unigrad_fast.evaluation.passes.extract", extract)
+    return made
+
+
+def figures(run: Path, name: str) -> dict:
+    return {key: value for key, value in result(run, name).items() if key != "versions"}
+
+
+def test_a_second_evaluation_makes_no_second_pass_and_has_the_numbers_of_a_fresh_one(run, capsys, passes):
+    for protocol, name in (("knn", "knn-epoch2"), ("linear", "linear-quick-epoch2")):
+        shutil.rmtree(run / "evaluation", ignore_errors=True)
+        printed = said(capsys, "evaluate", protocol, run, "--keep_features", "false")
+        assert "images are kept" not in printed and not (run / "evaluation/features").exists()
+        fresh = figures(run, name)
+        shutil.rmtree(run / "evaluation")
+        printed = said(capsys, "evaluate", protocol, run)
+        assert f"features of 33 images are kept in {run}/evaluation/features (" in printed
+        assert passes == [24, 9] * 2 and figures(run, name) == fresh
+        for file in (run / "evaluation").glob(f"{name}.*"):
+            file.unlink()
+        printed = said(capsys, "evaluate", protocol, run)
+        assert f"features of 33 images were read from {run}/evaluation/features\n" in printed
+        assert passes == [24, 9] * 2 and figures(run, name) == fresh
+        passes.clear()
+    said(capsys, "evaluate", "knn", run, "--k", 5)
+    assert passes == []
+
+
+def test_features_that_no_longer_fit_are_made_anew_and_replace_the_older_ones(run, images, tmp_path, capsys, passes):
+    folder = run / "evaluation/features"
+    shutil.copytree(images, tmp_path / "images")
+    given = ("--data.train", tmp_path / "images/train", "--data.val", tmp_path / "images/val")
+    said(capsys, "evaluate", "knn", run, *given)
+    first = sorted(path.name for path in folder.iterdir())
+    assert [name.partition("-")[0] for name in first] == ["training", "validation"]
+    passes.clear()
+    os.utime(tmp_path / "images/val/class0/000.jpg", (1, 1))
+    said(capsys, "evaluate", "knn", run, *given)
+    assert passes == [9]
+    said(capsys, "evaluate", "knn", run, *given, "--checkpoint", 10)
+    assert passes == [9, 24, 9]
+    assert len(list(folder.iterdir())) == 2 and not set(first) & set(os.listdir(folder))
+    (part,) = folder.glob("training-*/rank-00000.npy")
+    part.write_bytes(part.read_bytes()[:-100])
+    said(capsys, "evaluate", "knn", run, *given, "--checkpoint", 10)
+    assert passes == [9, 24, 9, 24]
+    said(capsys, "evaluate", "knn", run, *given, "--data.val", tmp_path / "images/train")  # the same images twice
+    assert passes == [9, 24, 9, 24, 24]
+
+
+def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):
+    said(capsys, "evaluate", "knn", run, "--keep_features", "false")
+    before = figures(run, "knn-epoch2")
+    usage = shutil.disk_usage(run)._replace(free=9_000)
+    with monkeypatch.context() as patch:
+        patch.setattr("unigrad_fast.evaluation.passes.shutil.disk_usage", lambda path: usage)
+        printed = said(capsys, "evaluate", "knn", run)
+    (line,) = (line for line in printed.splitlines() if "not kept" in line)
+    assert line.startswith("features of the training images are not kept: they take ")
+    assert line.endswith(f" are free in {run}/evaluation/features; free some, or add --keep_features false")
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert printed.count("not kept") == 1 and "not kept: " in said(capsys, "evaluate", "knn", run)
+    assert not [path for path in (run / "evaluation/features").iterdir() if not path.name.startswith("validation")]
+    assert figures(run, "knn-epoch2") == before
+
+    shutil.rmtree(run / "evaluation/features")
+    with monkeypatch.context() as patch:  # another evaluation has removed what this one is writing
+        patch.setattr(
+            Keeper, "_complete", lambda keeper, unfinished, *others: os.rename(unfinished / "gone", run / "gone")
+        )
+        printed = said(capsys, "evaluate", "knn", run)
+    assert printed.count(" are not kept: ") == 2 and "No such file or directory" in printed
+    assert figures(run, "knn-epoch2") == before
+
+
+def test_a_file_of_weights_is_judged_as_the_run_that_it_comes_from(run, images, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unigrad_fast.runtime.precision.has_fast_bf16", lambda device: False)  # the run is in fp32
+    said(capsys, "evaluate", "knn", run)
+    said(capsys, "evaluate", "linear", run)
+    file = tmp_path / "weights.safetensors"
+    said(capsys, "export", run, "--output", file)
+    of_file = ("--weights", file, "--backbone", "resnet18")
+    given = (*of_file, "--data.train", images / "train", "--data.val", images / "val")
+    folder = tmp_path / "weights.safetensors-evaluation"
+
+    printed = said(capsys, "evaluate", "knn", *given, "--k", 3)
+    assert f"{file}: resnet18 under no prefix\n" in printed and "trained encoder, weights.safetensors" in printed
+    said(capsys, "evaluate", "linear", *given)
+    for name in ("knn", "linear-quick"):
+        ours, theirs = json.loads((folder / f"{name}-epoch2.json").read_text()), result(run, f"{name}-epoch2")
+        assert ours.pop("weights") != theirs.pop("weights")
+        assert ours.pop("file") == str(file)
+        assert ours == theirs  # with the size of the images, which the export describes
+
+    moved = tmp_path / "moved.pth"  # without a description
+    torch.save({"state_dict": {f"module.encoder_q.{k}": v for k, v in load_file(file).items()}, "epoch": 3}, moved)
+    given = ("--weights", moved, *given[2:], "--image_size", 16, "--k", 3, "--output", tmp_path / "results")
+    printed = said(capsys, "evaluate", "knn", *given)
+    assert f"{moved}: resnet18 under the prefix module.encoder_q.; left out: epoch\n" in printed
+    found = json.loads((tmp_path / "results/knn.json").read_text())
+    assert (found["branch"], found["epoch"], found["image_size"]) == ("backbone module.encoder_q.", None, 16)
+    assert found["accuracy"] == result(run, "knn-epoch2")["accuracy"]
+
+    for options, message in (
+        (of_file, "weights: come without images; give --data.train IMAGES and --data.val IMAGES"),
+        ((run, "--image_size", 32), "image_size = 32: applies only with --weights; leave it out"),
+        ((*given, "--checkpoint", 20), "checkpoint = 20: applies only to a run; leave it out"),
+        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file"),
+        (("--weights", file), "backbone = null: --weights needs it; give one of resnet18, resnet34, "),
+        ((*given, "--backbone", "resnet50"), f"{moved}: does not fit resnet50: module.encoder_q.layer1.0.conv1.weight"),
+    ):
+        (line,) = said(capsys, "evaluate", "knn", *options, status=2).splitlines()
+        assert line.startswith(f"error: {message}")
 
 
 def test_the_papers_protocol_goes_on_after_any_interruption_bit_for_bit(run, capsys, monkeypatch):

@@ -9,48 +9,30 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Size, Tensor
 
 from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.checkpoints.foreign import CHILDREN, listed, load
 from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.files import dangling_link, unwritable, utf8_path
+from unigrad_fast.runtime.files import dangling_link, unwritable
 from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
-from unigrad_fast.runtime.validation import shown, validate
+from unigrad_fast.runtime.validation import validate
 
 RECIPE = "imagenet_100ep"  # the paper's run, from which their published files come
 BRANCHES = {"online": ("encoder", "projector"), "target": ("momentum_encoder", "momentum_projector")}
-CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
-LISTED = 5  # keys to list in a message
 
 State = dict[str, Tensor]
-
-
-class _NotRead:
-    """Replaces a NumPy number, such as the learning rate in the authors' optimizer state."""
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-NUMPY_NUMBER = [(_NotRead, f"numpy.{name}") for name in ("dtype", "core.multiarray.scalar", "_core.multiarray.scalar")]
 
 
 def import_run(file: Path, run: Path, train: Path | None = None, val: Path | None = None) -> None:
@@ -124,13 +106,13 @@ def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:
 
 def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
     """The state dict of a file, steps and epochs done (None if unknown), and the other keys of the file."""
-    content = _load(file)
+    content = load(file)
     key = next((key for key in ("model", "state_dict") if isinstance(content.get(key), Mapping)), None)
     state = content if key is None else content[key]
     wrong = [str(name) for name, value in state.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if wrong or not state:
         raise UserError(
-            f"{file}: holds {_listed(wrong) or 'nothing'} where names and tensors are expected; save a state dict "
+            f"{file}: holds {listed(wrong) or 'nothing'} where names and tensors are expected; save a state dict "
             "alone, or under the key model or state_dict"
         )
     if key is None:
@@ -140,33 +122,6 @@ def _read(file: Path) -> tuple[State, int | None, int | None, list[str]]:
     if key == "model" and epoch is not None:
         epoch += 1  # the authors' code counts from 0 and saves after the epoch
     return state, step, epoch, [name for name in content if name not in (key, "step", "epoch")]
-
-
-def _load(file: Path) -> Mapping[str, Any]:
-    try:
-        if file.suffix.lower() == ".safetensors":
-            with utf8_path(file) as name:
-                return load_file(name)
-        with torch.serialization.safe_globals(NUMPY_NUMBER), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise UserError(f"{file}: not a safetensors file, or damaged ({error})") from None
-    except Exception as error:  # arbitrary bytes read as a pickle can raise anything
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise UserError(
-                f"{file}: holds an object of {found[1]}, and loading it could run code that is hidden in the file. "
-                "If you trust the source of the file, save only its weights, where the code that wrote it is "
-                "installed, replacing 'model' by the key of the weights: "
-                f"import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
-                "torch.save(getattr(model, 'state_dict', lambda: model)(), 'weights.pth')"
-            ) from None
-        raise UserError(f"{file}: not a file written by torch.save, or damaged") from None
-    if not isinstance(content, Mapping):
-        raise UserError(f"{file}: holds a {type(content).__name__}; expected a dictionary of weights")
-    return content
 
 
 def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
@@ -184,7 +139,7 @@ def _split(file: Path, state: Mapping[str, Tensor]) -> dict[str, State]:
             parts[part][name] = tensor
     if unknown:
         raise UserError(
-            f"{file}: {len(unknown)} unknown keys, {_listed(unknown)}; expected encoder.*, projector.*, "
+            f"{file}: {len(unknown)} unknown keys, {listed(unknown)}; expected encoder.*, projector.*, "
             "momentum_encoder.* and momentum_projector.*, with or without the prefix module."
         )
     return parts
@@ -202,7 +157,7 @@ def _backbone_of(file: Path, parts: Mapping[str, State]) -> str:
         misshaped = [f"{n} {list(found[n])}" for n in wanted if n in found and found[n] != wanted[n]]
         for names, what in ((missing, "missing"), (unknown, "unknown"), (misshaped, "with another shape")):
             if names:
-                problems.append(f"{file}: {encoder}: {len(names)} keys {what}, {_listed(names)}")
+                problems.append(f"{file}: {encoder}: {len(names)} keys {what}, {listed(names)}")
     if problems:
         said = f"{file}: matches none of {', '.join(expected)}; the closest is {nearest}:"
         raise UserError("\n".join([said, *problems]))
@@ -251,7 +206,3 @@ def _layout(state: Mapping[str, Tensor]) -> list[tuple[str, Size]]:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, Size]:
     return {name: tensor.shape for name, tensor in state.items()}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(shown(name) for name in names[:LISTED]) + (", ..." if len(names) > LISTED else "")

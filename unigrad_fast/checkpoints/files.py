@@ -292,7 +292,7 @@ class Reader:
             try:
                 if (found := path.stat().st_size) != expected["bytes"]:
                     problem = f"has {found} bytes instead of {expected['bytes']}"
-                elif _digest_of_file(path) != expected["sha256"]:
+                elif digest_of_file(path) != expected["sha256"]:
                     problem = "damaged, its content does not match its digest"
                 else:
                     continue
@@ -377,7 +377,8 @@ def _digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _digest_of_file(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 24):

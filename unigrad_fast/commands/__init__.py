@@ -15,6 +15,8 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (pretrain.Pretrain, pretrain.pretrain),
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
     "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
+    "evaluate features": (evaluate.EvaluateFeatures, evaluate.evaluate_features),
+    "evaluate list": (evaluate.EvaluateList, evaluate.evaluate_list),
     "export": (weights.Export, weights.export),
     "import": (weights.Import, weights.import_weights),
     "data synth": (data.DataSynth, data.data_synth),

@@ -1,12 +1,15 @@
-"""`unigrad-fast evaluate knn` and `evaluate linear`."""
+"""`unigrad-fast evaluate knn`, `evaluate linear`, `evaluate features` and `evaluate list`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import require_dali, require_run
+from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run
+from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
 
@@ -18,41 +21,98 @@ class EvaluationData(Node):
     """Validation images; null is the run's."""
 
 
-class EvaluateKNN(Node):
-    """Measure the weighted nearest-neighbour accuracy of a run's online backbone."""
+class Encoder(Node):
+    """An encoder: of a run, or of a file of weights."""
 
-    run: AbsolutePath
-    """Folder of the run."""
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: AbsolutePath | None = None
+    """Folder of the run; null needs weights."""
+    weights: AbsolutePath | None = None
+    """File of weights in place of a run: torchvision's, an export, or a published checkpoint as it comes."""
+    backbone: Literal[BACKBONES] | None = None  # type: ignore[valid-type]
+    """Name of the backbone in the file of weights."""
+    image_size: int | None = Field(default=None, ge=16, le=1024)
+    """Side in pixels of the images for weights; null is that of an export's description, or else 224."""
+    checkpoint: int | None = Field(default=None, ge=0)
+    """Step of the run's checkpoint; null is the newest."""
+    keep_features: bool = True
+    """Keep features of plain images beside the results, so that the next evaluation of the same weights reads them."""
+
+    def asked(self, output: Path | None) -> dict[str, Any]:
+        """Arguments of `runs.Asked`. Raises UserError unless there is one encoder, with the options that fit it.
+
+        Args:
+            output: folder of the results; None is the usual one.
+        """
+        if self.weights is None:
+            if self.run is None:
+                raise UserError("run: missing; give the folder of a run, or --weights FILE --backbone NAME")
+            refuse_unused(self, ("backbone", "image_size"), "applies only with --weights")
+            require_run(self.run)
+        else:
+            if self.run is not None:
+                raise UserError(f"weights = {self.weights}: takes the place of run = {self.run}; give one of them")
+            refuse_unused(self, ("checkpoint",), "applies only to a run")
+            if not os.path.isfile(self.weights):
+                raise UserError(f"weights = {self.weights}: no such file")
+            if self.backbone is None:
+                raise UserError(f"backbone = null: --weights needs it; give one of {', '.join(BACKBONES)}")
+            output = output or Path(f"{self.weights}-evaluation")
+        given = ("checkpoint", "weights", "backbone", "image_size", "keep_features")
+        return {"output": output, **{key: getattr(self, key) for key in given}}
+
+
+class Evaluation(Encoder):
+    """What every evaluation takes: an encoder, images and a place for the results."""
+
+    data: EvaluationData = EvaluationData()
+    """Images."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+    def judged(self) -> dict[str, Any]:
+        """Arguments of `runs.Asked`, with the images."""
+        asked = self.asked(self.output)
+        if self.weights is not None and None in (self.data.train, self.data.val):
+            raise UserError("weights: come without images; give --data.train IMAGES and --data.val IMAGES")
+        return {**asked, "train": self.data.train, "val": self.data.val}
+
+
+class EvaluateKNN(Evaluation):
+    """Measure the weighted nearest-neighbour accuracy of an encoder."""
+
     baselines: bool = False
     """Also evaluate raw pixels, colour histograms and the untrained encoder."""
-    checkpoint: int | None = Field(default=None, ge=0)
-    """Step of the checkpoint; null is the newest."""
     k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
-    data: EvaluationData = EvaluationData()
-    """Images."""
-    output: AbsolutePath | None = None
-    """Folder of the results; null is RUN/evaluation."""
+    grid: bool = False
+    """Evaluate k 10, 20, 100, 200 with T 0.05, 0.07, 0.1 from one search, and choose the best."""
+    choose: Literal["val", "train"] | None = None
+    """Images on which the grid chooses: val, or train for a held-out tenth of the training images; null is val."""
 
 
 def evaluate_knn(options: EvaluateKNN) -> None:
-    require_run(options.run)
+    asked = options.judged()
+    if options.grid:
+        refuse_unused(options, ("k", "temperature", "baselines"), "the grid does not use it")
+    else:
+        refuse_unused(options, ("choose",), "applies only with --grid true")
     require_dali()
-    from unigrad_fast.evaluation import runs
+    from unigrad_fast.evaluation import knn_grid, runs
 
-    asked = runs.Asked(
-        options.checkpoint, options.data.train, options.data.val, options.k, options.temperature, options.output
-    )
-    runs.evaluate_knn(options.run, options.baselines, asked)
+    if options.grid:
+        knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
+        return
+    given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
+    runs.evaluate_knn(options.run, options.baselines, given)
 
 
-class EvaluateLinear(Node):
-    """Train and evaluate a linear classifier on the frozen features of a run's online backbone."""
+class EvaluateLinear(Evaluation):
+    """Train and evaluate a linear classifier on the frozen features of an encoder."""
 
-    run: AbsolutePath
-    """Folder of the run."""
     protocol: Literal["quick", "paper", "sweep"] = "quick"
     """quick fits a logistic regression to cached features; paper trains on random crops with LARS for 90 epochs; sweep
     trains 26 classifiers of different rates and stages in one pass, as DINOv2's evaluation does, and takes the best."""
@@ -64,16 +124,10 @@ class EvaluateLinear(Node):
     """Learning rate per 256 images, of sweep the largest; null is 0.02 for paper and 0.1 for sweep."""
     choose: Literal["val", "train"] | None = None
     """Images on which sweep chooses: val, or train for a held-out tenth of the training images; null is val."""
-    checkpoint: int | None = Field(default=None, ge=0)
-    """Step of the checkpoint; null is the newest."""
-    data: EvaluationData = EvaluationData()
-    """Images."""
-    output: AbsolutePath | None = None
-    """Folder of the results; null is RUN/evaluation."""
 
 
 def evaluate_linear(options: EvaluateLinear) -> None:
-    require_run(options.run)
+    asked = options.judged()
     changes = {
         key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
     }
@@ -85,5 +139,40 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     require_dali()
     from unigrad_fast.evaluation import runs
 
-    asked = runs.Asked(options.checkpoint, options.data.train, options.data.val, output=options.output)
-    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", asked)
+    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+
+
+class EvaluateFeatures(Encoder):
+    """Write file, label and feature of each image to a file."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: AbsolutePath | None = None
+    """Images: a folder, list or shards; null is the run's training images."""
+    output: AbsolutePath | None = None
+    """File to write, ending in .npz, .npy or .parquet; null is RUN/export/features-epochE.npz."""
+    overwrite: bool = False
+    """Replace an existing file and its description."""
+
+
+def evaluate_features(options: EvaluateFeatures) -> None:
+    asked = options.asked(None)
+    if options.weights is not None and options.images is None:
+        raise UserError("weights: come without images; give --images IMAGES")
+    require_dali()
+    from unigrad_fast.evaluation import feature_files, runs
+
+    feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
+
+
+class EvaluateList(Node):
+    """Show all results of an encoder in one table."""
+
+    run: AbsolutePath
+    """Folder of the run, or of the results that were written elsewhere."""
+
+
+def evaluate_list(options: EvaluateList) -> None:
+    from unigrad_fast.evaluation import listing
+
+    listing.show(options.run)

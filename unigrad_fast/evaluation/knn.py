@@ -21,6 +21,7 @@ Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +59,6 @@ class KNNResult:
     left_out: tuple[str, ...] = ()
 
 
-@torch.no_grad()
 def sharded_knn(
     bank: Share,
     queries: Share,
@@ -84,31 +84,51 @@ def sharded_knn(
     Raises:
         UserError: on all ranks, if k exceeds the size of the bank.
     """
+    (result,) = sharded_knn_grid(bank, queries, world, [(k, temperature)], chunk)
+    return result
+
+
+@torch.no_grad()
+def sharded_knn_grid(
+    bank: Share,
+    queries: Share,
+    world: World,
+    cells: Sequence[tuple[int | Literal["auto"], float]],
+    chunk: int = 4096,
+) -> list[KNNResult]:
+    """As `sharded_knn`, for pairs of k and temperature, from one search for the largest k; each has its own result."""
     all_labels = torch.cat([bank.labels, queries.labels])
     classes = over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
     in_bank = over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
     most = int(over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
     images = int(in_bank.sum())
-    if k == "auto":
-        k = min(images, 200 if images >= LARGE_BANK else 20)
-    require_k(k, images)
+    usual = min(images, 200 if images >= LARGE_BANK else 20)
+    settled = [(usual if k == "auto" else k, temperature) for k, temperature in cells]
+    widest = max(k for k, _ in settled)
+    require_k(widest, images)
     share = max(1, chunk // world.size)  # of a rank's queries, in a round
-    totals = torch.tensor([0, 0, len(queries.labels)])
+    hits = torch.zeros(len(settled), 2, dtype=torch.int64)
     for start in range(0, most, share):
         own, truth = queries.rows[start : start + share], queries.labels[start : start + share]
-        found = _found(bank, own.to(world.device), min(share, most - start), world, k, chunk)
+        found = _found(bank, own.to(world.device), min(share, most - start), world, widest, chunk)
         product, label = (each[: len(truth)].cpu() for each in found)
-        similarity = product / norms(own.cpu())[:, None]
-        totals[:2] += count_hits(similarity, label, truth, int(classes), temperature, chunk)
-    top1, top5, judged = over_ranks(totals, world).tolist()
-    return KNNResult(
-        accuracy=100 * top1 / judged,
-        top5=100 * top5 / judged if int((in_bank > 0).sum()) >= 5 else None,
-        k=k,
-        temperature=temperature,
-        queries=judged,
-        bank=images,
-    )
+        norm = norms(own.cpu())[:, None]
+        for hit, (k, temperature) in zip(hits, settled, strict=True):
+            nearest_product, nearest_label = largest(product, label, k)
+            hit += count_hits(nearest_product / norm, nearest_label, truth, int(classes), temperature, chunk)
+    over_ranks(hits, world)
+    judged = int(over_ranks(torch.tensor(len(queries.labels)), world))
+    return [
+        KNNResult(
+            accuracy=100 * top1 / judged,
+            top5=100 * top5 / judged if int((in_bank > 0).sum()) >= 5 else None,
+            k=k,
+            temperature=temperature,
+            queries=judged,
+            bank=images,
+        )
+        for (top1, top5), (k, temperature) in zip(hits.tolist(), settled, strict=True)
+    ]
 
 
 def require_k(k: int, bank: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from unigrad_fast import config
 from unigrad_fast.evaluation.knn import KNNResult, over_ranks, sharded_knn
-from unigrad_fast.evaluation.shares import own_images, read_share
+from unigrad_fast.evaluation.shares import Share, own_images, read_share
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.wording import count
@@ -64,6 +64,10 @@ class KNNProbe:
             )
             for manifest in (self.train, self.val)
         )
+        return self.judge(bank, queries)
+
+    def judge(self, bank: Share, queries: Share) -> KNNResult:
+        """Accuracy of features of the training and of the validation images; all ranks call this together."""
         k: int | Literal["auto"] = self.settings.knn.k
         if k != "auto":  # a run goes on if there are fewer images
             k = min(k, int(over_ranks(torch.tensor(len(bank.labels)), self.world)))

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation.features import count_left_out, evaluation_mode, features_of, in_parts
+from unigrad_fast.evaluation.features import LeftOut, count_left_out, evaluation_mode, features_of, in_parts
+from unigrad_fast.evaluation.rows import Features
 from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World, on_all_ranks
@@ -40,6 +41,7 @@ class FrozenEncoder:
         backbone: on the world's device.
         dtype: autocast dtype of the backbone; None for no autocast.
         say: prints a line for the user, such as the end of an epoch or images that could not be used.
+        left_out: is filled with the number of images that could not be used, by kind ("training", "validation").
     """
 
     config: Config
@@ -49,9 +51,13 @@ class FrozenEncoder:
     backbone: nn.Module
     dtype: torch.dtype | None
     say: Callable[[str], None]
+    left_out: dict[str, int] = field(default_factory=dict, kw_only=True)
 
-    def judge(self, classifier: nn.Module) -> tuple[float, float | None, int]:
+    def judge(self, classifier: nn.Module, val: Features | None = None) -> tuple[float, float | None, int]:
         """Accuracy of a linear classifier on the validation images.
+
+        Args:
+            val: their features, if these were read before.
 
         Returns:
             Top-1 accuracy in percent, top-5 accuracy, which is None with fewer than five classes, and the number of
@@ -59,17 +65,20 @@ class FrozenEncoder:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        ((top1, top5),), images = self.judge_heads(classifier, 1)
+        ((top1, top5),), images = self.judge_heads(classifier, 1, val)
         return top1, top5, images
 
-    def judge_heads(self, classifier: nn.Module, heads: int) -> tuple[list[tuple[float, float | None]], int]:
+    def judge_heads(
+        self, classifier: nn.Module, heads: int, val: Features | None = None
+    ) -> tuple[list[tuple[float, float | None]], int]:
         """As `judge`, for each head of a classifier with so many; each rank counts its own images."""
         loader = own_images(self.val, self.config.data, self.config.evaluation, self.world)
         classes = len(self.train.classes)
         counts = torch.zeros(1 + 2 * heads, dtype=torch.int64)  # images, each head's top-1 hits, its top-5 hits
 
         def count() -> None:
-            for features, index in features_of(self.backbone, loader, self.world.device, self.dtype):
+            read = val.batches(self.world) if val else features_of(self.backbone, loader, self.world.device, self.dtype)
+            for features, index in read:
                 with torch.no_grad():
                     logits = of_heads(classifier(features))
                 labels = torch.as_tensor(self.val.labels, dtype=torch.int64)[index].to(logits.device)
@@ -78,8 +87,9 @@ class FrozenEncoder:
                 counts.add_(torch.tensor([len(index), *found.tolist()]))
 
         on_all_ranks(count)
-        left_out = count_left_out(loader.failures, len(self.val), self.config.data.max_bad_fraction)
-        self.tell(left_out.told("validation"))
+        most = self.config.data.max_bad_fraction
+        left_out = val.left_out if val else count_left_out(loader.failures, len(self.val), most)
+        self.leave_out("validation", left_out)
         dist.all_reduce(counts)
         images, *hits = counts.tolist()
         if images + left_out.count != len(self.val):
@@ -100,8 +110,10 @@ class FrozenEncoder:
         size = self.config.data.image_size
         return self.features(torch.zeros(1, 3, size, size)).shape[1]
 
-    def tell(self, lines: list[str]) -> None:
-        for line in lines:
+    def leave_out(self, kind: str, left_out: LeftOut, fate: str = "left out") -> None:
+        """Notes and tells the user which images of a kind could not be used."""
+        self.left_out[kind] = left_out.count
+        for line in left_out.told(kind, fate):
             self.say(line)
 
 
@@ -123,5 +135,5 @@ class Judged:
     said: str = ""
 
     @classmethod
-    def by(cls, encoder: FrozenEncoder, classifier: nn.Linear) -> Judged:
-        return cls(*encoder.judge(classifier), classifier)
+    def by(cls, encoder: FrozenEncoder, classifier: nn.Linear, val: Features | None = None) -> Judged:
+        return cls(*encoder.judge(classifier, val), classifier)

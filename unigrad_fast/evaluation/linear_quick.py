@@ -10,25 +10,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.linear import FrozenEncoder
-from unigrad_fast.evaluation.shares import own_images
+from unigrad_fast.evaluation.passes import Keeper, read_features
 
 ROWS_AT_ONCE = 1 << 16  # rows of features that are on the device at once
 L2 = 1e-3  # penalty on standardised features
 MOST_ITERATIONS = 200
 
 
-def quick(encoder: FrozenEncoder) -> nn.Linear:
+def quick(encoder: FrozenEncoder, keeper: Keeper | None = None) -> nn.Linear:
     """A classifier for raw features, fitted on standardised features.
+
+    Args:
+        keeper: of the features of the training images; None keeps none.
 
     Raises RunStopped if a feature is not finite or too many images cannot be used.
     """
-    device, most = encoder.world.device, encoder.config.data.max_bad_fraction
-    loader = own_images(encoder.train, encoder.config.data, encoder.config.evaluation, encoder.world)
-    features, labels, left_out = extract(encoder.backbone, loader, device, encoder.dtype, most)
-    encoder.tell(left_out.told("training"))
-    count = len(encoder.train) - left_out.count
+    device, world = encoder.world.device, encoder.world
+    found = read_features(encoder, encoder.train, "training", keeper)
+    encoder.leave_out("training", found.left_out)
+    features, count = found.own(world), len(encoder.train) - found.left_out.count
+    labels = torch.as_tensor(encoder.train.labels, dtype=torch.int64)[found.usable(world.rank, world.size)]
     mean, deviation = standardisation(features, count)
     features.sub_(mean).div_(deviation)
     if device.type == "cuda" and features.nbytes < torch.cuda.mem_get_info()[0] / 2:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from unigrad_fast.evaluation.classes import held_out
 from unigrad_fast.evaluation.linear import FrozenEncoder, Judged
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule
 from unigrad_fast.pipelines.manifest import part
@@ -27,7 +28,6 @@ RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2,
 STAGES = (1, 2)  # at the end of the backbone, whose pooled features a head takes
 COUNT = len(STAGES) * len(RATES)
 SCHEDULE = ProbeSchedule(epochs=10, batch_size=1024, base_lr=max(RATES))
-HELD_OUT = 0.1  # share of each class's training images on which a head is chosen, if not on the validation images
 
 
 class LastStages(nn.Module):
@@ -140,14 +140,7 @@ class Sweep:
 def without_held_out(encoder: FrozenEncoder) -> FrozenEncoder:
     """The encoder with nine tenths of each class's training images; the rest, drawn with the seed, are to choose on."""
     labels = np.asarray(encoder.train.labels)
-    order = np.random.default_rng(encoder.config.seed).permutation(len(labels))
-    place = np.empty(len(labels), np.int64)  # of each image among those of its class, in the drawn order
-    for label in np.unique(labels):
-        of_class = order[labels[order] == label]
-        place[of_class] = np.arange(len(of_class))
-    held = place < np.floor(HELD_OUT * np.bincount(labels)[labels])
-    if not held.any():
-        raise UserError("choose = train: no class has ten training images, a tenth of which to hold out; use val")
+    held = held_out(labels, encoder.config.seed)
     kept, chosen = (
         part(encoder.train, rows, labels[rows], encoder.train.classes)
         for rows in (np.flatnonzero(~held), np.flatnonzero(held))

@@ -130,6 +130,7 @@ def train(
                     "to continue",
                     preemption.status,
                 )
+    encoder.left_out["training"] = training.replaced
     return training.classifier
 
 
@@ -188,7 +189,7 @@ class Training:
         bad = count_left_out(self.failures.values(), len(encoder.train), encoder.config.data.max_bad_fraction)
         if bad.count > self.replaced:
             self.replaced = bad.count
-            encoder.tell(bad.told("training", "replaced by others"))
+            encoder.leave_out("training", bad, "replaced by others")
         dist.all_reduce(self.sums)
         losses, hits = (self.sums / self.steps_per_epoch).chunk(2)
         best = int(torch.where(losses.isfinite(), hits, -1).argmax())

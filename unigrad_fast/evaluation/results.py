@@ -15,9 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
+import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import unwritable, write_whole
 from unigrad_fast.runtime.outputs import require_file
@@ -25,10 +27,13 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 
 
-def folder_of(run: Path, output: Path | None = None) -> Path:
-    """The folder of a run's results: `output`, or RUN/evaluation. Raises UserError if it cannot be written."""
-    folder = RunFolder(run).evaluation
-    if output is not None and os.path.realpath(output) != os.path.realpath(folder):
+def folder_of(run: Path | None, output: Path | None = None) -> Path:
+    """The folder of the results: `output`, or RUN/evaluation; without a run `output` is given.
+
+    Raises UserError if it cannot be written.
+    """
+    folder = output if run is None else RunFolder(run).evaluation
+    if output is not None and (run is None or os.path.realpath(output) != os.path.realpath(folder)):
         folder = output
         require_file(folder / "results.json")
     elif os.path.lexists(folder) and not os.path.isdir(folder):
@@ -51,7 +56,7 @@ def write_result(
 ) -> str:
     """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
 
-    If it has, figures from an earlier call that this one lacks are kept.
+    If it has, figures from an earlier call that this one lacks are kept. The versions of the software are added.
 
     Args:
         settings: JSON values for which the result is valid.
@@ -63,7 +68,7 @@ def write_result(
         A line for the user about the file, the figures that it keeps and a file with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings, figures = json.loads(json.dumps([settings, figures]))  # as they will be read back
+    settings, figures = json.loads(json.dumps([settings, {**figures, "versions": versions()}]))  # as they will be read
     with _locked(folder):
         passed: list[tuple[Path, Any]] = []
         for number in count(1):
@@ -89,13 +94,27 @@ def write_result(
         write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
     line = f"written to {path}"
     if kept:
-        line += f", which keeps {', '.join(kept)} from an earlier call"
+        line += f", which keeps {', '.join(dict.fromkeys(kept))} from an earlier call"
     if passed:
         other, content = passed[0]
         key = next((key for key in settings if isinstance(content, dict) and content.get(key) != settings[key]), None)
         reason = f"has {key} = {shown(content.get(key))} and " if key else ""
         line += f"; {other.name} {reason}was kept"
     return line
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes a result."""
+    from nvidia import dali
+
+    return {"unigrad_fast": unigrad_fast.__version__, "torch": str(torch.__version__), "dali": dali.__version__}
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results in a folder, or in that of a run, by the names of their files without the ending."""
+    paths = [*sorted(folder.glob("*.json")), *sorted(RunFolder(folder).evaluation.glob("*.json"))]
+    found = {path.stem: content for path in paths if (content := _read(path)) is not None}
+    return {name: content for name, content in found.items() if {"protocol", "accuracy"} <= content.keys()}
 
 
 def _read(path: Path) -> dict[str, Any] | None:

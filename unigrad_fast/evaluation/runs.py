@@ -1,9 +1,10 @@
-"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run."""
+"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run, or of a file of weights."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,19 +15,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unigrad_fast.checkpoints.weights import configuration, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick, linear_sweep, linear_training
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
-from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult, require_k
+from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
+from unigrad_fast.evaluation.passes import Keeper, read_features
 from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.shares import share_of
+from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import digest, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
+from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import DataError, UserError
@@ -36,6 +40,7 @@ from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
 SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
+INTERPOLATION = "bilinear, antialiased"  # of the evaluation's loader
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
 
@@ -48,6 +53,9 @@ class Asked:
         train, val: paths of the images.
         k, temperature: settings of kNN.
         output: folder of the results; None for RUN/evaluation.
+        weights, backbone: a file and the name of the backbone in it, in place of a run; then `output` is given.
+        image_size: side in pixels of the images for such a backbone; None for the usual one.
+        keep_features: keep the features of plain images for the next evaluation.
     """
 
     checkpoint: int | None = None
@@ -56,6 +64,17 @@ class Asked:
     k: int | Literal["auto"] | None = None
     temperature: float | None = None
     output: Path | None = None
+    weights: Path | None = None
+    backbone: str | None = None
+    image_size: int | None = None
+    keep_features: bool = True
+
+    def source(self, run: Path | None) -> Source:
+        """The encoder. Raises UserError if there is none."""
+        if run is not None:
+            return of_run(run, self.checkpoint)
+        assert self.weights is not None and self.backbone is not None
+        return of_file(self.weights, self.backbone, self.image_size)
 
     def of(self, config: Config) -> Config:
         """The configuration with these options applied."""
@@ -68,26 +87,56 @@ class Asked:
 
 @dataclass(frozen=True)
 class Opened(FrozenEncoder):
-    """A run's trained online backbone and its images, on one rank.
+    """A trained backbone, of a run or of a file of weights, and its images, on one rank.
 
     Attributes:
-        settings: JSON values that identify the weights and the images of a result.
+        name: what a table calls the weights: their epoch, or their file.
+        settings: JSON values for which a result is valid: the weights, the images and how they are prepared.
         paths: paths of the images.
+        listed: number of training and of validation images, with those of other classes.
         console: silent on all ranks but the first.
         preemption: tells when to stop.
     """
 
+    name: str
     settings: Mapping[str, Any]
     paths: Mapping[str, Any]
+    listed: Mapping[str, int]
     console: Console
     preemption: Preemption
 
+    def stem(self, protocol: str) -> str:
+        """The start of the names of a protocol's results."""
+        epoch = self.settings["epoch"]
+        return protocol if epoch is None else f"{protocol}-epoch{epoch:g}"
 
-def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
-    """Print the kNN accuracy of a run's online backbone and write it to knn-epochE.json in RUN/evaluation.
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Numbers of images that were used and left out, for a result."""
+        used = {kind: len(images) - self.left_out.get(kind, 0) for kind, images in self.images().items()}
+        return {kind: {"used": count, "left_out": self.listed[kind] - count} for kind, count in used.items()}
+
+    def images(self) -> dict[str, Manifest]:
+        return {"training": self.train, "validation": self.val}
+
+    def keeper(self, folder: Path, asked: Asked) -> Keeper | None:
+        """Keeps features in FOLDER/features, as far as it was not refused."""
+        if not asked.keep_features:
+            return None
+        names = ("branch", "backbone", "weights", "transform", "precision")
+        config = self.config
+        machine = {"device": self.world.device.type, "decode": config.data.decode, "tf32": config.engine.tf32}
+        return Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+
+    def tell(self, keeper: Keeper | None) -> None:
+        for line in [] if keeper is None else keeper.told():
+            self.say(line)
+
+
+def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
+    """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
 
     Args:
-        run: the run folder.
+        run: the run folder; None with `asked.weights`.
         baselines: also evaluate raw pixels, colour histograms and the untrained encoder.
         asked: checkpoint, images and settings that override the run's.
 
@@ -106,38 +155,53 @@ def evaluate_knn(run: Path, baselines: bool, asked: Asked) -> None:
                 rows[name] = probe(features, None, image_size=size, crop_fraction=1.0)
             untrained = build_encoder(this.config.model, this.config.seed, this.world.device).backbone
             rows["untrained encoder"] = probe(untrained, this.dtype)
-        rows["trained encoder"] = probe(this.backbone, this.dtype)
+        keeper = this.keeper(folder, asked)
+        bank, queries = (
+            share_of(read_features(this, images, kind, keeper), images.labels, this.world)
+            for kind, images in this.images().items()
+        )
+        rows["trained encoder"] = probe.judge(bank, queries)
         if this.world.rank != 0:
             return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
+        this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
+        this.left_out.update(validation=len(this.val) - rows["trained encoder"].queries)
         if few := probe.few_images(rows["trained encoder"].bank):
             this.say(few)
-        result, epoch = rows["trained encoder"], f"{this.settings['epoch']:g}"
+        result = rows["trained encoder"]
         title = (
-            f"{PROTOCOL}, {BRANCH}: k {result.k}, T {result.temperature:g}, "
+            f"{PROTOCOL}, {this.settings['branch']}: k {result.k}, T {result.temperature:g}, "
             f"{result.queries:,} validation images against {result.bank:,} training images"
         )
         table = [(name, f"{row.accuracy:.2f}") for name, row in rows.items()]
-        table[-1] = (f"trained encoder, epoch {epoch}", table[-1][1])
+        table[-1] = (f"trained encoder, {this.name}", table[-1][1])
         print_table(this.console, title, table, 1)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
         written = write_result(
             folder,
-            f"knn-epoch{epoch}",
-            {"protocol": PROTOCOL, "branch": BRANCH, **this.settings, **settings},
-            {**this.paths, "accuracy": {name: row.accuracy for name, row in rows.items()}},
+            this.stem("knn"),
+            {"protocol": PROTOCOL, **this.settings, **settings},
+            {
+                **this.paths,
+                "counts": this.counts(),
+                "accuracy": {name: row.accuracy for name, row in rows.items()},
+                "top5": {name: row.top5 for name, row in rows.items()},
+            },
         )
         this.say(written)
+        this.tell(keeper)
 
 
-def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked) -> None:
-    """Print the accuracy of a linear classifier on a run's frozen online backbone.
+def evaluate_linear(
+    run: Path | None, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked
+) -> None:
+    """Print the accuracy of a linear classifier on a frozen backbone.
 
     Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
 
     Args:
-        run: the run folder.
+        run: the run folder; None with `asked.weights`.
         protocol: "quick", "paper" or "sweep".
         changes: fields of the schedule that differ from the protocol's.
         choose: on which images the sweep chooses: "val", or "train" for a held-out tenth of the training images.
@@ -159,12 +223,14 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], c
                 f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
             )
             this = replace(this, train=train, val=val)
-        stem, unfinished = f"linear-{protocol}-epoch{this.settings['epoch']:g}", None
-        about: dict[str, Any] = {"protocol": protocol, "branch": BRANCH, **this.settings}
+        keeper = this.keeper(folder, asked)
+        stem, unfinished = this.stem(f"linear-{protocol}"), None
+        about: dict[str, Any] = {"protocol": protocol, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
             with this.preemption.nothing_to_save(NOTHING_KEPT):
-                judge = partial(Judged.by, this, linear_quick.quick(this))
+                classifier = linear_quick.quick(this, keeper)
+                judge = partial(Judged.by, this, classifier, read_features(this, this.val, "validation", keeper))
             done = NOTHING_KEPT
         else:
             schedule = replace(SCHEDULES[protocol], **changes)
@@ -184,9 +250,10 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], c
             judged = judge()
         if this.world.rank != 0:
             return
-        title = f"linear probe, {BRANCH}: {described(protocol, changes)}, {judged.images:,} validation images"
+        branch = this.settings["branch"]
+        title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
         shown = f"{judged.accuracy:.2f}", "–" if judged.top5 is None else f"{judged.top5:.2f}"
-        row = (f"trained encoder, epoch {this.settings['epoch']:g}", *shown)
+        row = (f"trained encoder, {this.name}", *shown)
         print_table(this.console, title, [row], 2)
         if judged.said:
             this.say(judged.said)
@@ -194,13 +261,20 @@ def evaluate_linear(run: Path, protocol: str, changes: dict[str, int | float], c
             folder,
             stem,
             {**about, "images": judged.images},
-            {**this.paths, "accuracy": judged.accuracy, "top5": judged.top5, **judged.figures},
+            {
+                **this.paths,
+                "counts": this.counts(),
+                "accuracy": judged.accuracy,
+                "top5": judged.top5,
+                **judged.figures,
+            },
             {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
             classes,
         )
         if unfinished is not None:
             unfinished.delete()
         this.say(written)
+        this.tell(keeper)
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:
@@ -218,65 +292,106 @@ def described(protocol: str, changes: Mapping[str, int | float]) -> str:
 
 
 @contextmanager
-def opened(run: Path, asked: Asked, classifier: str, same: str) -> Iterator[Opened]:
-    """Opens a run's encoder and images, with a process group and signal handlers.
+def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterator[Opened]:
+    """Opens the encoder of a run or of a file of weights, and its images, with a process group and signal handlers.
 
     Args:
         classifier: names it in an error.
         same: for the warning of `same_images`.
 
     Raises:
-        UserError: the run has no weights, labels or validation images.
+        UserError: there are no weights, labels or validation images.
+    """
+
+    def find(config: Config, world: World) -> tuple[Manifest, Manifest, Manifest, list[str]]:
+        train, val, said = _manifests(config, asked, world)
+        said += same_images(config.data, same)
+        queries = match(train, val)
+        if queries.obstacle is not None:
+            whom = "these weights" if run is None else "this run"
+            raise UserError(f"{classifier} cannot evaluate {whom}: {queries.obstacle.told(config.data)}")
+        return train, val, queries.val, [*said, *queries.told]
+
+    with opened_on(run, asked, find) as this:
+        yield this
+
+
+@contextmanager
+def opened_on(
+    run: Path | None,
+    asked: Asked,
+    find: Callable[[Config, World], tuple[Manifest, Manifest, Manifest, list[str]]],
+) -> Iterator[Opened]:
+    """As `opened`, on any images.
+
+    Args:
+        find: gives the training images, all validation images, those of them that are judged, and warnings.
     """
     with ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
         with preemption.nothing_to_save("stopped before ranks connected"):
-            reader = open_checkpoint(run, asked.checkpoint)
-            config, told = configuration(run, reader)
+            source = asked.source(run)
+            config = source.config
             world = stack.enter_context(process_group.session(config.engine.device))
         stack.push(preemption.settle)
         threads = stack.enter_context(compute_threads(world.device))
         console = new_console(quiet=world.rank != 0)
         with preemption.nothing_to_save("nothing was computed yet"):
-            for line in told:
-                console.print(f"warning: {line}", soft_wrap=True)
+            for line in (*source.said, *(f"warning: {line}" for line in source.warned)):
+                console.print(line, soft_wrap=True)
             config = asked.of(config)
             stack.enter_context(tensor_float32(config.engine.tf32))
             backbone = build_encoder(config.model, config.seed, world.device).backbone
-            load_encoder(reader, backbone)
-            train, val, said = _manifests(config, asked, world)
-            said += same_images(config.data, same)
-            queries = match(train, val)
-            if queries.obstacle is not None:
-                raise UserError(f"{classifier} cannot evaluate this run: {queries.obstacle.told(config.data)}")
+            source.load(backbone)
+            train, val, judged, said = find(config, world)
         dtype = autocast_dtype(config.engine.precision, world.device)
         this = Opened(
             config=config,
             world=world,
             train=train,
-            val=queries.val,
+            val=judged,
             backbone=backbone,
             dtype=dtype,
             say=partial(console.print, soft_wrap=True),
+            name=source.name,
             settings={
-                "step": reader.about["step"],
-                "epoch": reader.about["epoch"],
-                "weights": fingerprint(reader),
+                **source.about,
+                "backbone": config.model.backbone,
+                "weights": source.digest(),
                 "train_images": digest(train),
                 "val_images": digest(val),
                 "image_size": config.data.image_size,
                 "crop_fraction": config.evaluation.crop_fraction,
+                "transform": {
+                    "resize": short_side(config.data.image_size, config.evaluation.crop_fraction),
+                    "crop": config.data.image_size,
+                    "interpolation": INTERPOLATION,
+                    "mean": MEAN,
+                    "deviation": DEVIATION,
+                },
+                "labels": label_map(train),
+                "seed": config.seed,
                 "precision": str(dtype or torch.float32)[6:],
             },
-            paths={"data": {"train": str(config.data.train), "val": str(config.data.val)}},
+            paths={
+                **({} if run is not None else {"file": str(asked.weights)}),
+                "data": {"train": str(config.data.train), "val": str(config.data.val)},
+            },
+            listed={"training": len(train), "validation": len(val)},
             console=console,
             preemption=preemption,
         )
         if threads.said:
             this.say(threads.said)
-        for line in [*filter(None, [threads.warning]), *said, *queries.told]:
+        for line in [*filter(None, [threads.warning]), *said]:
             this.say(f"warning: {line}")
         yield this
+
+
+def label_map(train: Manifest) -> dict[str, Any]:
+    """Number of the classes, and a digest of their names in the order of the labels."""
+    names = "\0".join(train.classes).encode(errors="surrogateescape")
+    return {"classes": len(train.classes), "digest": f"sha256-{hashlib.sha256(names).hexdigest()[:16]}"}
 
 
 def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Manifest | None, list[str]]:

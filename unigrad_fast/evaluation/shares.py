@@ -8,8 +8,9 @@ any rank and device. The cosine of two rows differs from that of the features by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.functional import normalize
 
 from unigrad_fast import config
 from unigrad_fast.evaluation.features import LeftOut, extract
+from unigrad_fast.evaluation.rows import Features, halved
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
 
@@ -94,16 +96,33 @@ def read_share(
 ) -> Share:
     """The features of this rank's usable images; with several ranks, all call this together.
 
+    They are rounded to half precision first, as kept features are, so that these give the same.
+
     Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
 
-    def new_rows(count: int, width: int) -> Tensor:
-        """On the device if they take at most half of the free memory there."""
-        place = device
-        if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if 2 * count * width > (torch.cuda.mem_get_info(device)[0] + unused) / 2:
-                place = torch.device("cpu")  # blocks are copied when needed
-        return torch.empty(count, width, dtype=torch.float16, device=place)
+    def kept(features: Tensor) -> Tensor:
+        return rounded(halved(features)[:, :-1])
 
-    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, rounded, new_rows))
+    new_rows = partial(room, device)
+    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, kept, new_rows))
+
+
+def share_of(features: Features, labels: Sequence[int], world: World) -> Share:
+    """This rank's share of features that were read before."""
+    positions = features.usable(world.rank, world.size)
+    rows, start = room(world.device, len(positions), features.width), 0
+    for _, block in features.blocks(positions):
+        rows[start : start + len(block)] = rounded(block[:, :-1].to(world.device))
+        start += len(block)
+    return Share(rows, torch.as_tensor(labels, dtype=torch.int64)[torch.from_numpy(positions)], features.left_out)
+
+
+def room(device: torch.device, count: int, width: int) -> Tensor:
+    """Memory for rows of a share, fp16: on the device if they take at most half of what is free there."""
+    place = device
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if 2 * count * width > (torch.cuda.mem_get_info(device)[0] + unused) / 2:
+            place = torch.device("cpu")  # blocks are copied when needed
+    return torch.empty(count, width, dtype=torch.float16, device=place)

@@ -15,8 +15,8 @@ _WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PAT
 
 
 def positionals(options: type[Node]) -> list[str]:
-    """Keys whose values may be written without the key, in this order: the required ones."""
-    return [name for name, field in options.model_fields.items() if field.is_required()]
+    """Keys whose values may be written without the key, in this order: the required ones, and those that say so."""
+    return [name for name, field in options.model_fields.items() if field.is_required() or name in options.positional]
 
 
 def text(usage: str, options: type[Node], defaults: Node | None) -> str:
@@ -64,7 +64,7 @@ def _keys(options: type[Node], defaults: Node | None, prefix: str, width: int) -
     for name, field in options.model_fields.items():
         if (inner := group(options, name)) is not None:
             groups.append((name, inner, str(field.description)))
-        elif prefix or not field.is_required():
+        elif prefix or name not in positionals(options):
             default = getattr(defaults, name, field.get_default())
             yield f"  --{prefix}{name} {form(field.annotation)}"
             yield from _wrapped(f"{field.description} (default: {written(default)})", width, " " * 6)

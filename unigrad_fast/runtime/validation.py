@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -32,6 +32,8 @@ class Node(BaseModel):
     """A group of keys: immutable, without unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    positional: ClassVar[tuple[str, ...]] = ()  # keys of a command that may be written without the key, if not required
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,0 +1,64 @@
+"""The table of all results of an encoder: what is comparable, and what differs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from unigrad_fast.evaluation.listing import rows, show
+from unigrad_fast.runtime.errors import UserError
+
+OLD = {  # as early versions wrote it
+    "protocol": "weighted kNN",
+    "branch": "online backbone",
+    "step": 20,
+    "epoch": 2.0,
+    "image_size": 32,
+    "k": 20,
+    "temperature": 0.1,
+    "data": {"train": "/a", "val": "/b"},
+    "accuracy": {"raw pixels": 12.0, "trained encoder": 50.125},
+}
+NEW = OLD | {
+    "k": 5,
+    "transform": {"resize": 36},
+    "seed": 0,
+    "versions": {"torch": "2.14"},
+    "top5": {"trained encoder": 90.0},
+}
+LINEAR = {"protocol": "quick", "branch": "online backbone", "epoch": 2.0, "accuracy": 60.0, "top5": None, "l2": 0.001}
+
+
+def test_a_row_says_in_which_settings_the_results_of_a_protocol_differ():
+    made = rows({"linear-quick-epoch2": LINEAR, "knn-epoch2": OLD, "knn-epoch2-2": NEW})
+    assert made == [
+        ("linear, quick", "online backbone", "2", "60.00", "–", ""),
+        ("weighted kNN", "online backbone", "2", "50.12", "–", "k 20"),
+        ("weighted kNN", "online backbone", "2", "50.12", "90.00", "k 5"),
+    ]
+
+
+def test_only_what_all_results_of_a_protocol_tell_is_compared():
+    later = NEW | {"epoch": None, "transform": {"resize": 40}}
+    first, second = (row[5] for row in rows({"knn": later, "knn-epoch2": NEW}))
+    assert (first, second) == ("transform.resize 40", "transform.resize 36")
+    assert [row[2] for row in rows({"knn-epoch2": NEW, "knn": later})] == ["–", "2"]
+
+
+def test_results_of_a_run_and_of_a_folder_are_shown_and_other_files_are_not(tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "evaluation").mkdir(parents=True)
+    with pytest.raises(UserError, match="no results there; give the folder of a run that was evaluated"):
+        show(run)
+    (run / "knn.json").write_text(json.dumps(OLD))
+    (run / "evaluation/knn-epoch2.json").write_text(json.dumps(NEW))
+    (run / "evaluation/linear-quick-epoch2.json").write_text(json.dumps(LINEAR))
+    (run / "evaluation/notes.json").write_text("{}")
+    (run / "evaluation/damaged.json").write_text("{")
+    show(run)
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("weighted kNN", "linear, quick", "50.12", "60.00"))
+    assert "notes" not in said and "damaged" not in said
+    show(run / "evaluation")
+    assert "linear, quick" in capsys.readouterr().out

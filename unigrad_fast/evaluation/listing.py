@@ -1,0 +1,82 @@
+"""`unigrad-fast evaluate list`: all results of an encoder in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from unigrad_fast.evaluation.results import read_results
+from unigrad_fast.runtime.console import fitted, new_console
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import leaves, shown
+
+COLUMNS = ("protocol", "branch", "epoch", "top-1, %", "top-5, %", "what differs")
+# Of a result: what has a column of its own, and what is not a setting.
+NO_SETTINGS = ("protocol", "branch", "epoch", "step", "accuracy", "top5", "counts", "versions", "data", "file")
+JUDGED = "trained encoder"  # among the features that one result compares
+
+
+def show(folder: Path) -> None:
+    """Print the results of a run, or those in a folder of results.
+
+    Raises:
+        UserError: there are none.
+    """
+    results = read_results(folder)
+    if not results:
+        raise UserError(f"{folder}: no results there; give the folder of a run that was evaluated, or of its results")
+    table = Table(title=f"results in {folder}; comparable where protocol and what differs agree", title_justify="left")
+    for column in COLUMNS:
+        justify: Any = "right" if column.endswith("%") else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "what differs")
+    for row in rows(results):
+        table.add_row(*map(fitted, row))
+    new_console(quiet=False).print(table)
+
+
+def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row of texts for each result, by protocol and epoch.
+
+    "what differs" has the settings whose values are not the same in all results of the protocol that have them.
+    """
+    ordered = sorted(results.items(), key=lambda named: (_protocol(*named), named[1].get("epoch") or 0, named[0]))
+    made = []
+    for protocol, group in groupby(ordered, key=lambda named: _protocol(*named)):
+        of_protocol = list(group)
+        settings = [_settings(content) for _, content in of_protocol]
+        everywhere = [key for key in settings[0] if all(key in each for each in settings)]
+        varying = [key for key in everywhere if len({json.dumps(each[key]) for each in settings}) > 1]
+        for (_, content), own in zip(of_protocol, settings, strict=True):
+            epoch = content.get("epoch")
+            made.append(
+                (
+                    protocol,
+                    str(content.get("branch", "online")),
+                    "–" if epoch is None else f"{epoch:g}",
+                    _percent(content["accuracy"]),
+                    _percent(content.get("top5")),
+                    ", ".join(f"{key} {shown(own[key])}" for key in varying),
+                )
+            )
+    return made
+
+
+def _protocol(name: str, content: Mapping[str, Any]) -> str:
+    """The protocol with what it trains: a linear protocol alone is called quick or paper."""
+    return f"linear, {content['protocol']}" if name.startswith("linear") else str(content["protocol"])
+
+
+def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key, without lists."""
+    kept = {key: value for key, value in content.items() if key not in NO_SETTINGS}
+    return {key: value for key, value in leaves(kept) if not isinstance(value, list | dict)}
+
+
+def _percent(value: Any) -> str:
+    value = value.get(JUDGED) if isinstance(value, dict) else value
+    return "–" if value is None else f"{value:.2f}"

@@ -1,0 +1,207 @@
+"""One pass of features over a set of images, which the next evaluation reads too: kept on the disk.
+
+RUN/evaluation/features/training-0f1e2d3c4b5a6978/    named by all that the features depend on
+    about.json                                        that, the ranks of the pass, and images that could not be used
+    rank-00000.npy                                    rows, fp16 [n, D + 1], of one rank; all ranks can read all files
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unigrad_fast.evaluation.features import count_left_out, extract
+from unigrad_fast.evaluation.linear import FrozenEncoder
+from unigrad_fast.evaluation.rows import Features, halved
+from unigrad_fast.evaluation.shares import own_images
+from unigrad_fast.images.manifests import digest
+from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
+from unigrad_fast.runtime.files import write_whole
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
+from unigrad_fast.runtime.wording import byte_size
+
+FORMAT = 1
+LARGEST_SHARE = 0.5  # of the free space that kept features may take: others write to the disk, too
+
+
+@dataclass
+class Keeper:
+    """Features on the disk, for one encoder; of each kind of images the newest are kept. All ranks call it together.
+
+    Args:
+        folder: the folder of all features.
+        depends_on: JSON values that determine features, apart from the images.
+
+    Attributes:
+        read_from_disk, made: numbers of images whose features were there, and whose features a pass added.
+        size: of what was added, bytes.
+        problems: lines for the user about what was not kept.
+    """
+
+    folder: Path
+    depends_on: Mapping[str, Any]
+    read_from_disk: int = 0
+    made: int = 0
+    size: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def told(self) -> list[str]:
+        """Lines for the user."""
+        lines = list(self.problems)
+        if self.read_from_disk:
+            lines.append(f"features of {self.read_from_disk:,} images were read from {self.folder}")
+        if self.made:
+            lines.append(f"features of {self.made:,} images are kept in {self.folder} ({byte_size(self.size)})")
+        return lines
+
+    def read(self, encoder: FrozenEncoder, manifest: Manifest, kind: str) -> Features | None:
+        """Features of images: those on the disk, or those of a pass whose features go there; None if there is no room.
+
+        Raises RunStopped if a feature is not finite or too many images cannot be used.
+        """
+        depends_on = {**self.depends_on, "images": digest(manifest), "files": manifest.fingerprint}
+        name = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+        most = encoder.config.data.max_bad_fraction
+        for folder in on_first(lambda: sorted(self.folder.glob(f"*-{name}"))):
+            found = self._open(folder, len(manifest), most)
+            if found is not None:
+                self.read_from_disk += len(manifest)
+                return found
+        unfinished = self.folder / f".{kind}-{name}.unfinished-{on_first(lambda: uuid.uuid4().hex[:8])}"
+        try:
+            rows, problem = self._allocate(unfinished, encoder, len(manifest))
+            if problem:
+                self.problems.append(f"features of the {kind} images are not kept: {problem}")
+                return None
+            return self._make(unfinished, self.folder / f"{kind}-{name}", encoder, manifest, kind, depends_on, rows)
+        finally:
+            if encoder.world.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _make(
+        self,
+        unfinished: Path,
+        final: Path,
+        encoder: FrozenEncoder,
+        manifest: Manifest,
+        kind: str,
+        depends_on: Mapping[str, Any],
+        rows: np.memmap | None,
+    ) -> Features:
+        """The features of a pass, in the files of a folder that gets its final name."""
+        loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, encoder.world)
+        made = _pass(encoder, loader, lambda count, width: torch.from_numpy(rows) if count else torch.empty(0, 0))
+        failures = [each for part in gather(loader.failures) for each in part]
+        world, most = encoder.world, encoder.config.data.max_bad_fraction
+        about = {
+            "format": FORMAT,
+            "depends_on": depends_on,
+            "images": len(manifest),
+            "ranks": world.size,
+            "failures": [[int(each.step), int(each.image), each.path, each.reason] for each in failures],
+        }
+        found, problem = None, "not all ranks can read them"
+        try:
+            on_all_ranks(lambda: None if rows is None else rows.flush())
+            on_first(lambda: self._complete(unfinished, final, about))
+            found = self._open(final, len(manifest), most)
+            if found is None:
+                on_first(lambda: shutil.rmtree(final, ignore_errors=True))
+        except OSError as error:  # on all ranks; another evaluation may be making the same features
+            problem = f"{error.filename or final}: {error.strerror}"
+        if found is None:
+            self.problems.append(f"features of the {kind} images are not kept: {problem}")
+            return _features(len(manifest), world.size, {world.rank: made.numpy()}, failures, most)
+        self.made += len(manifest)
+        self.size += sum(part.nbytes for part in found.parts.values())
+        return found
+
+    def _allocate(self, folder: Path, encoder: FrozenEncoder, images: int) -> tuple[np.memmap | None, str]:
+        """This rank's rows in its file, whose blocks are reserved; or None, and why there is no room on some rank."""
+        world, width = encoder.world, encoder.width() + 1
+        rows, problem = None, ""
+        size = 2 * images * width
+        try:
+            on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True))
+            free = on_first(lambda: shutil.disk_usage(folder).free)
+            if size > LARGEST_SHARE * free:
+                problem = (
+                    f"they take {byte_size(size)}, more than half of the {byte_size(free)} that are free in "
+                    f"{self.folder}; free some, or add --keep_features false"
+                )
+            elif world.rank < images:
+                count = len(range(world.rank, images, world.size))
+                file = folder / f"rank-{world.rank:05}.npy"
+                rows = np.lib.format.open_memmap(file, "w+", np.float16, (count, width))
+                with open(file, "r+b") as opened:  # writing to a hole of a mapped file on a full disk kills a process
+                    os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+        except OSError as error:
+            problem = f"{error.filename or folder}: {error.strerror}"
+        return rows, next(filter(None, gather(problem)), "")
+
+    def _complete(self, unfinished: Path, final: Path, about: Mapping[str, Any]) -> None:
+        """Give the folder its name, and remove what it replaces."""
+        write_whole(unfinished / "about.json", json.dumps(about).encode())
+        for other in self.folder.glob(f"*{final.name.partition('-')[0]}-*"):
+            if other != unfinished:
+                shutil.rmtree(other, ignore_errors=True)
+        os.rename(unfinished, final)
+
+    def _open(self, folder: Path, images: int, most: float) -> Features | None:
+        """The features in a folder; None unless all ranks can read all of them."""
+        parts, failures = None, []
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+            failures = [Failure(step, image, *said) for step, image, *said in about["failures"]]
+            ranks = about["ranks"]
+            shapes = {rank: len(range(rank, images, ranks)) for rank in range(min(ranks, images))}
+            files = {rank: np.load(folder / f"rank-{rank:05}.npy", mmap_mode="r") for rank in shapes}
+            whole = about["format"] == FORMAT and about["images"] == images
+            if whole and all(files[rank].shape[0] == count for rank, count in shapes.items()):
+                parts = files
+        if not all(gather(parts is not None)):
+            return None
+        return _features(images, ranks, parts, failures, most)
+
+
+def read_features(encoder: FrozenEncoder, manifest: Manifest, kind: str, keeper: Keeper | None = None) -> Features:
+    """The features of an encoder for a set of images, kept on the disk if there is a keeper and room; all ranks call
+    this together.
+
+    The rows are the same from the disk and from memory, so that an evaluation has the same result.
+
+    Raises RunStopped if a feature is not finite or too many images cannot be used.
+    """
+    found = None if keeper is None else keeper.read(encoder, manifest, kind)
+    if found is not None:
+        return found
+    world = encoder.world
+    loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, world)
+    rows = _pass(encoder, loader, lambda count, width: torch.empty(count, width + 1, dtype=torch.float16))
+    failures, most = [each for part in gather(loader.failures) for each in part], encoder.config.data.max_bad_fraction
+    return _features(len(manifest), world.size, {world.rank: rows.numpy()}, failures, most)
+
+
+def _pass(encoder: FrozenEncoder, loader: EvaluationLoader, new_rows: Callable[[int, int], Tensor]) -> Tensor:
+    """This rank's rows."""
+    most = encoder.config.data.max_bad_fraction
+    device = encoder.world.device
+    return extract(encoder.backbone, loader, device, encoder.dtype, most, halved, new_rows)[0]
+
+
+def _features(images: int, ranks: int, parts: Mapping, failures: list[Failure], most: float) -> Features:
+    left_out = count_left_out(failures, images, most)
+    failed = np.unique(np.array([failure.image for failure in failures], np.int64))
+    return Features(images, ranks, parts, failed, left_out)
