@@ -338,7 +338,11 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
     [
         ("pretrian", "pretrian: unknown command; did you mean pretrain?"),
         ("data recipe", "data recipe: unknown command; did you mean data presets?"),
-        ("evaluate", "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN"),
+        (
+            "evaluate",
+            "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN, "
+            "evaluate finetune RUN",
+        ),
         (
             "checkpoint --k 3",
             "checkpoint: names a group of commands; type one of checkpoint show PATH, checkpoint verify PATH",
@@ -347,7 +351,8 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         ("knn x", "knn x: unknown command; did you mean evaluate knn?"),
         (
             "evaluate frobnicate",
-            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN",
+            "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN, "
+            "evaluate finetune RUN",
         ),
         ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),

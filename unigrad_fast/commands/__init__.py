@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (pretrain.Pretrain, pretrain.pretrain),
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
     "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
+    "evaluate finetune": (evaluate.EvaluateFinetune, evaluate.evaluate_finetune),
     "export": (weights.Export, weights.export),
     "import": (weights.Import, weights.import_weights),
     "data synth": (data.DataSynth, data.data_synth),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.evaluation.linear import FrozenEncoder, Judged
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule
+from unigrad_fast.evaluation.samples import places_in_class
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.errors import UserError
 
@@ -136,12 +137,7 @@ class Sweep:
 def without_held_out(encoder: FrozenEncoder) -> FrozenEncoder:
     """The encoder with nine tenths of each class's training images; the rest, drawn with the seed, are to choose on."""
     labels = np.asarray(encoder.train.labels)
-    order = np.random.default_rng(encoder.config.seed).permutation(len(labels))
-    place = np.empty(len(labels), np.int64)  # of each image among those of its class, in the drawn order
-    for label in np.unique(labels):
-        of_class = order[labels[order] == label]
-        place[of_class] = np.arange(len(of_class))
-    held = place < np.floor(HELD_OUT * np.bincount(labels)[labels])
+    held = places_in_class(labels, encoder.config.seed) < np.floor(HELD_OUT * np.bincount(labels)[labels])
     if not held.any():
         raise UserError("choose = train: no class has ten training images, a tenth of which to hold out; use val")
     kept, chosen = (
