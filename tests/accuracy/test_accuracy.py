@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.config import Config
+from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.runtime import strict_yaml
+from unigrad_fast.runtime.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,3 +106,29 @@ def test_the_cifar_subset_beats_pixels_by_4_and_the_untrained_encoder_by_10_poin
     record_property("mean of the trained encoders, kNN %", round(mean["trained encoder"], 2))
     assert mean["trained encoder"] >= mean["untrained encoder"] + 10
     assert mean["trained encoder"] >= mean["raw pixels"] + 4
+
+
+def test_fine_tuned_on_few_labels_of_the_cifar_subset_the_encoder_beats_random_weights(
+    cifar_subset, folder, record_property
+):
+    """With 80 and with 800 labels, over three seeds; the run is that of seed 0 above."""
+    run, untrained = folder / "cifar-0", folder / "cifar-untrained"
+    if not (run / "summary.json").exists():
+        train_and_judge("cifar_subset", cifar_subset, run, lambda name, value: None)
+    config = validate(Config, strict_yaml.read((run / "config.yaml").read_text()))
+    untrained.mkdir()
+    shutil.copy(run / "config.yaml", untrained)
+    encoder = build_encoder(config.model, config.seed, torch.device("cpu"))
+    tensors = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    write_weights(untrained, tensors, 0, 0.0, config.model_dump(mode="json"))
+    for fraction in ("0.01", "0.1"):
+        found = {}
+        for name, weights in (("trained", run), ("random", untrained)):
+            options = ("--fraction", fraction, "--batch_size", "32", "--seeds", "3")
+            unigrad_fast("evaluate", "finetune", weights, *options)
+            (result,) = (weights / "evaluation").glob(f"finetune-twist-{fraction}-*.json")
+            found[name] = json.loads(result.read_text())
+            record_property(f"{fraction} of the labels, {name} weights, %", round(found[name]["accuracy"], 2))
+            record_property(f"{fraction}, {name}, deviation", round(found[name]["deviation"]["accuracy"], 2))
+        for trained, random in zip(*(found[name]["results"] for name in ("trained", "random")), strict=True):
+            assert trained["accuracy"] > random["accuracy"]

@@ -14,9 +14,9 @@ from test_knn import ALONE, NONE, clusters
 from test_runs import images, made, run, said  # noqa: F401
 from test_sharded_knn import world
 
-from unigrad_fast.evaluation.classes import held_out
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn, sharded_knn_grid
 from unigrad_fast.evaluation.knn_grid import chosen
+from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, norms, rounded
 
 CELLS = [(k, temperature) for k in (1, 3, 10, 90) for temperature in (0.05, 0.1)]

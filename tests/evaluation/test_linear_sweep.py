@@ -12,10 +12,10 @@ from test_linear import AskedToLeave, Spectrum, probe
 from thin import thin
 from torch import Tensor, nn
 
-from unigrad_fast.evaluation.classes import HELD_OUT
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.linear_sweep import COUNT, RATES, STAGES, Heads, Sweep, without_held_out
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule, train
+from unigrad_fast.evaluation.samples import HELD_OUT
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.batch_norm import convert

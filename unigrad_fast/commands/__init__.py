@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (pretrain.Pretrain, pretrain.pretrain),
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
     "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
+    "evaluate finetune": (evaluate.EvaluateFinetune, evaluate.evaluate_finetune),
     "evaluate features": (evaluate.EvaluateFeatures, evaluate.evaluate_features),
     "evaluate list": (evaluate.EvaluateList, evaluate.evaluate_list),
     "export": (weights.Export, weights.export),

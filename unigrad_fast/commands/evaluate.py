@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate knn`, `evaluate linear`, `evaluate features` and `evaluate list`."""
+"""`unigrad-fast evaluate knn`, `linear`, `finetune`, `features` and `list`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run
+from unigrad_fast.evaluation import finetune_protocols
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
@@ -140,6 +141,60 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     from unigrad_fast.evaluation import runs
 
     runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+
+
+class EvaluateFinetune(Evaluation):
+    """Fine-tune an encoder with a classifier on few labels, and evaluate it."""
+
+    fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of the training images whose labels are used, a balanced sample drawn with the run's seed, such as 0.01."""
+    subset: AbsolutePath | None = None
+    """File that lists these images in place of fraction: names of files, one per line, as SimCLR's lists have them."""
+    protocol: Literal[finetune_protocols.NAMES] = "twist"  # type: ignore[valid-type]
+    """Whose published settings are used; TWIST's are the likeliest source of the paper's numbers."""
+    search: bool = False
+    """Choose the rates from a grid, the pairs of rates that any of these sources has."""
+    choose: Literal["train", "val"] | None = None
+    """Images on which search chooses: train for a held-out tenth of the labelled images, or val; null is train."""
+    seeds: int = Field(default=1, ge=1, le=100)
+    """Trainings on the same images, with the run's seed and the next ones."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs; null is the protocol's."""
+    batch_size: int | None = Field(default=None, ge=2)
+    """Images per step, over all ranks; null is the protocol's."""
+    backbone_lr: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest learning rate of the backbone, whatever the batch; null is the protocol's."""
+    head_lr: float | None = Field(default=None, gt=0, le=1e6)
+    """Largest learning rate of the classifier, whatever the batch; null is the protocol's."""
+
+
+def evaluate_finetune(options: EvaluateFinetune) -> None:
+    asked = options.judged()
+    refuse_unused(options, ("keep_features",), "fine-tuning reads no kept features")
+    if (options.fraction is None) == (options.subset is None):
+        given = "neither is" if options.fraction is None else "both are"
+        raise UserError(f"fraction and subset: {given} given; give one, such as --fraction 0.01 or --subset FILE")
+    if options.choose and not options.search:
+        raise UserError(f"choose = {options.choose}: applies only to --search true; leave it out, or add that")
+    keys = ("epochs", "batch_size", "backbone_lr", "head_lr")
+    changes = {key: value for key in keys if (value := getattr(options, key)) is not None}
+    if options.search and (rates := [key for key in keys[2:] if key in changes]):
+        raise UserError(f"{rates[0]} = {changes[rates[0]]:g}: is chosen by --search true; leave out one of them")
+    if options.fraction is not None:
+        finetune_protocols.settings(options.protocol, options.fraction, changes, options.search)
+    require_dali()
+    from unigrad_fast.evaluation import finetune_run, runs
+
+    few = finetune_run.FewLabels(
+        options.protocol,
+        options.fraction,
+        options.subset,
+        changes,
+        options.search,
+        options.choose or "train",
+        options.seeds,
+    )
+    finetune_run.evaluate_finetune(options.run, few, runs.Asked(**asked))
 
 
 class EvaluateFeatures(Encoder):

@@ -11,10 +11,8 @@ import numpy as np
 from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.manifest import part
-from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
-HELD_OUT = 0.1  # share of each class's training images on which settings are chosen, if not on validation images
 NAMED = 3  # classes that a message names
 LABEL = "label them (class folders, labels in a list, or .cls in shards)"
 GIVE = "give labelled images of the training classes with --data.val IMAGES"
@@ -108,22 +106,6 @@ def without_unused(train: Manifest, val: Manifest) -> tuple[Manifest, Manifest, 
     names = [train.classes[number] for number in used.tolist()]
     train, val = (part(one, np.arange(len(one)), np.searchsorted(used, one.labels), names) for one in (train, val))
     return train, val, used
-
-
-def held_out(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Which training images to choose settings on, bool [n]: a tenth of each class, drawn with the seed.
-
-    Raises UserError if no class has ten images.
-    """
-    order = np.random.default_rng(seed).permutation(len(labels))
-    place = np.empty(len(labels), np.int64)  # of each image among those of its class, in the drawn order
-    for label in np.unique(labels):
-        of_class = order[labels[order] == label]
-        place[of_class] = np.arange(len(of_class))
-    held = place < np.floor(HELD_OUT * np.bincount(labels)[labels])
-    if not held.any():
-        raise UserError("choose = train: no class has ten training images, a tenth of which to hold out; use val")
-    return held
 
 
 def _named(classes: Sequence[str], chosen: np.ndarray) -> str:

@@ -14,12 +14,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from unigrad_fast.evaluation.classes import held_out
 from unigrad_fast.evaluation.knn import KNNResult, require_k, sharded_knn_grid
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
 from unigrad_fast.evaluation.passes import read_features
 from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
+from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
 from unigrad_fast.runtime.wording import count
 

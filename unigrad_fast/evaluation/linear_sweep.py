@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from unigrad_fast.evaluation.classes import held_out
 from unigrad_fast.evaluation.linear import FrozenEncoder, Judged
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule
+from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.errors import UserError
 

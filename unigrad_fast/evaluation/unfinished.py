@@ -61,3 +61,31 @@ class Unfinished:
         content = io.BytesIO()
         torch.save({"settings": self.settings, "state": state}, content)
         write_whole(self.path, content.getvalue())
+
+
+class Series:
+    """Several trainings, one after the other, whose progress is in one file; all ranks use it together.
+
+    Attributes:
+        done: what `end` was given for each training that has ended: numbers, texts, lists and dicts of them.
+    """
+
+    def __init__(self, unfinished: Unfinished) -> None:
+        self.unfinished = unfinished
+        saved = unfinished.load() or {"done": [], "current": None}
+        self.done: list[Any] = saved["done"]
+        self._current: dict[str, Any] | None = saved["current"]
+
+    def load(self) -> dict[str, Any] | None:
+        """The state of the first training that has not ended; None if it has not begun."""
+        return self._current
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Saves the state of that training."""
+        self.unfinished.save({"done": self.done, "current": state})
+
+    def end(self, result: Any) -> None:
+        """That training has ended; saves its result."""
+        self.done.append(result)
+        self._current = None
+        self.unfinished.save({"done": self.done, "current": None})

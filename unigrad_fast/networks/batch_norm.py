@@ -304,7 +304,7 @@ def _dense(x: Tensor, like: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, synchronised: bool = True) -> Groups:
-    """Turn every batch norm in `module` into a GroupedBatchNorm.
+    """Turn every batch norm in `module` into a GroupedBatchNorm, with new groups if it is one.
 
     The module objects, their hooks, parameters and buffers are kept; only their forward changes.
 
@@ -316,7 +316,7 @@ def convert(module: nn.Module, synchronised: bool = True) -> Groups:
     """
     groups = Groups()
     for part in module.modules():
-        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | GroupedBatchNorm):
             part.__class__ = GroupedBatchNorm
             part.groups, part.synchronised = groups, synchronised
     return groups

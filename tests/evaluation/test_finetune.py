@@ -1,0 +1,501 @@
+"""Fine-tuning on few labels: its arithmetic, its samples, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_process import start_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from test_linear import AskedToLeave, probe
+from thin import smooth_, thin
+from torch import Tensor, nn
+
+from unigrad_fast import cli
+from unigrad_fast.checkpoints.files import write_weights
+from unigrad_fast.config import resolve, to_yaml
+from unigrad_fast.evaluation import crop_training, finetune_protocols, samples
+from unigrad_fast.evaluation.finetune import FineTuning, fine_tune, fitted, judge
+from unigrad_fast.evaluation.finetune_protocols import PROTOCOLS, PUBLISHED, Settings
+from unigrad_fast.evaluation.unfinished import Series, Unfinished
+from unigrad_fast.networks.backbones import build_backbone
+from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.pipelines import Loader, Manifest
+from unigrad_fast.pipelines.manifest import part
+from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
+
+SETTINGS = Settings(epochs=3, batch_size=48, backbone_lr=0.05, head_lr=0.2)
+
+
+def made(data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256):
+    """An encoder with smooth random weights, the same on all ranks, of a run whose ranks kept their statistics."""
+    encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append)
+    with thin():
+        apart = encoder.config.model.model_copy(update={"sync_batch_norm": False})
+        backbone = build_encoder(apart, 0, torch.device("cpu")).backbone
+    smooth_(backbone)
+    return replace(encoder, backbone=backbone, dtype=dtype)
+
+
+def state_of(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+
+def off(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Distance of all weights and statistics from the exact ones."""
+    assert found.keys() == exact.keys()
+    return sum((found[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+
+def tuned(data: Path, parts: int) -> tuple:
+    lines: list[str] = []
+    encoder = made(data, lines, at_once=48 // parts)
+    before = state_of(encoder.backbone)
+    network = fine_tune(encoder, SETTINGS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.backbone.state_dict().items())
+    return state_of(network), judge(encoder, network), lines
+
+
+def by_plain_torch(data: Path, parts: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same training as a loop of one's own: torchvision's network, torch's optimizer and schedule."""
+    encoder = made(data)
+    with thin():
+        network = build_backbone(encoder.config.model.backbone, encoder.config.model.stem)
+    smooth_(network)
+    network.load_state_dict(encoder.backbone.state_dict())
+    network.fc = nn.Linear(network.feature_dim, 6)
+    nn.init.normal_(network.fc.weight, 0, 0.01, generator=torch.Generator().manual_seed(encoder.config.seed))
+    nn.init.zeros_(network.fc.bias)
+    network.to(dtype)
+    rest = [weight for name, weight in network.named_parameters() if not name.startswith("fc.")]
+    groups = [{"params": rest, "lr": 0.05}, {"params": network.fc.parameters(), "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SETTINGS.epochs)
+    settings = {"image_size": 16, "batch_size": 48, "accumulation_steps": parts, "seed": encoder.config.seed}
+    batches = Loader(encoder.train, preset="linear", threads=1, **settings).iterate(0, 2 * SETTINGS.epochs * parts)
+    for step in range(2 * SETTINGS.epochs):
+        optimizer.zero_grad()
+        for _ in range(parts):
+            batch = next(batches)
+            loss = nn.functional.cross_entropy(network(batch.views[0].to(dtype)), batch.label)
+            (loss / parts).backward()
+        optimizer.step()
+        if step % 2 == 1:
+            schedule.step()
+    named = {"fc.weight": "classifier.weight", "fc.bias": "classifier.bias"}
+    return {named.get(name, f"backbone.{name}"): each for name, each in state_of(network).items()}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda parts: f"parts{parts}")
+def witness(request, data, workers) -> tuple[int, dict[str, Tensor], float]:
+    """Micro-batches of a step, the exact result of a plain loop, and how far rounding takes one in fp32 from it."""
+    parts = request.param
+    (exact,), (single,) = (workers(1).run(by_plain_torch, data, parts, each) for each in (torch.float64, torch.float32))
+    return parts, exact, off(single, exact)
+
+
+def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks(data, workers, witness):
+    """In micro-batches too: batch norm has the statistics of each over all ranks."""
+    parts, exact, rounding = witness
+    for ranks in (1, 2, 3):
+        one, *others = workers(ranks).run(tuned, data, parts)
+        state, (accuracy, top5, images), lines = one
+        # Ours rounds in another order, as often; a random walk of as many steps is seldom four times as long.
+        assert off(state, exact) <= 4 * rounding
+        assert images == 103 and top5 >= accuracy
+        assert [line.split("  lr ")[1] for line in lines] == [
+            "5.00e-02 and 2.00e-01", "3.75e-02 and 1.50e-01", "1.25e-02 and 5.00e-02",
+        ]  # fmt: skip
+        for other in others:
+            assert all(torch.equal(tensor, state[name]) for name, tensor in other[0].items())
+            assert other[1] == one[1]
+
+
+def in_two_calls(data: Path, folder: Path, interrupted: bool, dtype: torch.dtype | None) -> tuple:
+    lines: list[str] = []
+    encoder = made(data, lines, dtype)
+    unfinished = Unfinished(folder, "tuned", {}, lines.append)
+    Series(unfinished).end({"accuracy": 1.0})
+    if interrupted:
+        with pytest.raises(Preempted, match="saved after step 3 of 6 of the network; repeat the command to continue"):
+            fine_tune(encoder, SETTINGS, Series(unfinished), AskedToLeave())
+    series = Series(unfinished)
+    assert series.done == [{"accuracy": 1.0}]
+    return state_of(fine_tune(encoder, SETTINGS, series)), lines
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float16), (2, None)])
+def test_an_interrupted_training_goes_on_bit_for_bit(data, workers, tmp_path, ranks, dtype):
+    whole = workers(ranks).run(in_two_calls, data, tmp_path / "whole", False, dtype)
+    parts = workers(ranks).run(in_two_calls, data, tmp_path / "parts", True, dtype)
+    for (expected, lines), (found, said) in zip(whole, parts, strict=True):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert [line for line in said if not line.startswith("continuing")] == lines
+        assert "continuing an interrupted call after epoch 1.5 of 3" in said
+    _, moved = workers(3).run(in_two_calls, data, tmp_path / "moved", True, None)[0]
+    assert "continuing an interrupted call after epoch 1.5 of 3" in moved
+
+
+def scaled(data: Path) -> tuple[float, float, float]:
+    training = FineTuning(made(data, dtype=torch.float16), SETTINGS, 48, 2)
+    (batch,) = Loader(training.encoder.train, preset="linear", image_size=16, batch_size=48, threads=1).iterate(0, 1)
+    before = training.network.classifier.weight.detach().clone()
+    training.add(batch)
+    scaled_norm = training.network.classifier.weight.grad.norm().item()
+    training.step()
+    moved = (training.network.classifier.weight - before).norm().item()
+    expected = scaled_norm / training.loss_scale.value.item() * SETTINGS.head_lr
+    training.loss_scale.value.fill_(4.0)
+    again = FineTuning(training.encoder, SETTINGS, 48, 2)
+    again.restore(training.state())
+    return expected, moved, again.loss_scale.value.item()
+
+
+def test_in_fp16_the_loss_is_scaled_and_the_step_is_not(data, workers):
+    ((expected, moved, restored),) = workers(1).run(scaled, data)
+    assert moved == pytest.approx(expected, rel=1e-5) and moved > 0 and restored == 4.0
+
+
+def adapted(data: Path) -> list[tuple[int, str, float, float]]:
+    settings = replace(SETTINGS, optimizer="lars", schedule="cosine", backbone_lr=0.1, head_lr=0.1)
+    training = FineTuning(made(data), settings, 48, 2)
+    (batch,) = Loader(training.encoder.train, preset="linear", image_size=16, batch_size=48, threads=1).iterate(0, 1)
+    before = {name: weight.detach().clone() for name, weight in training.network.named_parameters()}
+    training.add(batch)
+    gradients = {name: weight.grad.clone() for name, weight in training.network.named_parameters()}
+    training.step()
+    moved = {name: (weight - before[name]).norm().item() for name, weight in training.network.named_parameters()}
+    return [(w.dim(), name, moved[name], w.norm().item(), gradients[name].norm().item()) for name, w in before.items()]
+
+
+def test_lars_adapts_the_rates_of_convolutions_alone(data, workers):
+    (rows,) = workers(1).run(adapted, data)
+    for dimensions, name, moved, weight, gradient in rows:
+        if gradient > 0:  # that of what a norm with weight 0 hides is 0
+            adapts = dimensions == 4
+            assert moved == pytest.approx(0.1 * (0.001 * weight if adapts else gradient), rel=1e-3), name
+    assert {dimensions for dimensions, *_, gradient in rows if gradient > 0} == {1, 2, 4}
+
+
+def stopped(data: Path) -> str:
+    with pytest.raises(RunStopped) as caught:
+        fine_tune(made(data), replace(SETTINGS, head_lr=1e37))
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_stops_it(data, workers):
+    (message,) = workers(1).run(stopped, data)
+    assert message.startswith("the loss is not finite in epoch")
+    assert message.endswith("; lower backbone_lr = 0.05 and head_lr = 1e+37")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "images", "ranks", "most", "expected"),
+    [
+        (256, 1000, 1, 256, (256, 1)),
+        (1024, 12_811, 8, 256, (1024, 4)),
+        (256, 96, 1, 256, (96, 1)),
+        (256, 97, 2, 256, (96, 1)),
+        (1024, 997, 2, 256, (992, 4)),
+        (256, 1000, 3, 256, "batch_size = 256: does not divide over 3 ranks; give --batch_size 255"),
+        (257, 1000, 1, 256, "batch_size = 257: does not divide over 1 ranks, 2 parts of at most 256 images each; "),
+        (256, 6, 8, 256, "6 images per step for 8 ranks; use at most 6"),
+        (300, 1000, 200, 256, "300 images per step for 200 ranks; use at most 150"),
+    ],
+)
+def test_batches_fit_the_images_the_ranks_and_the_parts(batch_size, images, ranks, most, expected):
+    if isinstance(expected, tuple):
+        assert fitted(batch_size, images, ranks, most) == expected
+    else:
+        with pytest.raises(UserError) as caught:
+            fitted(batch_size, images, ranks, most)
+        assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fraction", "rates"),
+    [
+        ("twist", 0.01, (0.04, 0.2)),
+        ("twist", 0.1, (0.02, 0.2)),
+        ("barlow_twins", 0.01, (0.005, 0.5)),
+        ("vicreg", 0.01, (0.03, 0.08)),
+        ("vicreg", 0.1, (0.01, 0.1)),
+        ("swav", 0.01, (0.02, 5.0)),
+        ("swav", 0.1, (0.01, 0.2)),
+    ],
+)
+def test_protocols_have_their_sources_rates(protocol, fraction, rates):
+    found = finetune_protocols.settings(protocol, fraction, {}, False)
+    assert (found.backbone_lr, found.head_lr) == rates and rates in PUBLISHED
+    assert (found.epochs, found.batch_size) == (20, 256)
+    assert len(PUBLISHED) == 7
+
+
+def test_a_fraction_takes_the_settings_that_are_nearer_in_ratio():
+    assert [finetune_protocols.nearest(each) for each in (1e-4, 0.03, 0.04, 1.0)] == [0.01, 0.01, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_schedules_are_those_of_torch(protocol):
+    settings = finetune_protocols.settings(protocol, 0.01, {}, False)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    period = settings.epochs * (3 if settings.schedule == "cosine" else 1)
+    schedule = {
+        "cosine_by_epoch": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, period),
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, period),
+        "steps": lambda: torch.optim.lr_scheduler.MultiStepLR(optimizer, [12, 16], gamma=0.2),
+    }[settings.schedule]()
+    for step in range(3 * settings.epochs):
+        expected = optimizer.param_groups[0]["lr"]
+        assert settings.share(step, 3) == pytest.approx(expected, abs=1e-12)
+        optimizer.step()
+        if settings.schedule == "cosine" or step % 3 == 2:
+            schedule.step()
+
+
+@given(counts=st.lists(st.integers(1, 12), min_size=2, max_size=6), share=st.floats(0.0, 1.0), seed=st.integers(0, 9))
+def test_a_sample_is_balanced_and_depends_on_the_seed_alone(counts, share, seed):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    fraction = (len(counts) + share * (len(labels) - len(counts))) / len(labels)
+    chosen = samples.balanced(labels, fraction, seed)
+    assert np.array_equal(chosen, samples.balanced(labels, fraction, seed))
+    assert len(np.unique(chosen)) == len(chosen) == round(fraction * len(labels)) and (np.diff(chosen) > 0).all()
+    taken = Counter(labels[chosen].tolist())
+    for one, of_one in enumerate(counts):
+        assert taken[one] >= 1
+        assert taken[one] == of_one or taken[one] >= max(taken.values()) - 1
+
+
+def test_another_seed_draws_another_sample():
+    labels = np.arange(1000) % 10
+    assert not np.array_equal(samples.balanced(labels, 0.1, 0), samples.balanced(labels, 0.1, 1))
+
+
+def test_fewer_labels_than_classes_are_refused_with_the_least_fraction():
+    labels = np.arange(1000) % 7
+    with pytest.raises(UserError) as caught:
+        samples.balanced(labels, 0.006, 0)
+    assert str(caught.value) == "fraction = 0.006: 6 labels of 1,000 images for 7 classes; give at least 0.007"
+    assert len(samples.balanced(labels, 0.007, 0)) == 7
+
+
+@pytest.fixture(scope="module")
+def named(data, tmp_path_factory) -> Manifest:
+    """Three classes of two images, which have names of their own except for one in the third."""
+    root = tmp_path_factory.mktemp("named")
+    for number, name in enumerate(["a/a_0.jpg", "a/a_1.jpg", "b/b_0.jpg", "b/same.jpg", "c/c_0.jpg", "c/same.jpg"]):
+        (root / name).parent.mkdir(exist_ok=True)
+        shutil.copy(data / f"train/class0/{number:03}.jpg", root / name)
+    return Manifest.from_folder(root)
+
+
+def test_a_list_has_names_with_or_without_folders_and_a_sample_is_written_as_one(named, tmp_path):
+    path = tmp_path / "names.txt"
+    path.write_text("c_0.jpg\r\n\na_1.jpg\nb/same.jpg\na_1.jpg\n")
+    assert samples.listed(named, path).tolist() == [1, 3, 4]
+    chosen = np.array([0, 3, 5])
+    path.write_bytes(samples.as_list(part(named, chosen, named.labels[chosen], named.classes)))
+    assert path.read_text() == "a/a_0.jpg\nb/same.jpg\nc/same.jpg\n"
+    assert np.array_equal(samples.listed(named, path), chosen)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "lists no image; write the name of a file per line"),
+        ("a_0.jpg\nx.jpg\ny.jpg\n", "2 of 3 names are not of a training image, first x.jpg; correct or remove them"),
+        ("b/a_0.jpg\n", "1 of 1 name is not of a training image, first b/a_0.jpg; correct or remove them"),
+        ("a_0.jpg\nsame.jpg\n", "1 of 2 names is of several training images, first same.jpg; write them with their"),
+        ("a_0.jpg\na_1.jpg\n", "has no image of 2 of 3 classes, first b; list at least one of each"),
+        (None, "cannot be read (No such file or directory); give a file of names"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(named, tmp_path, content, said):
+    path = tmp_path / "names.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        samples.listed(named, path)
+    assert str(caught.value).startswith(f"subset = {path}: {said}") and "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    """A run of random weights."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    images = {"train": data / "train", "val": data / "val", "image_size": 16, "threads": 1}
+    settings = {"data": images, "model": {"projector": {"depth": 1, "width": 4}}, "engine": {"precision": "fp32"}}
+    config = resolve("cifar_subset", {**settings, "output": folder})
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with thin():
+        encoder = build_encoder(config.model, 0, torch.device("cpu"))
+    tensors = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    write_weights(folder, tensors, 10, 1.0, config.model_dump(mode="json"))
+    return folder
+
+
+@pytest.fixture
+def slim() -> Iterator[None]:
+    with thin():
+        yield
+
+
+def said(capsys: pytest.CaptureFixture, *arguments: object, status: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main([str(word) for word in ("evaluate", "finetune", *arguments)]) == status
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return printed.out if status == 0 else printed.err
+
+
+def the_result(folder: Path) -> dict:
+    (path,) = folder.glob("finetune-*.json")
+    return json.loads(path.read_text())
+
+
+def test_the_command_says_and_writes_what_it_did(run, data, tmp_path, capsys, slim):
+    options = ("--epochs", 2, "--seeds", 2, "--head_lr", 0.3)
+    printed = said(capsys, run, "--fraction", 0.5, *options, "--output", tmp_path)
+    flat = " ".join(printed.split())
+    assert (
+        "twist protocol (TWIST's, the likeliest source of the paper's numbers: 2 epochs of batch 256, SGD, rates"
+        in flat
+    )
+    assert "but epochs 2, head_lr 0.3, 48 of 96 labels, 103 validation images" in flat
+    assert "batch norm is in training mode, with the statistics of 48 images over all ranks; classifier from" in flat
+    assert "the settings are those for 10 % of the labels, the nearer to 50 %" in flat
+    assert "batch_size = 256: there are only 48 labelled images, so 48 are used per step; the rates stay" in flat
+    assert "these are only 2 steps; a smaller --batch_size makes more of them" in flat
+    assert printed.count("epoch 2/2") == 2
+    written = the_result(tmp_path)
+    assert (tmp_path / "finetune-twist-0.5-epoch1.json").exists()
+    (listed,) = tmp_path.glob("*.txt")
+    assert written["data"]["labelled"] == str(listed) and listed.name == f"finetune-0.5-{written['sample'][:8]}.txt"
+    names = listed.read_text().split()
+    assert Counter(name.split("/")[0] for name in names) == {f"class{number}": 8 for number in range(6)}
+    expected = {
+        "protocol": "fine-tuning, twist",
+        "branch": "online backbone",
+        "epoch": 1.0,
+        "fraction": 0.5,
+        "settings_of_fraction": 0.1,
+        "epochs": 2,
+        "batch_size": 48,
+        "backbone_lr": 0.02,
+        "head_lr": 0.3,
+        "optimizer": "sgd",
+        "schedule": "cosine_by_epoch",
+        "batch_norm": {"mode": "training", "images": 48},
+        "labels": 48,
+        "sample_seed": 0,
+        "seeds": [0, 1],
+        "search": None,
+        "images": 103,
+    }
+    assert {key: written[key] for key in expected} == expected
+    first, second = (each["accuracy"] for each in written["results"])
+    assert written["accuracy"] == (first + second) / 2
+    assert written["deviation"]["accuracy"] == pytest.approx(abs(first - second) / 2**0.5)
+    again = said(capsys, run, "--subset", listed, *options, "--output", tmp_path / "again")
+    assert f"{written['accuracy']:.2f} ± {written['deviation']['accuracy']:.2f}" in again
+    repeated = the_result(tmp_path / "again")
+    assert repeated["results"] == written["results"] and repeated["sample"] == written["sample"]
+    assert repeated["sample_seed"] is None and not list((tmp_path / "again").glob("*.txt"))
+
+
+def test_a_killed_command_goes_on_in_the_training_in_which_it_was(run, tmp_path, capsys, monkeypatch, slim):
+    options = ("--fraction", 0.5, "--epochs", 2, "--batch_size", 24, "--seeds", 2, "--output")
+    said(capsys, run, *options, tmp_path / "whole")
+    ended = iter(range(4))
+
+    def kill(training: FineTuning, end_epoch=crop_training.CropTraining.end_epoch) -> None:
+        if next(ended) == 3:  # in the second epoch of the second seed
+            raise KeyboardInterrupt
+        end_epoch(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuning, "end_epoch", kill)
+        arguments = map(str, ("evaluate", "finetune", run, *options, tmp_path / "parts"))
+        assert cli.main(list(arguments)) == 130
+    assert [path.name.split(".")[-2:] for path in (tmp_path / "parts").iterdir()] == [["unfinished", "pt"]]
+    printed = said(capsys, run, *options, tmp_path / "parts")
+    assert printed.count("epoch 2/2") == 1 and "epoch 1/2" not in printed
+    assert "continuing an interrupted call after epoch 1 of 2" in printed
+    whole, parts = the_result(tmp_path / "whole"), the_result(tmp_path / "parts")
+    assert whole["results"] == parts["results"] and not list((tmp_path / "parts").glob("*.pt"))
+
+
+def test_a_search_on_the_labelled_images_does_not_see_the_validation_labels(run, data, tmp_path, capsys, slim):
+    files = sorted((data / "val").rglob("*.jpg"))
+    order = np.random.default_rng(0).permutation(len(files))
+    lines = (f"{file}\t{files[other].parent.name}\n" for file, other in zip(files, order, strict=True))
+    (tmp_path / "shuffled.txt").write_text("".join(lines))
+    options = ("--fraction", 1, "--search", "true", "--epochs", 1, "--batch_size", 40, "--output")
+    printed = said(capsys, run, *options, tmp_path / "right")
+    assert "best of 7 pairs of rates, chosen on 6 held-out training images: " in " ".join(printed.split())
+    assert "rates from a grid of 7 published pairs" in " ".join(printed.split())
+    said(capsys, run, *options, tmp_path / "wrong", "--data.val", tmp_path / "shuffled.txt")
+    right, wrong = (the_result(tmp_path / name) for name in ("right", "wrong"))
+    assert right["candidates"] == wrong["candidates"] and right["chosen"] == wrong["chosen"]
+    assert right["accuracy"] != wrong["accuracy"]
+    assert sorted((each["backbone_lr"], each["head_lr"]) for each in right["candidates"]) == list(PUBLISHED)
+    assert right["search"]["choose"] == "train" and right["data"]["labelled"] is None
+
+
+def test_the_command_runs_on_two_ranks_with_another_protocol(run, tmp_path):
+    options = ("--fraction", 0.5, "--protocol", "simclr_v2", "--epochs", 1, "--output", tmp_path)
+    results = [each.end() for each in start_ranks(2, "evaluate", "finetune", run, *options, is_thin=True)]
+    assert [each.returncode for each in results] == [0, 0], results
+    assert "SimCLRv2 keeps the first layer of the projector, which this does not" in results[0].stdout
+    written = the_result(tmp_path)
+    assert (written["optimizer"], written["schedule"], written["batch_size"]) == ("lars", "cosine", 48)
+    assert written["backbone_lr"] == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said_so"),
+    [
+        ("", "fraction and subset: neither is given; give one, such as --fraction 0.01 or --subset FILE"),
+        ("--fraction 0.1 --subset x", "fraction and subset: both are given; give one, such as"),
+        ("--fraction 0", "fraction = 0: must be a number above 0 to 1 or null"),
+        ("--fraction 2", "fraction = 2: must be a number above 0 to 1 or null"),
+        ("--fraction 0.01", "fraction = 0.01: 1 label of 96 images for 6 classes; give at least 0.0625"),
+        ("--fraction 1 --choose val", "choose = val: applies only to --search true; leave it out, or add that"),
+        ("--fraction 1 --search true --head_lr 1", "head_lr = 1: is chosen by --search true; leave out one of them"),
+        (
+            "--fraction 0.1 --protocol barlow_twins",
+            "protocol = barlow_twins: its source has no rates for 10 % of the labels; use --protocol twist, --search ",
+        ),
+        (
+            "--fraction 0.1 --protocol simclr_v2 --search true",
+            "protocol = simclr_v2: the grid of rates is for SGD, not for LARS; leave out search",
+        ),
+        ("--fraction 0.1 --search true", "choose = train: no class has ten training images, a tenth of which"),
+        ("--subset /absent", "subset = /absent: cannot be read (No such file or directory); give a file of names"),
+        ("--fraction 1 --batch_size 1", "batch_size = 1: must be an integer of at least 2 or null"),
+        (
+            "--fraction 1 --protocol moco",
+            "protocol = moco: must be one of twist, barlow_twins, vicreg, swav, simclr_v2",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(run, capsys, slim, arguments, said_so):
+    printed = said(capsys, run, *arguments.split(), status=2)
+    assert printed.startswith(f"error: {said_so}") and printed.count("\n") == 1
+    assert not (run / "evaluation").exists()
+
+
+def test_rates_of_ones_own_take_the_place_of_those_that_a_source_lacks():
+    changes = {"backbone_lr": 0.01, "head_lr": 0.3}
+    found = finetune_protocols.settings("barlow_twins", 0.1, changes, False)
+    assert found == replace(SETTINGS, epochs=20, batch_size=256, **changes)
+    assert "but backbone_lr 0.01, head_lr 0.3" in finetune_protocols.described("barlow_twins", 0.1, changes, False)
