@@ -237,6 +237,15 @@ def methods(found: Rows) -> Table:
     return table
 
 
+def evaluate(found: Rows) -> Table:
+    """Speed of evaluation, and its two ratios."""
+    shown = [f"{digits(row['median'])} images/s" if row["unit"] == "images/s" else spread(row) for row in found]
+    return [
+        ["", found[0]["backbone"] + f", {found[0]['image_size']} px"],
+        *map(list, zip((row["what"] for row in found), shown, strict=True)),
+    ]
+
+
 def every_method(found: Rows) -> Table:
     """kNN accuracy after six epochs, by method and form."""
     test = "tests/accuracy/test_every_method.py::test_six_epochs_bring_the_encoder_above_the_untrained_one"
@@ -385,6 +394,7 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "summary": summary,
     "wide": wide,
     "methods": methods,
+    "evaluate": evaluate,
     "every_method": every_method,
 }
 
