@@ -363,6 +363,7 @@ def test_the_command_sweeps_and_says_what_it_chose_on_what(run, tmp_path):
     said = " ".join(result.stdout.split())
     assert "sweep protocol (26 classifiers by SGD on random crops" in said and "but epochs 1, batch_size 32" in said
     assert "best of 26 classifiers, chosen on 6 held-out training images: features of the last" in said
+    assert "these are only 2 steps; a smaller --batch_size makes more of them" in said
     written = json.loads((tmp_path / "linear-sweep-epoch1.json").read_text())
     assert written["chosen"] in written["heads"] and len(written["heads"]) == 26
     assert (written["choose"], written["chosen_on"], written["images"]) == ("train", "train", 103)

@@ -12,6 +12,7 @@ from test_linear import AskedToLeave, Spectrum, probe
 from thin import thin
 from torch import Tensor, nn
 
+from unigrad_fast.evaluation import linear_paper
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.linear_sweep import COUNT, RATES, STAGES, Heads, Sweep, without_held_out
 from unigrad_fast.evaluation.linear_training import Method, ProbeSchedule, train
@@ -148,3 +149,22 @@ def refused(data: Path) -> str:
     with pytest.raises(UserError) as caught:
         Sweep(probe(data), "val")
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("largest", "said"), [(True, "; this is the largest rate, so try --base_lr 300"), (False, "")])
+def test_a_choice_at_the_end_of_the_rates_says_so(data, workers, largest, said):
+    assert workers(1).run(judged_with, data, largest)[0].endswith(f"per 256 images{said}")
+
+
+def judged_with(data: Path, largest: bool) -> str:
+    """What is said where one head is better than the others, which is of the largest or of the least rate."""
+    encoder = made(data, [])
+    sweep, best = Sweep(encoder, "val"), -1 if largest else 0
+    heads = Heads([encoder.width(), sweep.encoder.width()], 6, 0)
+    single = Method(linear_paper.new_classifier, lambda parameters, lr: SGD(parameters, lr=lr, momentum=0.9), "cosine")
+    trained = train(encoder, SCHEDULE, single).weight.detach()
+    with torch.no_grad():
+        for weight in heads.weights:
+            weight.zero_()
+        heads.weights[0][best] = trained
+    return sweep.judge(heads, SCHEDULE.base_lr).said

@@ -12,6 +12,7 @@ import numpy as np
 
 from unigrad_fast.evaluation import finetune_protocols, samples
 from unigrad_fast.evaluation.classes import without_unused
+from unigrad_fast.evaluation.crop_training import few_steps
 from unigrad_fast.evaluation.finetune import fine_tune, fitted, judge
 from unigrad_fast.evaluation.finetune_protocols import CLASSIFIER, PROTOCOLS, PUBLISHED, Settings, is_like, nearest
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder
@@ -23,9 +24,7 @@ from unigrad_fast.images.manifests import digest
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import on_first
-from unigrad_fast.runtime.wording import count
 
-FEW_STEPS = 200  # the protocols take 1,000 on 1 % of ImageNet
 Row: TypeAlias = "dict[str, Any]"  # seed, rates, accuracy, top5 and number of validation images of one training
 DONE = "the finished trainings are saved; repeat the command to continue"
 
@@ -168,10 +167,7 @@ def _told(few: FewLabels, fraction: float, settings: Settings, labels: int, batc
             f"batch_size = {settings.batch_size}: there are only {labels:,} labelled images, so {batch_size} are used "
             "per step; the rates stay as they are"
         )
-    steps = labels // batch_size * settings.epochs
-    if steps < FEW_STEPS:
-        told.append(f"these are only {count(steps, 'step')}; a smaller --batch_size makes more of them")
-    return [*told, *filter(None, [remark])]
+    return [*told, *few_steps(labels, batch_size, settings.epochs), *filter(None, [remark])]
 
 
 def _searched(

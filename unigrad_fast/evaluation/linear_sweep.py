@@ -133,6 +133,8 @@ class Sweep:
             f"best of {COUNT} classifiers, chosen on {chosen_on}: features of the last "
             f"{'stage' if stages == 1 else f'{stages} stages'}, rate {described[best]['base_lr']:g} per 256 images"
         )
+        if described[best]["base_lr"] == base_lr:
+            said += f"; this is the largest rate, so try --base_lr {10 * base_lr:g}"
         figures = {"chosen": described[best], "chosen_on": self.choose, "heads": described}
         return Judged(*found[best], images, heads.head(best), figures, said)
 

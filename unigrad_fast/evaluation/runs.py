@@ -19,6 +19,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.evaluation import linear_paper, linear_quick, linear_sweep, linear_training
 from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.classes import match, without_unused
+from unigrad_fast.evaluation.crop_training import few_steps
 from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
@@ -238,13 +239,14 @@ def evaluate_linear(
             if protocol == "sweep":
                 about["choose"] = choose
             unfinished = Unfinished(folder, stem, about, this.say)
-            if protocol == "sweep":
-                sweep = linear_sweep.Sweep(this, choose)
-                heads = linear_training.train(sweep.encoder, schedule, sweep.method, unfinished, this.preemption)
-                judge = partial(sweep.judge, heads, schedule.base_lr)
-            else:
-                classifier = linear_training.train(this, schedule, linear_paper.METHOD, unfinished, this.preemption)
-                judge = partial(Judged.by, this, classifier)
+            sweep = linear_sweep.Sweep(this, choose) if protocol == "sweep" else None
+            encoder, method = (this, linear_paper.METHOD) if sweep is None else (sweep.encoder, sweep.method)
+            for line in few_steps(len(encoder.train), schedule.batch_size, schedule.epochs):
+                this.say(line)
+            classifier = linear_training.train(encoder, schedule, method, unfinished, this.preemption)
+            judge = partial(Judged.by, this, classifier)
+            if sweep is not None:
+                judge = partial(sweep.judge, classifier, schedule.base_lr)
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             judged = judge()
