@@ -81,6 +81,33 @@ def test_the_quickstart_beats_all_baselines_by_20_points(folder, seed, record_pr
     assert warnings(run) == []
 
 
+def test_the_run_of_the_quickstart_is_judged_by_every_command(folder, record_property):
+    """By each far above chance, 10 %; the run is that of seed 0 above."""
+    run, images = folder / "run-0", draw_images(folder, 0)
+    if not (run / "summary.json").exists():
+        train_and_judge("quickstart", images, run, lambda name, value: None)
+    query = next((images / "val").rglob("*.jpg"))
+    for words in (
+        ("knn", run, "--grid", "true", "--choose", "train"),
+        ("linear", run),
+        ("linear", run, "--protocol", "sweep", "--batch_size", "32", "--base_lr", "3", "--choose", "train"),
+        ("finetune", run, "--fraction", "0.01", "--batch_size", "16", "--seeds", "3"),
+        ("finetune", run, "--fraction", "0.1", "--batch_size", "32", "--seeds", "3"),
+        ("features", run),
+        ("confusion", run),
+        ("map", run),
+        ("retrieve", run, query),
+    ):
+        unigrad_fast("evaluate", *words)
+    for name in ("knn-grid", "linear-quick", "linear-sweep", "finetune-twist-0.01", "finetune-twist-0.1"):
+        result = json.loads((run / f"evaluation/{name}-epoch12.json").read_text())
+        record_property(f"{name}, %", round(result["accuracy"], 2))
+        assert result["accuracy"] > 25
+    for name in ("confusion", "map", "retrieve"):
+        assert list((run / "evaluation").glob(f"{name}*.png"))
+    assert "fine-tuning, twist" in unigrad_fast("evaluate", "list", run)
+
+
 def test_without_the_negative_term_the_quickstart_collapses(folder, record_property):
     """It warns, and stays far below what the same run reaches with the term (the test above)."""
     run = folder / "run-collapsed"

@@ -395,7 +395,7 @@ def test_the_command_says_and_writes_what_it_did(run, data, tmp_path, capsys, sl
         "optimizer": "sgd",
         "schedule": "cosine_by_epoch",
         "batch_norm": {"mode": "training", "images": 48},
-        "labels": 48,
+        "labelled": 48,
         "sample_seed": 0,
         "seeds": [0, 1],
         "search": None,

@@ -33,17 +33,38 @@ LINEAR = {"protocol": "quick", "branch": "online backbone", "epoch": 2.0, "accur
 def test_a_row_says_in_which_settings_the_results_of_a_protocol_differ():
     made = rows({"linear-quick-epoch2": LINEAR, "knn-epoch2": OLD, "knn-epoch2-2": NEW})
     assert made == [
-        ("linear, quick", "online backbone", "2", "60.00", "–", ""),
-        ("weighted kNN", "online backbone", "2", "50.12", "–", "k 20"),
-        ("weighted kNN", "online backbone", "2", "50.12", "90.00", "k 5"),
+        ("linear, quick", "2", "60.00", "–", ""),
+        ("weighted kNN", "2", "50.12", "–", "k 20"),
+        ("weighted kNN", "2", "50.12", "90.00", "k 5"),
     ]
 
 
 def test_only_what_all_results_of_a_protocol_tell_is_compared():
     later = NEW | {"epoch": None, "transform": {"resize": 40}}
-    first, second = (row[5] for row in rows({"knn": later, "knn-epoch2": NEW}))
+    first, second = (row[4] for row in rows({"knn": later, "knn-epoch2": NEW}))
     assert (first, second) == ("transform.resize 40", "transform.resize 36")
-    assert [row[2] for row in rows({"knn-epoch2": NEW, "knn": later})] == ["–", "2"]
+    assert [row[1] for row in rows({"knn-epoch2": NEW, "knn": later})] == ["–", "2"]
+
+
+def test_several_seeds_have_a_deviation_and_what_follows_from_a_setting_is_left_out():
+    tuned = {
+        "protocol": "fine-tuning, twist",
+        "branch": "online backbone",
+        "epoch": 2.0,
+        "accuracy": 34.0,
+        "top5": 80.0,
+    }
+    tuned |= {"deviation": {"accuracy": 3.567, "top5": None}, "chosen": {"head_lr": 0.2}, "fraction": 0.01}
+    other = tuned | {
+        "chosen": {"head_lr": 5},
+        "fraction": 0.1,
+        "sample": "ee4a82588c69a70",
+        "branch": "target backbone",
+    }
+    assert rows({"a": tuned | {"sample": "e7c4c3b88d84bc9"}, "b": other}) == [
+        ("fine-tuning, twist", "2", "34.00 ± 3.57", "80.00", "branch online backbone, fraction 0.01, sample e7c4c3b8"),
+        ("fine-tuning, twist", "2", "34.00 ± 3.57", "80.00", "branch target backbone, fraction 0.1, sample ee4a8258"),
+    ]
 
 
 def test_results_of_a_run_and_of_a_folder_are_shown_and_other_files_are_not(tmp_path, capsys):

@@ -88,7 +88,7 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
             **asdict(settings),
             "batch_size": batch_size,
             "batch_norm": {"mode": "training", "images": batch_size // parts},
-            "labels": len(labelled),
+            "labelled": len(labelled),
             "classes": len(labelled.classes),
             "sample": digest(labelled),
             "sample_seed": this.config.seed if few.subset is None else None,

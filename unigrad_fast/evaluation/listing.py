@@ -15,9 +15,13 @@ from unigrad_fast.runtime.console import fitted, new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import leaves, shown
 
-COLUMNS = ("protocol", "branch", "epoch", "top-1, %", "top-5, %", "what differs")
-# Of a result: what has a column of its own, and what is not a setting.
-NO_SETTINGS = ("protocol", "branch", "epoch", "step", "accuracy", "top5", "counts", "versions", "data", "file")
+COLUMNS = ("protocol", "epoch", "top-1, %", "top-5, %", "what differs")
+# Of a result: what has a column of its own, what is no setting, and what follows from others.
+NO_SETTINGS = {
+    "protocol", "epoch", "step", "accuracy", "top5", "deviation", "chosen", "counts", "versions", "data", "file",
+    "images", "settings_of_fraction", "batch_norm",
+}  # fmt: skip
+DIGEST = 8  # characters that are shown of one
 JUDGED = "trained encoder"  # among the features that one result compares
 
 
@@ -56,11 +60,12 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
             made.append(
                 (
                     protocol,
-                    str(content.get("branch", "online")),
                     "–" if epoch is None else f"{epoch:g}",
-                    _percent(content["accuracy"]),
-                    _percent(content.get("top5")),
-                    ", ".join(f"{key} {shown(own[key])}" for key in varying),
+                    *(
+                        _percent(content.get(key), content.get("deviation", {}).get(key))
+                        for key in ("accuracy", "top5")
+                    ),
+                    ", ".join(f"{key} {_short(own[key])}" for key in varying),
                 )
             )
     return made
@@ -77,6 +82,14 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in leaves(kept) if not isinstance(value, list | dict)}
 
 
-def _percent(value: Any) -> str:
+def _percent(value: Any, deviation: float | None) -> str:
     value = value.get(JUDGED) if isinstance(value, dict) else value
-    return "–" if value is None else f"{value:.2f}"
+    if value is None:
+        return "–"
+    return f"{value:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def _short(value: Any) -> str:
+    """A setting; of a digest the beginning."""
+    is_digest = isinstance(value, str) and len(value) > DIGEST and set(value) <= set("0123456789abcdef")
+    return value[:DIGEST] if is_digest else shown(value)
