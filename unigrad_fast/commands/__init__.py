@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
     "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
     "evaluate features": (evaluate.EvaluateFeatures, evaluate.evaluate_features),
+    "evaluate retrieve": (evaluate.EvaluateRetrieve, evaluate.evaluate_retrieve),
     "evaluate list": (evaluate.EvaluateList, evaluate.evaluate_list),
     "export": (weights.Export, weights.export),
     "import": (weights.Import, weights.import_weights),

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate knn`, `evaluate linear`, `evaluate features` and `evaluate list`."""
+"""`unigrad-fast evaluate ...`: judges an encoder, writes its features, and draws what they show."""
 
 from __future__ import annotations
 
@@ -163,6 +163,39 @@ def evaluate_features(options: EvaluateFeatures) -> None:
     from unigrad_fast.evaluation import feature_files, runs
 
     feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
+
+
+class EvaluateRetrieve(Encoder):
+    """Draw images with their nearest neighbours among others."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: tuple[AbsolutePath, ...] = ()
+    """Image files whose neighbours are drawn."""
+    among: AbsolutePath | None = None
+    """Images to search: a folder, list or shards; null is the run's training images."""
+    k: int = Field(default=8, ge=1, le=100)
+    """Neighbours of each image."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+
+def evaluate_retrieve(options: EvaluateRetrieve) -> None:
+    if options.weights is not None and options.run is not None:  # the first word is an image, too
+        options = options.model_copy(update={"run": None, "images": (options.run, *options.images)})
+    asked = options.asked(options.output)
+    if not options.images:
+        raise UserError("images: missing; give the files whose neighbours are to be drawn")
+    for image in options.images:
+        if not os.path.isfile(image):
+            problem = "is a folder; give files in it" if os.path.isdir(image) else "no such file"
+            raise UserError(f"images = {image}: {problem}")
+    if options.weights is not None and options.among is None:
+        raise UserError("weights: come without images; give --among IMAGES")
+    require_dali()
+    from unigrad_fast.evaluation import retrieval, runs
+
+    retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
 
 
 class EvaluateList(Node):
