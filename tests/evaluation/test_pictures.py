@@ -1,22 +1,31 @@
-"""`evaluate retrieve`: what the picture shows, from features that are kept."""
+"""`evaluate retrieve` and `confusion`: what the pictures show, from features that are kept."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 from bad_files import BAD
 from command_process import command, command_on_two_ranks
+from hypothesis import strategies as st
 from PIL import Image
-from sklearn.neighbors import NearestNeighbors
+from sklearn.metrics import confusion_matrix
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from test_knn import ALONE, NONE, clusters
 from test_runs import images, made, passes, result, run, said  # noqa: F401
 
+from unigrad_fast.evaluation import charts
+from unigrad_fast.evaluation.confusion import counted, most_confused, order
+from unigrad_fast.evaluation.knn import neighbours, predicted, sharded_knn
 from unigrad_fast.evaluation.retrieval import place_of
-from unigrad_fast.evaluation.shares import norms, rounded
+from unigrad_fast.evaluation.shares import Share, norms, rounded
 from unigrad_fast.pipelines import Manifest
 
 
@@ -112,15 +121,99 @@ def test_weights_from_elsewhere_are_searched_alike(run, images, tmp_path, capsys
     assert found["results"] == result(run, "retrieve-epoch2")["results"]
 
 
+@pytest.mark.parametrize("k", [1, 5, 20])
+def test_predictions_of_knn_are_those_of_scikit_learn_and_count_its_accuracy(k):
+    train, train_labels, val, truth = clusters(seed=k)
+    bank, queries = Share(rounded(train), train_labels, NONE), Share(rounded(val), truth, NONE)
+    ((similarity, label, own),) = neighbours(bank, queries, ALONE, k)
+    matrix = counted(own, predicted(similarity, label, 0.1), 6)
+    unit, asked = ((share.rows.double() / norms(share.rows)[:, None]).numpy() for share in (bank, queries))
+    model = KNeighborsClassifier(k, weights=lambda far: np.exp((1 - far**2 / 2) / 0.1), algorithm="brute")
+    guess = model.fit(unit, train_labels).predict(asked)
+    assert np.array_equal(matrix.numpy(), confusion_matrix(truth, guess, labels=range(6)))
+    accuracy = sharded_knn(bank, queries, ALONE, k, 0.1).accuracy
+    assert 100 * matrix.trace().item() / 40 == accuracy < 100
+
+
+def test_confusion_of_both_classifiers_counts_the_accuracy_that_they_have(run, images, capsys, passes):  # noqa: F811
+    said(capsys, "evaluate", "knn", run)
+    passes.clear()
+    printed = said(capsys, "evaluate", "confusion", run)
+    assert passes == [] and "features of 33 images were read from" in printed and "taken for" in printed
+    found = result(run, "confusion-knn-epoch2")
+    matrix = np.array(found["matrix"])
+    assert sorted(found["classes"]) == ["class0", "class1", "class2"] and matrix.sum(axis=1).tolist() == [3, 3, 3]
+    assert found["accuracy"] == pytest.approx(100 * matrix.trace() / 9)
+    assert found["accuracy"] == pytest.approx(result(run, "knn-epoch2")["accuracy"]["trained encoder"])
+    assert found["counts"]["validation"] == {"used": 9, "left_out": 0} and found["k"] == 3
+    wrong = [(pair["class"], pair["taken_for"], pair["images"]) for pair in found["most_confused"]]
+    names = found["classes"]
+    assert sorted(wrong) == sorted((names[a], names[b], matrix[a, b]) for a, b in np.argwhere(matrix) if a != b)
+    assert min(size(run / "evaluation/confusion-knn-epoch2.png")) > 400
+    said(capsys, "evaluate", "confusion", run, "--k", 5)
+    assert result(run, "confusion-knn-epoch2-2")["k"] == 5
+    refused = said(capsys, "evaluate", "confusion", run, "--k", 25, status=2)
+    assert refused == "error: k = 25: exceeds the 24 training images; give at most 24, or auto\n"
+    assert "k = 5: applies only to --of knn" in said(
+        capsys, "evaluate", "confusion", run, "--of", "linear", "--k", 5, status=2
+    )
+
+    refused = said(capsys, "evaluate", "confusion", run, "--of", "linear", status=2)
+    assert refused == (
+        f"error: of = linear: {run}/evaluation holds no linear classifier of these weights and classes; run "
+        "`unigrad-fast evaluate linear` with the same options first\n"
+    )
+    said(capsys, "evaluate", "linear", run)
+    passes.clear()
+    said(capsys, "evaluate", "confusion", run, "--of", "linear")
+    found, linear = result(run, "confusion-linear-epoch2"), result(run, "linear-quick-epoch2")
+    assert passes == [] and found["accuracy"] == pytest.approx(linear["accuracy"])
+    assert found["classifier"] == "linear-quick-epoch2.safetensors"
+    for given in (("--checkpoint", 10), ("--data.train", images / "lacking")):  # other weights, other classes
+        assert "no linear classifier of these" in said(
+            capsys, "evaluate", "confusion", run, "--of", "linear", *given, status=2
+        )
+    table = said(capsys, "evaluate", "list", run)
+    assert "confusion of" in table
+
+
+@hypothesis.given(st.integers(0, 10_000), st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_classes_that_are_taken_only_for_each_other_stand_together(seed, sizes):
+    rng = np.random.default_rng(seed)
+    block = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    counts = np.where(block[:, None] == block, rng.integers(1, 20, (len(block), len(block))), 0)
+    place = order(counts)
+    assert sorted(place) == list(range(len(block)))
+    assert np.count_nonzero(np.diff(block[place])) == len(sizes) - 1
+
+
+def test_the_most_confused_pairs_are_those_with_the_largest_shares_and_classes_without_images_have_none():
+    counts = np.array([[5, 5, 0], [1, 98, 1], [0, 0, 0]])
+    assert most_confused(counts) == [(0, 1), (1, 0), (1, 2)]
+    assert most_confused(np.diag([3, 4])) == []
+    assert sorted(order(counts)) == [0, 1, 2] and order(np.array([[7]])).tolist() == [0]
+
+
+@pytest.mark.parametrize("classes", [1, 3, 25, 70])
+def test_any_number_of_classes_and_any_names_are_drawn(classes):
+    names = ["$x_1", "a\nb", os.fsdecode(b"\xff"), "x" * 200, "日本", *map(str, range(70))][:classes]
+    counts = np.diag(np.arange(classes)) + np.eye(classes, k=1, dtype=int)
+    with Image.open(io.BytesIO(charts.draw_confusion(counts, names, ["$a", "b " * 200]))) as picture:
+        assert min(picture.size) > 400
+
+
 def test_two_ranks_draw_what_one_draws(made, images, tmp_path):  # noqa: F811
     found = []
     for ranks in (command, command_on_two_ranks):
         folder = tmp_path / ranks.__name__
         shutil.copytree(made, folder)
-        for words in (("retrieve", folder, images / "train/class1/003.jpg", images / "val/class2/001.jpg"),):
+        for words in (
+            ("retrieve", folder, images / "train/class1/003.jpg", images / "val/class2/001.jpg"),
+            ("confusion", folder, "--keep_features", "false"),
+        ):
             done = ranks("evaluate", *words, is_thin=True)
             assert done.returncode == 0, done.stderr
         found.append({path.name: json.loads(path.read_text()) for path in (folder / "evaluation").glob("*.json")})
     alone, both = found
-    assert alone.keys() == both.keys() and len(alone) == 1
+    assert alone.keys() == both.keys() and len(alone) == 2
     assert alone == both

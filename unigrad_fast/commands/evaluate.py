@@ -198,6 +198,28 @@ def evaluate_retrieve(options: EvaluateRetrieve) -> None:
     retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
 
 
+class EvaluateConfusion(Evaluation):
+    """Draw which classes are taken for which, ordered so that groups of similar classes show."""
+
+    of: Literal["knn", "linear"] = "knn"
+    """Classifier: nearest neighbours, or the newest linear classifier of these weights that `evaluate linear` wrote."""
+    k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
+
+
+def evaluate_confusion(options: EvaluateConfusion) -> None:
+    asked = options.judged()
+    if options.of == "linear":
+        refuse_unused(options, ("k", "temperature"), "applies only to --of knn")
+    require_dali()
+    from unigrad_fast.evaluation import confusion, runs
+
+    given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
+    confusion.evaluate_confusion(options.run, options.of, given)
+
+
 class EvaluateList(Node):
     """Show all results of an encoder in one table."""
 

@@ -254,6 +254,12 @@ def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: in
     return torch.where(own[:, 0] > 0, rank, classes)
 
 
+def predicted(similarity: Tensor, label: Tensor, temperature: float) -> Tensor:
+    """The class that wins the votes of the nearest neighbours of each query, [Q, K]; int64 [Q]. All on the CPU."""
+    occurring, votes = _votes(similarity, label, label[:, 0], temperature)
+    return occurring[torch.from_numpy(votes.numpy().argmax(axis=1))]  # the first of equal votes
+
+
 def _votes(similarity: Tensor, label: Tensor, truth: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The classes of the neighbours and of `truth`, int64 [C] ascending, and the votes for each, float64 [Q, C]."""
     similarity = similarity.double()
