@@ -1,7 +1,8 @@
-"""`evaluate retrieve` and `confusion`: what the pictures show, from features that are kept."""
+"""`evaluate retrieve`, `confusion` and `map`: what the pictures show, from features that are kept."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -14,8 +15,10 @@ import pytest
 import torch
 from bad_files import BAD
 from command_process import command, command_on_two_ranks
+from drawn_images import draw_tree
 from hypothesis import strategies as st
 from PIL import Image
+from sklearn.decomposition import PCA
 from sklearn.metrics import confusion_matrix
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from test_knn import ALONE, NONE, clusters
@@ -23,10 +26,15 @@ from test_runs import images, made, passes, result, run, said  # noqa: F401
 
 from unigrad_fast.evaluation import charts
 from unigrad_fast.evaluation.confusion import counted, most_confused, order
+from unigrad_fast.evaluation.features import LeftOut
 from unigrad_fast.evaluation.knn import neighbours, predicted, sharded_knn
+from unigrad_fast.evaluation.maps import principal
 from unigrad_fast.evaluation.retrieval import place_of
+from unigrad_fast.evaluation.rows import Features, halved, restored
 from unigrad_fast.evaluation.shares import Share, norms, rounded
 from unigrad_fast.pipelines import Manifest
+
+EPS = float(np.finfo(np.float64).eps)
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -194,11 +202,80 @@ def test_the_most_confused_pairs_are_those_with_the_largest_shares_and_classes_w
     assert sorted(order(counts)) == [0, 1, 2] and order(np.array([[7]])).tolist() == [0]
 
 
+def test_the_map_shows_scikit_learns_principal_components_with_signs_that_are_fixed():
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(200, 12)) * np.array([9, 5] + [1] * 10) + 3
+    rows = halved(torch.from_numpy(features).float())
+    found = Features(200, 1, {0: rows.numpy()}, np.zeros(0, np.int64), LeftOut(0, 200, None))
+    points, shares = principal(found, ALONE)
+    unit = restored(rows).double().numpy()
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    theirs = PCA(2, svd_solver="full")
+    expected = theirs.fit_transform(unit)
+    largest = np.abs(theirs.components_).argmax(axis=1)
+    expected *= np.sign(theirs.components_[[0, 1], largest])
+    # The covariance has an error of about 200 · EPS; a gap g turns it into one of 200 · EPS / g of an axis.
+    variance = np.sort(np.linalg.eigvalsh(np.cov(unit.T)))[::-1]
+    gap = min(variance[0] - variance[1], variance[1] - variance[2])
+    assert np.abs(points.numpy() - expected).max() < 200 * EPS / gap
+    assert shares == pytest.approx(theirs.explained_variance_ratio_.tolist(), abs=200 * EPS / variance.sum())
+    assert torch.equal(points, principal(found, ALONE)[0])
+
+
+def test_a_map_is_drawn_from_kept_features_and_is_always_the_same(run, images, tmp_path, capsys, passes):  # noqa: F811
+    said(capsys, "evaluate", "knn", run)
+    passes.clear()
+    said(capsys, "evaluate", "map", run)
+    first = (run / "evaluation/map-pca-epoch2.png").read_bytes()
+    said(capsys, "evaluate", "map", run)
+    assert passes == [] and (run / "evaluation/map-pca-epoch2.png").read_bytes() == first
+    found = result(run, "map-pca-epoch2")
+    assert found["counts"] == {"used": 9, "left_out": 0} and sum(found["shares_of_variance"]) <= 1 + 4 * EPS
+
+    shutil.copytree(images / "val", tmp_path / "one", ignore=shutil.ignore_patterns("class1", "class2"))
+    for given, message in (
+        (images / "val/class0", f"images = {images}/val/class0: have no labels to colour by; label them"),
+        (tmp_path / "one", f"images = {tmp_path}/one: all belong to one class, class0; give images of several"),
+        (tmp_path / "gone", f"{tmp_path}/gone does not exist; "),
+    ):
+        (line,) = said(capsys, "evaluate", "map", run, given, status=2).splitlines()
+        assert line.startswith(f"error: {message}")
+    assert passes == []
+
+
+def test_of_many_classes_a_map_names_those_with_most_images(run, tmp_path, capsys):  # noqa: F811
+    draw_tree(tmp_path / "many", per_class=1, classes=22, size=20)
+    shutil.copy(tmp_path / "many/class21/000.jpg", tmp_path / "many/class21/001.jpg")
+    printed = said(capsys, "evaluate", "map", run, tmp_path / "many")
+    assert "20 classes with most images have a colour; the 2 others are gray\n" in printed
+    named, others = charts.coloured(np.array([*range(22), 21]))
+    assert 21 in named and others.tolist() == [19, 20]
+
+
+def test_umap_is_an_extra_and_says_that_its_seed_does_not_repeat(run, images, capsys, monkeypatch):  # noqa: F811
+    if importlib.util.find_spec("umap"):
+        printed = said(capsys, "evaluate", "map", run, images / "train", "--method", "umap")
+        assert "with the same seed gives another picture on another machine" in printed
+        assert "another machine" in result(run, "map-umap-epoch2")["remark"]
+        assert "needs more than 15 images" in said(capsys, "evaluate", "map", run, "--method", "umap", status=2)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "umap" else find(name))
+    refused = said(capsys, "evaluate", "map", run, "--method", "umap", status=2)
+    assert refused == (
+        "error: method = umap: needs umap-learn, which is not installed; type `pip install 'unigrad-fast[umap]'`, or "
+        "take --method pca\n"
+    )
+
+
 @pytest.mark.parametrize("classes", [1, 3, 25, 70])
 def test_any_number_of_classes_and_any_names_are_drawn(classes):
     names = ["$x_1", "a\nb", os.fsdecode(b"\xff"), "x" * 200, "日本", *map(str, range(70))][:classes]
     counts = np.diag(np.arange(classes)) + np.eye(classes, k=1, dtype=int)
     with Image.open(io.BytesIO(charts.draw_confusion(counts, names, ["$a", "b " * 200]))) as picture:
+        assert min(picture.size) > 400
+    points = np.random.default_rng(0).normal(size=(2 * classes, 2))
+    labels = np.arange(2 * classes) % classes
+    with Image.open(io.BytesIO(charts.draw_map(points, labels, names, ["c"], ["$x", "y"]))) as picture:
         assert min(picture.size) > 400
 
 
@@ -210,10 +287,13 @@ def test_two_ranks_draw_what_one_draws(made, images, tmp_path):  # noqa: F811
         for words in (
             ("retrieve", folder, images / "train/class1/003.jpg", images / "val/class2/001.jpg"),
             ("confusion", folder, "--keep_features", "false"),
+            ("map", folder, images / "train"),
         ):
             done = ranks("evaluate", *words, is_thin=True)
             assert done.returncode == 0, done.stderr
         found.append({path.name: json.loads(path.read_text()) for path in (folder / "evaluation").glob("*.json")})
     alone, both = found
-    assert alone.keys() == both.keys() and len(alone) == 2
+    assert alone.keys() == both.keys() and len(alone) == 3
+    shares = [each.pop("map-pca-epoch2.json")["shares_of_variance"] for each in (alone, both)]
+    assert shares[0] == pytest.approx(shares[1], rel=1000 * EPS)
     assert alone == both

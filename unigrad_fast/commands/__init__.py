@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "evaluate features": (evaluate.EvaluateFeatures, evaluate.evaluate_features),
     "evaluate retrieve": (evaluate.EvaluateRetrieve, evaluate.evaluate_retrieve),
     "evaluate confusion": (evaluate.EvaluateConfusion, evaluate.evaluate_confusion),
+    "evaluate map": (evaluate.EvaluateMap, evaluate.evaluate_map),
     "evaluate list": (evaluate.EvaluateList, evaluate.evaluate_list),
     "export": (weights.Export, weights.export),
     "import": (weights.Import, weights.import_weights),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run
+from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run, require_umap
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import AbsolutePath, Node
@@ -218,6 +218,31 @@ def evaluate_confusion(options: EvaluateConfusion) -> None:
 
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
     confusion.evaluate_confusion(options.run, options.of, given)
+
+
+class EvaluateMap(Encoder):
+    """Draw the features of images as points in a plane, coloured by class."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: AbsolutePath | None = None
+    """Labelled images: a folder, list or shards; null is the run's validation images."""
+    method: Literal["pca", "umap"] = "pca"
+    """pca shows the plane of largest variance, always the same; umap shows neighbourhoods, and needs umap-learn."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+
+def evaluate_map(options: EvaluateMap) -> None:
+    asked = options.asked(options.output)
+    if options.weights is not None and options.images is None:
+        raise UserError("weights: come without images; give --images IMAGES")
+    if options.method == "umap":
+        require_umap()
+    require_dali()
+    from unigrad_fast.evaluation import maps, runs
+
+    maps.evaluate_map(options.run, options.images, options.method, runs.Asked(**asked))
 
 
 class EvaluateList(Node):

@@ -20,7 +20,11 @@ with plotting():
 MOST_NAMED = 60  # classes whose names a confusion matrix has
 MOST_NUMBERED = 20  # classes with whose matrix the shares are written
 LONGEST = 24  # characters of a name
-PALE = "#D0D0D0"
+MOST_COLOURED = 20  # classes with a colour on a map
+GRAY, PALE = "#777777", "#D0D0D0"
+# Those of Okabe and Ito, safe for colour blindness, and two more; each is used for two classes, with another marker.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288", "#1A1A1A")
+MARKERS = ("o", "^")
 
 
 @plotting()
@@ -62,6 +66,65 @@ def draw_confusion(counts: np.ndarray, names: Sequence[str], title: Sequence[str
             ink = "white" if value > 30 else "black"
             axes.text(column, row, _percent(value), ha="center", va="center", fontsize=8, color=ink)
     return _png(figure, heading)
+
+
+@plotting()
+def draw_map(
+    points: np.ndarray, labels: np.ndarray, names: Sequence[str], title: Sequence[str], axes_names: Sequence[str]
+) -> bytes:
+    """Points in a plane, coloured by class; of many classes only those with most points, the others are gray.
+
+    Args:
+        points: [N, 2].
+        labels: int64 [N], positions in `names`.
+        title: lines.
+        axes_names: of the two axes.
+    """
+    named, others = coloured(labels)
+    figure = Figure(figsize=(9.6, 7), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    area = float(np.clip(30_000 / len(points), 3, 30))
+    if len(others):
+        rest = np.isin(labels, others)
+        label = f"{len(others):,} other classes ({rest.sum():,})"
+        axes.scatter(*points[rest].T, s=area, color=PALE, linewidths=0, label=label, zorder=1)
+    for number, label in enumerate(named):
+        own = labels == label
+        color, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS)]
+        shown = f"{_name(names[label])} ({own.sum():,})"
+        axes.scatter(
+            *points[own].T, s=area, color=color, marker=marker, alpha=0.75, linewidths=0, label=shown, zorder=2
+        )
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xlabel(axes_names[0], fontsize=9)
+    axes.set_ylabel(axes_names[1], fontsize=9)
+    axes.tick_params(labelsize=8, colors=GRAY, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, texts = axes.get_legend_handles_labels()
+    if len(others):
+        handles, texts = [*handles[1:], handles[0]], [*texts[1:], texts[0]]
+    legend = axes.legend(
+        handles,
+        texts,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+        fontsize=9,
+        title="class (images)",
+        title_fontsize=9,
+        alignment="left",
+    )
+    for handle in legend.legend_handles:
+        handle.set_sizes([30])
+        handle.set_alpha(1)
+    return _png(figure, title)
+
+
+def coloured(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The classes that a map names, ascending, and the others: of many, the ones with most images."""
+    found, counts = np.unique(labels, return_counts=True)
+    most = np.argsort(-counts, kind="stable")
+    return np.sort(found[most[:MOST_COLOURED]]), np.sort(found[most[MOST_COLOURED:]])
 
 
 def _percent(value: float) -> str:

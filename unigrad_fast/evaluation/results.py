@@ -2,7 +2,7 @@
 
 knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, for instance
 linear-paper-epoch100.json, .safetensors       the result, and the classifier
-confusion-knn-epoch100.json, .png              what a picture shows, and the picture
+map-pca-epoch100.json, .png                    what a picture shows, and the picture
 """
 
 from __future__ import annotations
