@@ -280,12 +280,12 @@ def test_any_number_of_classes_and_any_names_are_drawn(classes):
 
 
 def test_two_ranks_draw_what_one_draws(made, images, tmp_path):  # noqa: F811
-    found = []
+    found, asked = [], [images / "train/class1/003.jpg", images / "val/class2/001.jpg", images / "train/class2/004.jpg"]
     for ranks in (command, command_on_two_ranks):
         folder = tmp_path / ranks.__name__
         shutil.copytree(made, folder)
         for words in (
-            ("retrieve", folder, images / "train/class1/003.jpg", images / "val/class2/001.jpg"),
+            ("retrieve", folder, *asked, "--keep_features", "false"),
             ("confusion", folder, "--keep_features", "false"),
             ("map", folder, images / "train"),
         ):
