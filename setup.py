@@ -70,6 +70,7 @@ setup(
             "ruff>=0.9",  # breaks long signatures of the reference
         ],
         "parquet": ["pyarrow>=15"],  # `evaluate features --output F.parquet`
+        "umap": ["umap-learn>=0.5"],  # `evaluate map --method umap`
         "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
     },
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},

@@ -131,6 +131,16 @@ class Manifest:
         return cls._of_files(source, root, names, states, labels, classes, cache)
 
     @classmethod
+    def from_files(cls, paths: Iterable[str | os.PathLike]) -> "Manifest":
+        """The images in some files, in their order, without labels; nothing is cached.
+
+        Raises:
+            DataError: none of them can be read.
+        """
+        names = [os.fsencode(_absolute(path)) for path in paths]
+        return cls._of_files(os.sep, os.sep, names, file_states(os.sep, names), None, [], None, is_cached=False)
+
+    @classmethod
     def from_shards(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
         """Reads a tar file in the layout of WebDataset, or a folder of them, sorted by name.
 
@@ -178,6 +188,7 @@ class Manifest:
         labels: np.ndarray | None,
         classes: list[str],
         cache: str | os.PathLike | None,
+        is_cached: bool = True,
     ) -> "Manifest":
         joined = b"".join(names)
         lengths = np.fromiter(map(len, names), np.int32, len(names))
@@ -185,7 +196,7 @@ class Manifest:
             () if source == root or labels is None else (labels, "\0".join(classes).encode("utf-8", "surrogateescape"))
         )
         fingerprint = digest(joined, lengths, states, *named)
-        store = cache_file(source, cache)
+        store = cache_file(source, cache) if is_cached else None
         content = recall(store, fingerprint)
         if not fits(content, len(names)):
             content = {}

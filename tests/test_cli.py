@@ -341,7 +341,8 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         (
             "evaluate",
             "evaluate: names a group of commands; type one of evaluate knn RUN, evaluate linear RUN, "
-            "evaluate finetune RUN, evaluate features RUN IMAGES, evaluate list RUN",
+            "evaluate finetune RUN, evaluate features RUN IMAGES, evaluate retrieve RUN IMAGES..., "
+            "evaluate confusion RUN, evaluate map RUN IMAGES, evaluate list RUN",
         ),
         (
             "checkpoint --k 3",
@@ -352,7 +353,8 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
         (
             "evaluate frobnicate",
             "evaluate frobnicate: unknown command; type one of evaluate knn RUN, evaluate linear RUN, "
-            "evaluate finetune RUN, evaluate features RUN IMAGES, evaluate list RUN",
+            "evaluate finetune RUN, evaluate features RUN IMAGES, evaluate retrieve RUN IMAGES..., "
+            "evaluate confusion RUN, evaluate map RUN IMAGES, evaluate list RUN",
         ),
         ("frobnicate step", f"frobnicate step: unknown command; commands are {', '.join(cli.COMMANDS)}"),
         ("bench step frobnicate", "frobnicate: unexpected argument; options are written --key value"),

@@ -591,11 +591,17 @@ def test_any_value_of_any_key_is_accepted_or_refused_by_name(key, value):
 
 def test_arguments_parse_in_all_forms():
     words = ["runs/a", "--a.b", "1", "--a.c=x=y", "--switch", "--last", "-3"]
-    assert parse_arguments(words, ["run"]) == {
+    assert parse_arguments(words, {"run": False}) == {
         "run": "runs/a",
         "a": {"b": "1", "c": "x=y"},
         "switch": True,
         "last": "-3",
+    }
+    words = ["runs/a", "x.jpg", "--k", "3", "y,z.jpg"]
+    assert parse_arguments(words, {"run": False, "images": True}) == {
+        "run": "runs/a",
+        "images": ["x.jpg", "y,z.jpg"],
+        "k": "3",
     }
 
 

@@ -46,7 +46,8 @@ commands:
 
 def usage(name: str) -> str:
     """A command's name with its positional arguments."""
-    return " ".join([name, *(argument.upper() for argument in positionals(COMMANDS[name][0]))])
+    arguments = positionals(COMMANDS[name][0]).items()
+    return " ".join([name, *(argument.upper() + several * "..." for argument, several in arguments)])
 
 
 def split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -1,4 +1,4 @@
-"""`unigrad-fast evaluate knn`, `linear`, `finetune`, `features` and `list`."""
+"""`unigrad-fast evaluate ...`: judges an encoder, writes its features, and draws what they show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run
+from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run, require_umap
 from unigrad_fast.evaluation import finetune_protocols
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
@@ -218,6 +218,86 @@ def evaluate_features(options: EvaluateFeatures) -> None:
     from unigrad_fast.evaluation import feature_files, runs
 
     feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
+
+
+class EvaluateRetrieve(Encoder):
+    """Draw images with their nearest neighbours among others."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: tuple[AbsolutePath, ...] = ()
+    """Image files whose neighbours are drawn."""
+    among: AbsolutePath | None = None
+    """Images to search: a folder, list or shards; null is the run's training images."""
+    k: int = Field(default=8, ge=1, le=100)
+    """Neighbours of each image."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+
+def evaluate_retrieve(options: EvaluateRetrieve) -> None:
+    if options.weights is not None and options.run is not None:  # the first word is an image, too
+        options = options.model_copy(update={"run": None, "images": (options.run, *options.images)})
+    asked = options.asked(options.output)
+    if not options.images:
+        raise UserError("images: missing; give the files whose neighbours are to be drawn")
+    for image in options.images:
+        if not os.path.isfile(image):
+            problem = "is a folder; give files in it" if os.path.isdir(image) else "no such file"
+            raise UserError(f"images = {image}: {problem}")
+    if options.weights is not None and options.among is None:
+        raise UserError("weights: come without images; give --among IMAGES")
+    require_dali()
+    from unigrad_fast.evaluation import retrieval, runs
+
+    retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
+
+
+class EvaluateConfusion(Evaluation):
+    """Draw which classes are taken for which, ordered so that groups of similar classes show."""
+
+    of: Literal["knn", "linear"] = "knn"
+    """Classifier: nearest neighbours, or the newest linear classifier of these weights that `evaluate linear` wrote."""
+    k: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Neighbours that vote, at most the training images; like evaluation.knn.k of a run; null is the run's."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
+
+
+def evaluate_confusion(options: EvaluateConfusion) -> None:
+    asked = options.judged()
+    if options.of == "linear":
+        refuse_unused(options, ("k", "temperature"), "applies only to --of knn")
+    require_dali()
+    from unigrad_fast.evaluation import confusion, runs
+
+    given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
+    confusion.evaluate_confusion(options.run, options.of, given)
+
+
+class EvaluateMap(Encoder):
+    """Draw the features of images as points in a plane, coloured by class."""
+
+    positional: ClassVar[tuple[str, ...]] = ("run", "images")
+
+    images: AbsolutePath | None = None
+    """Labelled images: a folder, list or shards; null is the run's validation images."""
+    method: Literal["pca", "umap"] = "pca"
+    """pca shows the plane of largest variance, always the same; umap shows neighbourhoods, and needs umap-learn."""
+    output: AbsolutePath | None = None
+    """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
+
+
+def evaluate_map(options: EvaluateMap) -> None:
+    asked = options.asked(options.output)
+    if options.weights is not None and options.images is None:
+        raise UserError("weights: come without images; give --images IMAGES")
+    if options.method == "umap":
+        require_umap()
+    require_dali()
+    from unigrad_fast.evaluation import maps, runs
+
+    maps.evaluate_map(options.run, options.images, options.method, runs.Asked(**asked))
 
 
 class EvaluateList(Node):

@@ -101,3 +101,12 @@ def require_triton() -> None:
     """Raises UserError if Triton, which torch installs only on Linux, is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("Triton, which compiles the kernels, is not installed; type `pip install triton`")
+
+
+def require_umap() -> None:
+    """Raises UserError if umap-learn, an extra, is not installed."""
+    if importlib.util.find_spec("umap") is None:
+        raise UserError(
+            "method = umap: needs umap-learn, which is not installed; type `pip install 'unigrad-fast[umap]'`, or take "
+            "--method pca"
+        )

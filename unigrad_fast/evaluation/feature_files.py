@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from unigrad_fast.config import Config
 from unigrad_fast.evaluation.passes import Keeper
 from unigrad_fast.evaluation.results import versions
 from unigrad_fast.evaluation.rows import Features, blocks, restored
-from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened_on
+from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Found, Opened, opened_on
 from unigrad_fast.evaluation.writing import WRITERS, require_writer
 from unigrad_fast.images.manifests import read_manifests
 from unigrad_fast.pipelines import Manifest
@@ -46,13 +47,7 @@ def write_features(run: Path | None, images: Path | None, output: Path | None, o
     if output is not None:
         _require(output, images, overwrite)
 
-    def find(config: Config, world: World) -> tuple[Manifest, Manifest, Manifest, list[str]]:
-        given = config.data if images is None else config.data.model_copy(update={"train": images})
-        manifest, _, said = read_manifests(given.model_copy(update={"val": None}), world)
-        if manifest.labels is None:
-            manifest = replace(manifest, labels=np.full(len(manifest), UNLABELLED))
-        return manifest, manifest, manifest, said
-
+    find = finding(images, "train", "--images")
     with opened_on(run, asked, find) as this, this.preemption.nothing_to_save(NOTHING_KEPT):
         folder = asked.output if run is None else RunFolder(run).evaluation
         path = output or (folder if run is None else RunFolder(run).exports) / f"{this.stem('features')}.npz"
@@ -60,16 +55,37 @@ def write_features(run: Path | None, images: Path | None, output: Path | None, o
             _require(path, images, overwrite)
         beside = Path(on_first(lambda: tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
         try:
-            found = _on_disk(this, path, kind_of(this.config, images), this.keeper(folder, asked), beside)
+            kind = kind_of(this.config, images or this.config.data.train)
+            found = _on_disk(this, path, kind, this.keeper(folder, asked), beside)
             on_first(lambda: _write(path, found, this))
         finally:
             if this.world.rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
 
 
+def finding(images: Path | None, usual: Literal["train", "val"], option: str) -> Found:
+    """Gives `opened_on` the images at a path, or the run's; without labels, all are UNLABELLED.
+
+    Args:
+        usual: which of the run's.
+        option: names others, for the error if it has none.
+    """
+
+    def find(config: Config, world: World) -> tuple[Manifest, Manifest, Manifest, list[str]]:
+        path = images or getattr(config.data, usual)
+        if path is None:
+            raise UserError(f"data.{usual} = null: the run names no such images; add {option} IMAGES")
+        manifest, _, said = read_manifests(config.data.model_copy(update={"train": path, "val": None}), world)
+        if manifest.labels is None:
+            manifest = replace(manifest, labels=np.full(len(manifest), UNLABELLED))
+        return manifest, manifest, manifest, said
+
+    return find
+
+
 def kind_of(config: Config, images: Path | None) -> str:
     """What features of these images replace when they are kept."""
-    return {None: "training", config.data.train: "training", config.data.val: "validation"}.get(images, "other")
+    return {config.data.train: "training", config.data.val: "validation"}.get(images, "other")
 
 
 def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside: Path) -> Features:

@@ -21,7 +21,7 @@ Shapes: Q queries, B rows of the bank or a block of it, D dimensions, K neighbou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,22 +100,14 @@ def sharded_knn_grid(
     all_labels = torch.cat([bank.labels, queries.labels])
     classes = over_ranks(torch.tensor(int(all_labels.max()) + 1 if len(all_labels) else 0), world, dist.ReduceOp.MAX)
     in_bank = over_ranks(torch.bincount(bank.labels, minlength=int(classes)), world)
-    most = int(over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
     images = int(in_bank.sum())
-    usual = min(images, 200 if images >= LARGE_BANK else 20)
-    settled = [(usual if k == "auto" else k, temperature) for k, temperature in cells]
+    settled = [(settled_k(k, images), temperature) for k, temperature in cells]
     widest = max(k for k, _ in settled)
     require_k(widest, images)
-    share = max(1, chunk // world.size)  # of a rank's queries, in a round
     hits = torch.zeros(len(settled), 2, dtype=torch.int64)
-    for start in range(0, most, share):
-        own, truth = queries.rows[start : start + share], queries.labels[start : start + share]
-        found = _found(bank, own.to(world.device), min(share, most - start), world, widest, chunk)
-        product, label = (each[: len(truth)].cpu() for each in found)
-        norm = norms(own.cpu())[:, None]
+    for similarity, label, truth in neighbours(bank, queries, world, widest, chunk):
         for hit, (k, temperature) in zip(hits, settled, strict=True):
-            nearest_product, nearest_label = largest(product, label, k)
-            hit += count_hits(nearest_product / norm, nearest_label, truth, int(classes), temperature, chunk)
+            hit += count_hits(*largest(similarity, label, k), truth, int(classes), temperature, chunk)
     over_ranks(hits, world)
     judged = int(over_ranks(torch.tensor(len(queries.labels)), world))
     return [
@@ -129,6 +121,32 @@ def sharded_knn_grid(
         )
         for (top1, top5), (k, temperature) in zip(hits.tolist(), settled, strict=True)
     ]
+
+
+@torch.no_grad()
+def neighbours(
+    bank: Share, queries: Share, world: World, k: int, chunk: int = 4096
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The k rows of all ranks' banks nearest to this rank's queries, some queries at a time; all ranks do it together.
+
+    Gives the cosine similarity, float64, and the label of each neighbour, [Q, K], in no order, and the labels of the
+    queries, [Q]; all on the CPU. Of equally similar rows those of the smaller labels are taken.
+
+    Args:
+        k: at most the size of the bank, over all ranks.
+    """
+    most = int(over_ranks(torch.tensor(len(queries.labels)), world, dist.ReduceOp.MAX))
+    share = max(1, chunk // world.size)  # of a rank's queries, in a round
+    for start in range(0, most, share):
+        own, truth = queries.rows[start : start + share], queries.labels[start : start + share]
+        found = _found(bank, own.to(world.device), min(share, most - start), world, k, chunk)
+        product, label = (each[: len(truth)].cpu() for each in found)
+        yield product / norms(own.cpu())[:, None], label, truth
+
+
+def settled_k(k: int | Literal["auto"], images: int) -> int:
+    """The number of neighbours that vote, of a bank of so many images."""
+    return min(images, 200 if images >= LARGE_BANK else 20) if k == "auto" else k
 
 
 def require_k(k: int, bank: int) -> None:
@@ -228,6 +246,22 @@ def count_hits(
 
 def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float) -> Tensor:
     """Rank of the true class in the votes, int64 [Q]; 0 for the winner, `classes` if it has no vote."""
+    occurring, votes = _votes(similarity, label, truth, temperature)
+    truth = torch.searchsorted(occurring, truth)[:, None]
+    own = votes.gather(1, truth)
+    smaller_class = torch.arange(len(occurring)) < truth
+    rank = ((votes > own) | ((votes == own) & smaller_class)).sum(dim=1)
+    return torch.where(own[:, 0] > 0, rank, classes)
+
+
+def predicted(similarity: Tensor, label: Tensor, temperature: float) -> Tensor:
+    """The class that wins the votes of the nearest neighbours of each query, [Q, K]; int64 [Q]. All on the CPU."""
+    occurring, votes = _votes(similarity, label, label[:, 0], temperature)
+    return occurring[torch.from_numpy(votes.numpy().argmax(axis=1))]  # the first of equal votes
+
+
+def _votes(similarity: Tensor, label: Tensor, truth: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The classes of the neighbours and of `truth`, int64 [C] ascending, and the votes for each, float64 [Q, C]."""
     similarity = similarity.double()
     # Dividing a row by its largest weight changes no comparison, and keeps exp from overflowing at small T.
     # Votes are summed from the most similar neighbour on, so that rounding does not depend on the order of the bank.
@@ -235,10 +269,5 @@ def _rank_of_truth(similarity: Tensor, label: Tensor, truth: Tensor, classes: in
     weight = ((similarity - similarity[:, :1]) / temperature).exp()
     # Only classes that occur here, in order: labels may be far apart.
     occurring, place = torch.cat([label.gather(1, nearest), truth[:, None]], dim=1).unique(return_inverse=True)
-    label, truth = place[:, :-1], place[:, -1:]
     votes = torch.zeros(len(truth), len(occurring), dtype=torch.float64)
-    votes.scatter_add_(1, label, weight)
-    own = votes.gather(1, truth)
-    smaller_class = torch.arange(len(occurring)) < truth
-    rank = ((votes > own) | ((votes == own) & smaller_class)).sum(dim=1)
-    return torch.where(own[:, 0] > 0, rank, classes)
+    return occurring, votes.scatter_add_(1, place[:, :-1], weight)

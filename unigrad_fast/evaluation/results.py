@@ -2,6 +2,7 @@
 
 knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, for instance
 linear-paper-epoch100.json, .safetensors       the result, and the classifier
+map-pca-epoch100.json, .png                    what a picture shows, and the picture
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 import unigrad_fast
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import unwritable, write_whole
-from unigrad_fast.runtime.outputs import require_file
+from unigrad_fast.runtime.outputs import require_file, within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 
@@ -46,6 +47,14 @@ def folder_of(run: Path | None, output: Path | None = None) -> Path:
     return folder
 
 
+def folder_beside(run: Path | None, output: Path | None, images: Mapping[str, Path | None]) -> Path:
+    """As `folder_of`, for pictures, which must not come among images: folders by the keys that named them."""
+    folder = folder_of(run, output)
+    if problem := within_images(folder / "picture.png", images):
+        raise UserError(f"output = {folder}: {problem}")
+    return folder
+
+
 def write_result(
     folder: Path,
     stem: str,
@@ -53,6 +62,7 @@ def write_result(
     figures: Mapping[str, Any],
     classifier: Mapping[str, Tensor] | None = None,
     about_classifier: Mapping[str, Any] | None = None,
+    picture: bytes | None = None,
 ) -> str:
     """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
 
@@ -63,6 +73,7 @@ def write_result(
         figures: JSON values, the result itself.
         classifier: tensors for STEM.safetensors.
         about_classifier: further JSON values for that file.
+        picture: content of STEM.png.
 
     Returns:
         A line for the user about the file, the figures that it keeps and a file with other settings.
@@ -73,8 +84,8 @@ def write_result(
         passed: list[tuple[Path, Any]] = []
         for number in count(1):
             path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
-            weights = path.with_suffix(".safetensors")
-            if not os.path.lexists(path) and not os.path.lexists(weights):
+            weights, drawn = path.with_suffix(".safetensors"), path.with_suffix(".png")
+            if not any(map(os.path.lexists, (path, weights, drawn))):
                 before = {}
                 break
             before = _read(path)
@@ -91,8 +102,10 @@ def write_result(
             about = {**settings, **figures, **(about_classifier or {})}
             texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
             write_whole(weights, save({key: value.detach().cpu() for key, value in classifier.items()}, texts))
+        if picture is not None:
+            write_whole(drawn, picture)
         write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
-    line = f"written to {path}"
+    line = f"written to {path}" + ("" if picture is None else f", drawn in {drawn.name}")
     if kept:
         line += f", which keeps {', '.join(dict.fromkeys(kept))} from an earlier call"
     if passed:

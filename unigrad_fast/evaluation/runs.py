@@ -42,6 +42,7 @@ from unigrad_fast.runtime.processors import compute_threads
 
 SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
 INTERPOLATION = "bilinear, antialiased"  # of the evaluation's loader
+Found = Callable[[Config, World], tuple[Manifest, Manifest, Manifest, list[str]]]
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
 
 
@@ -322,7 +323,7 @@ def opened(run: Path | None, asked: Asked, classifier: str, same: str) -> Iterat
 def opened_on(
     run: Path | None,
     asked: Asked,
-    find: Callable[[Config, World], tuple[Manifest, Manifest, Manifest, list[str]]],
+    find: Found,
 ) -> Iterator[Opened]:
     """As `opened`, on any images.
 

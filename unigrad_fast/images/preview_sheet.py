@@ -66,7 +66,7 @@ class Layout:
                 self.places.append((left + column * width + FRAME, row * height + HEAD + FRAME))
             left += width * columns
         self.width = left - GAP
-        self.legend = _wrapped((LEGEND + MIXED if mixed else LEGEND).split(), self.width)
+        self.legend = wrapped((LEGEND + MIXED if mixed else LEGEND).split(), self.width)
         self.top = MARGIN + 34 + len(self.legend) * LINE + GAP
 
     @property
@@ -96,12 +96,13 @@ def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(Path(home, "mpl-data/fonts/ttf", name)), size)
 
 
-def _wrapped(words: Sequence[str], width: int) -> list[str]:
-    """Breaks words into lines."""
+def wrapped(words: Sequence[str], width: int, font: ImageFont.FreeTypeFont | None = None) -> list[str]:
+    """Breaks words into lines; without a font, into lines of the usual small text."""
+    font = font or load_font(13)
     lines = [words[0]]
     for word in words[1:]:
         longer = f"{lines[-1]} {word}"
-        if load_font(13).getlength(longer) <= width:
+        if font.getlength(longer) <= width:
             lines[-1] = longer
         else:
             lines.append(word)
@@ -199,7 +200,7 @@ def _draw_view(
     whole = side % picture.width == 0
     picture = picture.resize((side, side), Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
     sheet.paste(picture, (left, top))
-    lines = _wrapped([f"{name}," for name in done[:-1]] + done[-1:], max(NARROWEST, side))
+    lines = wrapped([f"{name}," for name in done[:-1]] + done[-1:], max(NARROWEST, side))
     _write(pen, left - FRAME, top + side + FRAME + 5, lines)
 
 

@@ -14,9 +14,17 @@ from unigrad_fast.runtime.validation import Node, arms, group
 _WORDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", Path: "PATH", NoneType: "null", ...: "..."}
 
 
-def positionals(options: type[Node]) -> list[str]:
-    """Keys whose values may be written without the key, in this order: the required ones, and those that say so."""
-    return [name for name, field in options.model_fields.items() if field.is_required() or name in options.positional]
+def positionals(options: type[Node]) -> dict[str, bool]:
+    """Keys whose values may be written without the key, in this order, and whether one takes all words that are left.
+
+    They are the required ones, and those that say so.
+    """
+    fields = options.model_fields.items()
+    return {
+        name: get_origin(field.annotation) is tuple
+        for name, field in fields
+        if field.is_required() or name in options.positional
+    }
 
 
 def text(usage: str, options: type[Node], defaults: Node | None) -> str:

@@ -53,19 +53,24 @@ def _joined(one: Any, other: Any, key: str) -> Any:
     return one
 
 
-def parse_arguments(arguments: Sequence[str], positionals: Sequence[str] = ()) -> dict[str, Any]:
+def parse_arguments(arguments: Sequence[str], positionals: Mapping[str, bool] | None = None) -> dict[str, Any]:
     """The tree of strings given by `--a.b value` and `--a.b=value`.
 
-    The bare switch `--a.b` becomes `BARE`, `null` None; words without a key are assigned to `positionals` in order.
+    The bare switch `--a.b` becomes `BARE`, `null` None; words without a key are assigned to `positionals` in order,
+    and all that are left to one whose value is true, as a list.
     """
     tree: dict[str, Any] = {}
-    rest, unnamed = list(arguments), list(positionals)
+    rest, unnamed, words = list(arguments), list(positionals or {}), []
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             if not unnamed:
                 raise UserError(f"{word}: unexpected argument; options are written --key value")
-            tree[unnamed.pop(0)] = word
+            if positionals and positionals[unnamed[0]]:
+                words.append(word)
+                tree[unnamed[0]] = words
+            else:
+                tree[unnamed.pop(0)] = word
             continue
         key, equals, text = word[2:].partition("=")
         value: str | Bare = text

@@ -1,0 +1,217 @@
+"""`unigrad-fast evaluate confusion`: which classes a classifier on the features takes for which.
+
+Classes are ordered so that those that are taken for each other stand together. Shapes: K classes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.table import Table
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from unigrad_fast.checkpoints.export import describe_probe
+from unigrad_fast.evaluation import charts
+from unigrad_fast.evaluation.classes import without_unused
+from unigrad_fast.evaluation.knn import PROTOCOL, neighbours, over_ranks, predicted, require_k, settled_k
+from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
+from unigrad_fast.evaluation.linear import WAS_FITTED
+from unigrad_fast.evaluation.passes import Keeper, read_features
+from unigrad_fast.evaluation.results import folder_beside, write_result
+from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
+from unigrad_fast.evaluation.shares import share_of
+from unigrad_fast.pipelines import Manifest
+from unigrad_fast.runtime.console import fitted
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.fallback import harmless
+from unigrad_fast.runtime.files import utf8_path
+from unigrad_fast.runtime.process_group import on_first
+
+MOST_CLASSES = 2000  # the order takes time that grows with the third power
+PAIRS = 10  # that are named
+
+
+def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: Asked) -> None:
+    """Draw the confusion matrix of the validation images to confusion-OF-epochE.png in RUN/evaluation.
+
+    The .json beside it has the matrix, and the most confused pairs of classes are printed.
+
+    Args:
+        run: the run folder; None with `asked.weights`.
+        of: kNN, or the newest linear classifier of these weights in the folder of the results.
+        asked: checkpoint or weights, images and settings of kNN.
+
+    Raises:
+        UserError: there are no weights, labels, validation images or no such classifier, or too many classes.
+        RunStopped: a feature is not finite, or too many images cannot be used.
+    """
+    whose, same = ("kNN", FINDS_ITSELF) if of == "knn" else ("a linear classifier", WAS_FITTED)
+    with opened(run, asked, whose, same) as this, this.preemption.nothing_to_save(NOTHING_KEPT):
+        paths = {"data.train": this.config.data.train, "data.val": this.config.data.val}
+        folder = folder_beside(run, asked.output, paths)
+        train, val, _ = without_unused(this.train, this.val)
+        if len(train.classes) > MOST_CLASSES:
+            raise UserError(
+                f"data.train = {this.config.data.train}: {len(train.classes):,} classes; a confusion matrix shows at "
+                f"most {MOST_CLASSES:,}, so give images of fewer with --data.train and --data.val"
+            )
+        keeper = this.keeper(folder, asked)
+        judge = of_knn if of == "knn" else of_linear
+        matrix, classifier, settings = judge(this, train, val, keeper, folder, asked)
+        over_ranks(matrix, this.world)
+        if this.world.rank != 0:
+            return
+        counts = matrix.numpy()
+        images, right = int(counts.sum()), int(np.trace(counts))
+        place = order(counts)
+        names = [train.classes[number] for number in place]
+        counts = counts[np.ix_(place, place)]
+        pairs = most_confused(counts)
+        title = (
+            f"confusion of {classifier}",
+            f"{this.settings['branch']}, {this.name}: {images:,} images, {100 * right / images:.2f} % right",
+        )
+        this.console.print(_table(", ".join(title), names, counts, pairs))
+        figures: dict[str, Any] = {
+            "accuracy": 100 * right / images,
+            "classes": names,
+            "matrix": counts.tolist(),
+            "most_confused": [_figures(names, counts, *pair) for pair in pairs],
+        }
+        written = write_result(
+            folder,
+            this.stem(f"confusion-{of}"),
+            {**this.settings, **settings},
+            {**this.paths, "counts": this.counts(), **figures},
+            picture=charts.draw_confusion(counts, names, title),
+        )
+        this.say(written)
+        this.tell(keeper)
+
+
+def of_knn(
+    this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
+) -> tuple[Tensor, str, dict[str, Any]]:
+    """This rank's part of the confusion matrix of kNN, int64 [K, K], true by predicted class; its name and settings.
+
+    Args:
+        train, val: the images under the numbers of the classes that occur.
+        folder: of the results.
+    """
+    if isinstance(asked.k, int):
+        require_k(asked.k, len(train))
+    shares = []
+    for kind, images in (("training", train), ("validation", val)):
+        found = read_features(this, images, kind, keeper)
+        this.leave_out(kind, found.left_out)
+        shares.append(share_of(found, images.labels, this.world))
+    bank, queries = shares
+    there = len(train) - bank.left_out.count
+    knn = this.config.evaluation.knn
+    k = settled_k(knn.k if knn.k == "auto" else min(knn.k, there), there)
+    matrix = torch.zeros(len(train.classes), len(train.classes), dtype=torch.int64)
+    for similarity, label, truth in neighbours(bank, queries, this.world, k):
+        if len(truth):
+            matrix += counted(truth, predicted(similarity, label, knn.temperature), len(matrix))
+    settings = {"protocol": f"confusion of {PROTOCOL}", "k": k, "temperature": knn.temperature}
+    return matrix, f"{PROTOCOL}, k {k}, T {knn.temperature:g}", settings
+
+
+def of_linear(
+    this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
+) -> tuple[Tensor, str, dict[str, Any]]:
+    """As `of_knn`, of a linear classifier that was trained before."""
+    file, protocol = on_first(lambda: _newest(folder, this, train))
+    with utf8_path(file) as name, safe_open(name, framework="pt") as content:
+        classifier = {key: content.get_tensor(key).to(this.world.device) for key in ("weight", "bias")}
+    found = read_features(this, val, "validation", keeper)
+    this.leave_out("validation", found.left_out)
+    labels = torch.as_tensor(val.labels, dtype=torch.int64)
+    matrix = torch.zeros(len(train.classes), len(train.classes), dtype=torch.int64)
+    for features, index in found.batches(this.world):
+        guess = nn.functional.linear(features, **classifier).argmax(dim=1).cpu()
+        matrix += counted(labels[index], guess, len(matrix))
+    name = f"a linear classifier, {protocol} protocol"
+    return matrix, name, {"protocol": f"confusion of {name}", "classifier": file.name}
+
+
+def counted(truth: Tensor, guess: Tensor, classes: int) -> Tensor:
+    """Numbers of images, int64 [K, K], by true class (rows) and predicted class (columns)."""
+    return torch.bincount(truth * classes + guess, minlength=classes**2).view(classes, classes)
+
+
+def order(counts: np.ndarray) -> np.ndarray:
+    """An order of the classes, int64 [K], in which those that are taken for each other stand together.
+
+    Hierarchical clustering with average linkage, by the share of each class's images that are taken for the other.
+    Groups are joined at the ends that are most alike.
+
+    Args:
+        counts: numbers of images [K, K], true by predicted.
+    """
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    alike = share + share.T
+    between = alike.copy()  # of groups; a group has the number of its first class
+    np.fill_diagonal(between, -1)
+    groups = {number: [number] for number in range(len(counts))}
+    while len(groups) > 1:
+        one, other = sorted(np.unravel_index(between.argmax(), between.shape))
+        first, second = groups[one], groups.pop(other)
+        ends = [(alike[a[-1], b[0]], a, b) for a in (first, first[::-1]) for b in (second, second[::-1])]
+        sizes = len(first), len(second)
+        _, first, second = max(ends, key=lambda end: end[0])
+        groups[one] = first + second
+        joined = np.average(between[[one, other]], axis=0, weights=sizes)
+        joined[[one, other]] = -1
+        joined[between[one] < 0] = -1  # of groups that were joined before
+        between[one], between[:, one] = joined, joined
+        between[other], between[:, other] = -1, -1
+    return np.array(next(iter(groups.values())), np.int64)
+
+
+def most_confused(counts: np.ndarray) -> list[tuple[int, int]]:
+    """The pairs (true, predicted) of different classes with the largest shares of a class's images; none without."""
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    np.fill_diagonal(share, 0)
+    largest = np.argsort(-share, axis=None, kind="stable")[:PAIRS].tolist()
+    pairs = (divmod(place, len(counts)) for place in largest)
+    return [pair for pair in pairs if share[pair]]
+
+
+def _newest(folder: Path, this: Opened, train: Manifest) -> tuple[Path, str]:
+    """The newest linear classifier of these weights and classes, and its protocol; UserError if there is none."""
+    wanted = {key: this.settings[key] for key in ("weights", "branch", "transform", "labels")}
+    wanted = json.loads(json.dumps({**wanted, "classes": train.classes}))  # as they will be read
+    for path in sorted(folder.glob("linear-*.safetensors"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            about = describe_probe(path)
+        except ValueError:
+            continue
+        stages = about.get("chosen", {}).get("stages", 1)
+        if stages == 1 and all(about.get(key) == value for key, value in wanted.items()):
+            return path, about["protocol"]
+    raise UserError(
+        f"of = linear: {folder} holds no linear classifier of these weights and classes; run `unigrad-fast evaluate "
+        "linear` with the same options first"
+    )
+
+
+def _figures(names: list[str], counts: np.ndarray, row: int, column: int) -> dict[str, Any]:
+    images, of = int(counts[row, column]), int(counts[row].sum())
+    return {"class": names[row], "taken_for": names[column], "images": images, "of": of}
+
+
+def _table(title: str, names: list[str], counts: np.ndarray, pairs: list[tuple[int, int]]) -> Table:
+    table = Table(title=fitted(harmless(f"{title}; most confused")), title_justify="left")
+    for column in ("class", "taken for", "images", "share, %"):
+        table.add_column(column, justify="left" if column in ("class", "taken for") else "right", overflow="fold")
+    for row, column in pairs:
+        images, of = int(counts[row, column]), int(counts[row].sum())
+        texts = (names[row], names[column], f"{images:,} of {of:,}", f"{100 * images / of:.1f}")
+        table.add_row(*(fitted(harmless(text)) for text in texts))
+    return table
