@@ -14,7 +14,8 @@ COMPUTE=(
     tests/kernels/test_interpreted_backward.py
     tests/objectives tests/networks tests/optimization
     tests/evaluation/test_knn.py tests/evaluation/test_sharded_knn.py tests/evaluation/test_knn_probe.py
-    tests/evaluation/test_linear.py tests/evaluation/test_features.py
+    tests/evaluation/test_linear.py tests/evaluation/test_linear_sweep.py tests/evaluation/test_finetune.py
+    tests/evaluation/test_knn_grid.py tests/evaluation/test_features.py
     tests/pipelines/test_photometric.py tests/pipelines/test_parameters.py tests/pipelines/test_cutmix.py
     tests/training/test_reduction.py tests/training/test_target.py tests/training/test_optimizers_at_stages.py
     tests/training/test_ranks.py tests/training/test_methods.py
