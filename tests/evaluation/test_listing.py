@@ -39,7 +39,13 @@ def test_a_row_says_in_which_settings_the_results_of_a_protocol_differ():
     ]
 
 
-def test_only_what_all_results_of_a_protocol_tell_is_compared():
+def test_a_result_that_tells_little_hides_no_difference_between_the_others():
+    foreign = {"protocol": "weighted kNN", "accuracy": 12.3}
+    made = rows({"a": foreign, "b": OLD | {"k": 5}, "c": OLD | {"k": 20}, "d": OLD | {"transform": {"resize": 36}}})
+    assert [row[4] for row in made] == ["k –", "k 5", "k 20", "k 20"]
+
+
+def test_what_the_results_of_a_protocol_tell_is_compared():
     later = NEW | {"epoch": None, "transform": {"resize": 40}}
     first, second = (row[4] for row in rows({"knn": later, "knn-epoch2": NEW}))
     assert (first, second) == ("transform.resize 40", "transform.resize 36")

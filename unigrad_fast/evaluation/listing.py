@@ -46,15 +46,15 @@ def show(folder: Path) -> None:
 def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row of texts for each result, by protocol and epoch.
 
-    "what differs" has the settings whose values are not the same in all results of the protocol that have them.
+    "what differs" has the settings of which the results of the protocol have different values; "–" where one has none.
     """
     ordered = sorted(results.items(), key=lambda named: (_protocol(*named), named[1].get("epoch") or 0, named[0]))
     made = []
     for protocol, group in groupby(ordered, key=lambda named: _protocol(*named)):
         of_protocol = list(group)
         settings = [_settings(content) for _, content in of_protocol]
-        everywhere = [key for key in settings[0] if all(key in each for each in settings)]
-        varying = [key for key in everywhere if len({json.dumps(each[key]) for each in settings}) > 1]
+        keys = dict.fromkeys(key for each in settings for key in each)
+        varying = [key for key in keys if len({json.dumps(each[key]) for each in settings if key in each}) > 1]
         for (_, content), own in zip(of_protocol, settings, strict=True):
             epoch = content.get("epoch")
             made.append(
@@ -65,7 +65,7 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                         _percent(content.get(key), content.get("deviation", {}).get(key))
                         for key in ("accuracy", "top5")
                     ),
-                    ", ".join(f"{key} {_short(own[key])}" for key in varying),
+                    ", ".join(f"{key} {_short(own[key]) if key in own else '–'}" for key in varying),
                 )
             )
     return made
