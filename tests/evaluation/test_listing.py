@@ -89,3 +89,31 @@ def test_results_of_a_run_and_of_a_folder_are_shown_and_other_files_are_not(tmp_
     assert "notes" not in said and "damaged" not in said
     show(run / "evaluation")
     assert "linear, quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"epoch": "12"}, "epoch = 12 is no number"),
+        ({"epoch": [1]}, "epoch = [1] is no number"),
+        ({"accuracy": "50"}, "accuracy = 50 is no number"),
+        ({"accuracy": [1]}, "accuracy = [1] is no number"),
+        ({"accuracy": {"trained encoder": "x"}}, "accuracy = x is no number"),
+        ({"accuracy": 10**400}, "accuracy = 1000"),
+        ({"accuracy": True}, "accuracy = true is no number"),
+        ({"top5": {"trained encoder": [1]}}, "top5 = [1] is no number"),
+        ({"deviation": 3}, "deviation = 3 has no figures by name"),
+        ({"deviation": {"accuracy": "x"}}, "deviation.accuracy = x is no number"),
+        ({"protocol": ["knn"]}, 'protocol = ["knn"] is no name'),
+    ],
+)
+def test_a_file_that_is_no_result_is_left_out_in_one_line(tmp_path, capsys, odd, said):
+    (tmp_path / "knn-epoch2.json").write_text(json.dumps(NEW))
+    (tmp_path / "foreign.json").write_text(json.dumps(NEW | odd))
+    show(tmp_path)
+    warning, title, *table = capsys.readouterr().out.splitlines()
+    assert warning.startswith(f"warning: foreign.json left out: {said}") and title.startswith("results in")
+    assert sum("weighted kNN" in line for line in table) == 1
+    (tmp_path / "knn-epoch2.json").unlink()
+    with pytest.raises(UserError, match="no results there"):
+        show(tmp_path)

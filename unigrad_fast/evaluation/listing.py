@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -26,12 +27,15 @@ JUDGED = "trained encoder"  # among the features that one result compares
 
 
 def show(folder: Path) -> None:
-    """Print the results of a run, or those in a folder of results.
+    """Print the results of a run, or those in a folder of results; files that hold something else are named.
 
     Raises:
         UserError: there are none.
     """
-    results = read_results(folder)
+    console, results = new_console(quiet=False), read_results(folder)
+    for name, problem in [(name, odd) for name, content in results.items() if (odd := _odd(content))]:
+        console.print(f"warning: {name}.json left out: {problem}; correct or remove the file", soft_wrap=True)
+        del results[name]
     if not results:
         raise UserError(f"{folder}: no results there; give the folder of a run that was evaluated, or of its results")
     table = Table(title=f"results in {folder}; comparable where protocol and what differs agree", title_justify="left")
@@ -40,7 +44,7 @@ def show(folder: Path) -> None:
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "what differs")
     for row in rows(results):
         table.add_row(*map(fitted, row))
-    new_console(quiet=False).print(table)
+    console.print(table)
 
 
 def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -71,6 +75,26 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return made
 
 
+def _odd(content: Mapping[str, Any]) -> str | None:
+    """What keeps the content of a file from being shown as a result; None if nothing does."""
+    if not isinstance(content["protocol"], str):
+        return f"protocol = {shown(content['protocol'])} is no name"
+    figures = {"epoch": content.get("epoch")}
+    for key in ("accuracy", "top5"):
+        figures[key] = _judged(content.get(key))
+    deviations = content.get("deviation", {})
+    if not isinstance(deviations, dict):
+        return f"deviation = {shown(deviations)} has no figures by name"
+    figures |= {f"deviation.{key}": value for key, value in deviations.items()}
+    bad = (key for key, value in figures.items() if not (value is None or _is_number(value)))
+    return next((f"{key} = {shown(figures[key])} is no number" for key in bad), None)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _protocol(name: str, content: Mapping[str, Any]) -> str:
     """The protocol with what it trains: a linear protocol alone is called quick or paper."""
     return f"linear, {content['protocol']}" if name.startswith("linear") else str(content["protocol"])
@@ -82,8 +106,13 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in leaves(kept) if not isinstance(value, list | dict)}
 
 
-def _percent(value: Any, deviation: float | None) -> str:
-    value = value.get(JUDGED) if isinstance(value, dict) else value
+def _judged(figure: Any) -> Any:
+    """The figure of the trained encoder, if there are those of others, too."""
+    return figure.get(JUDGED) if isinstance(figure, dict) else figure
+
+
+def _percent(figure: Any, deviation: float | None) -> str:
+    value = _judged(figure)
     if value is None:
         return "–"
     return f"{value:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
