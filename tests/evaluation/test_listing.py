@@ -45,6 +45,17 @@ def test_a_result_that_tells_little_hides_no_difference_between_the_others():
     assert [row[4] for row in made] == ["k –", "k 5", "k 20", "k 20"]
 
 
+def test_weights_from_different_files_go_by_the_names_of_these():
+    first, second = NEW | {"weights": "sha256-1a", "file": "/a/moco.pth"}, NEW | {"weights": "sha256-2b"}
+    moved = first | {"file": "/b/same.pth"}
+    assert [row[4] for row in rows({"a": first, "b": moved})] == ["", ""]
+    assert [row[4] for row in rows({"a": first, "b": second, "c": moved})] == [
+        "weights moco.pth (sha256-1a)",
+        "weights sha256-2b",
+        "weights same.pth (sha256-1a)",
+    ]
+
+
 def test_what_the_results_of_a_protocol_tell_is_compared():
     later = NEW | {"epoch": None, "transform": {"resize": 40}}
     first, second = (row[4] for row in rows({"knn": later, "knn-epoch2": NEW}))

@@ -69,7 +69,7 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                         _percent(content.get(key), content.get("deviation", {}).get(key))
                         for key in ("accuracy", "top5")
                     ),
-                    ", ".join(f"{key} {_short(own[key]) if key in own else '–'}" for key in varying),
+                    ", ".join(f"{key} {_value(key, own, content.get('file'))}" for key in varying),
                 )
             )
     return made
@@ -116,6 +116,14 @@ def _percent(figure: Any, deviation: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def _value(key: str, settings: Mapping[str, Any], file: Any) -> str:
+    """A setting of a result; weights that came from a file go by its name, too."""
+    if key not in settings:
+        return "–"
+    value = _short(settings[key])
+    return f"{Path(file).name} ({value})" if key == "weights" and isinstance(file, str) else value
 
 
 def _short(value: Any) -> str:
