@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints.foreign import backbone_in
+from unigrad_fast.evaluation.sources import of_file
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.runtime.errors import UserError
 
@@ -183,6 +184,13 @@ def test_half_precision_old_counters_and_small_stems_are_taken(tmp_path):
     found = backbone_in(file, "resnet18")
     assert found.stem == "small" and found.state["conv1.weight"].dtype == torch.float32
     build_backbone("resnet18", "small").load_state_dict(found.state, strict=True)
+
+
+def test_parameters_are_taken_as_plain_tensors(tmp_path):
+    torch.save(build_backbone("resnet18").state_dict(keep_vars=True), tmp_path / "weights.pth")
+    found = of_file(tmp_path / "weights.pth", "resnet18", None)
+    assert not any(tensor.requires_grad for tensor in found.contents.values())
+    assert found.digest().startswith("sha256-")
 
 
 def refused(tmp_path, content: object, backbone: str = "resnet18") -> str:

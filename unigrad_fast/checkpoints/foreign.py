@@ -164,7 +164,7 @@ def backbone_in(file: Path, name: str) -> Backbone:
             + (f"; it is a {fitting[0]}, so give --backbone {fitting[0]}" if fitting else "")
         )
     expected, stem = _expected(found[prefix], name)
-    state = {key: found[prefix].get(key, torch.zeros(shape)).float() for key, shape in expected.items()}
+    state = {key: found[prefix].get(key, torch.zeros(shape)).detach().float() for key, shape in expected.items()}
     state = {key: tensor.long() if key.endswith("num_batches_tracked") else tensor for key, tensor in state.items()}
     return Backbone(state, stem, prefix, _left_out(content, tensors, prefix, expected))
 
