@@ -228,6 +228,32 @@ def test_a_file_without_a_backbone_or_with_several_unknown_ones_is_refused(state
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), "quantized"),
+        (lambda tensor: tensor.to("meta"), "on the device meta, without values"),
+        (lambda tensor: tensor.to_sparse(), "sparse"),
+        (lambda tensor: tensor.to(torch.complex64), "of the dtype complex64"),
+        (lambda tensor: tensor.to(torch.int8), "of the dtype int8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_is_not_of_dense_floats_is_named(states, tmp_path, change, kind):
+    odd = {key: change(tensor) if key == "layer1.0.bn1.weight" else tensor for key, tensor in states[0].items()}
+    assert refused(tmp_path, under("module.", odd)) == (
+        f"module.layer1.0.bn1.weight is {kind}; save the weights as dense tensors of floats"
+    )
+    torch.save({"state_dict": states[0], "queue": change(torch.ones(2))}, tmp_path / "weights.pth")
+    assert backbone_in(tmp_path / "weights.pth", "resnet18").left_out == ["fc", "queue"]  # which is not read
+
+
+def test_dictionaries_without_end_are_refused(states, tmp_path):
+    endless = {"model": states[0]}
+    endless["self"] = endless
+    assert refused(tmp_path, endless).startswith("holds a dictionary within itself, or too many within one another")
+
+
 def standing_for(module: str, name: str, base: type = object) -> type:
     """A class that pickles under a name of a library that is not installed."""
     made = type(name, (base,), {"__module__": module})
