@@ -53,7 +53,10 @@ class Encoder(Node):
             require_run(self.run)
         else:
             if self.run is not None:
-                raise UserError(f"weights = {self.weights}: takes the place of run = {self.run}; give one of them")
+                remedy = f"; images are given as --images {self.run}" if "images" in self.positional else ""
+                raise UserError(
+                    f"weights = {self.weights}: takes the place of run = {self.run}; give one of them{remedy}"
+                )
             refuse_unused(self, ("checkpoint",), "applies only to a run")
             if not os.path.isfile(self.weights):
                 raise UserError(f"weights = {self.weights}: no such file")
