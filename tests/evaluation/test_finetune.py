@@ -476,6 +476,7 @@ def test_the_command_runs_on_two_ranks_with_another_protocol(run, tmp_path):
     [
         ("", "fraction and subset: neither is given; give one, such as --fraction 0.01 or --subset FILE"),
         ("--fraction 0.1 --subset x", "fraction and subset: both are given; give one, such as"),
+        ("--fraction 1 --keep_features false", "keep_features = false: unknown key"),
         ("--fraction 0", "fraction = 0: must be a number above 0 to 1 or null"),
         ("--fraction 2", "fraction = 2: must be a number above 0 to 1 or null"),
         ("--fraction 0.01", "fraction = 0.01: 1 label of 96 images for 6 classes; give at least 0.0625"),
