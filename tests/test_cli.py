@@ -366,6 +366,14 @@ def test_data_synth_calls_the_drawing(monkeypatch, tmp_path):
             "evaluate knn a --weights b",
             f"weights = {Path.cwd()}/b: takes the place of run = {Path.cwd()}/a; give one of them",
         ),
+        *(
+            (
+                f"evaluate {command} --weights b --backbone resnet18 a",
+                f"weights = {Path.cwd()}/b: takes the place of run = {Path.cwd()}/a; give one of them; images are "
+                f"given as --images {Path.cwd()}/a",
+            )
+            for command in ("features", "map")
+        ),
         ("export", "run: missing; folder of the run."),
         ("evaluate knn a b", "b: unexpected argument; options are written --key value"),
         ("evaluate knn a --baseline true", "baseline = true: unknown key; did you mean baselines?"),

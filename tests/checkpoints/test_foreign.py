@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unigrad_fast.checkpoints.foreign import backbone_in
+from unigrad_fast.evaluation.sources import of_file
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.runtime.errors import UserError
 
@@ -185,6 +186,13 @@ def test_half_precision_old_counters_and_small_stems_are_taken(tmp_path):
     build_backbone("resnet18", "small").load_state_dict(found.state, strict=True)
 
 
+def test_parameters_are_taken_as_plain_tensors(tmp_path):
+    torch.save(build_backbone("resnet18").state_dict(keep_vars=True), tmp_path / "weights.pth")
+    found = of_file(tmp_path / "weights.pth", "resnet18", None)
+    assert not any(tensor.requires_grad for tensor in found.contents.values())
+    assert found.digest().startswith("sha256-")
+
+
 def refused(tmp_path, content: object, backbone: str = "resnet18") -> str:
     file = tmp_path / "weights.pth"
     torch.save(content, file)
@@ -218,6 +226,32 @@ def test_a_file_without_a_backbone_or_with_several_unknown_ones_is_refused(state
     assert refused(tmp_path, under("left.", states[0]) | under("right.", states[1])).startswith(
         "holds several backbones, left., right.; "
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), "quantized"),
+        (lambda tensor: tensor.to("meta"), "on the device meta, without values"),
+        (lambda tensor: tensor.to_sparse(), "sparse"),
+        (lambda tensor: tensor.to(torch.complex64), "of the dtype complex64"),
+        (lambda tensor: tensor.to(torch.int8), "of the dtype int8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_is_not_of_dense_floats_is_named(states, tmp_path, change, kind):
+    odd = {key: change(tensor) if key == "layer1.0.bn1.weight" else tensor for key, tensor in states[0].items()}
+    assert refused(tmp_path, under("module.", odd)) == (
+        f"module.layer1.0.bn1.weight is {kind}; save the weights as dense tensors of floats"
+    )
+    torch.save({"state_dict": states[0], "queue": change(torch.ones(2))}, tmp_path / "weights.pth")
+    assert backbone_in(tmp_path / "weights.pth", "resnet18").left_out == ["fc", "queue"]  # which is not read
+
+
+def test_dictionaries_without_end_are_refused(states, tmp_path):
+    endless = {"model": states[0]}
+    endless["self"] = endless
+    assert refused(tmp_path, endless).startswith("holds a dictionary within itself, or too many within one another")
 
 
 def standing_for(module: str, name: str, base: type = object) -> type:

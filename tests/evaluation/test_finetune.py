@@ -307,6 +307,16 @@ def test_a_list_has_names_with_or_without_folders_and_a_sample_is_written_as_one
     assert np.array_equal(samples.listed(named, path), chosen)
 
 
+def test_a_list_may_have_paths_of_the_images(named, tmp_path):
+    path, link = tmp_path / "names.txt", tmp_path / "link"
+    link.symlink_to(named.root)
+    path.write_text(f"./a/a_1.jpg\n{named.root}/b//same.jpg\n{link}/c/same.jpg\n")
+    assert samples.listed(named, path).tolist() == [1, 3, 5]
+    path.write_text("/elsewhere/a/a_1.jpg\n")
+    with pytest.raises(UserError, match=f"first /elsewhere/a/a_1.jpg; .* names are relative to {named.root}$"):
+        samples.listed(named, path)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -466,6 +476,7 @@ def test_the_command_runs_on_two_ranks_with_another_protocol(run, tmp_path):
     [
         ("", "fraction and subset: neither is given; give one, such as --fraction 0.01 or --subset FILE"),
         ("--fraction 0.1 --subset x", "fraction and subset: both are given; give one, such as"),
+        ("--fraction 1 --keep_features false", "keep_features = false: unknown key"),
         ("--fraction 0", "fraction = 0: must be a number above 0 to 1 or null"),
         ("--fraction 2", "fraction = 2: must be a number above 0 to 1 or null"),
         ("--fraction 0.01", "fraction = 0.01: 1 label of 96 images for 6 classes; give at least 0.0625"),

@@ -39,7 +39,24 @@ def test_a_row_says_in_which_settings_the_results_of_a_protocol_differ():
     ]
 
 
-def test_only_what_all_results_of_a_protocol_tell_is_compared():
+def test_a_result_that_tells_little_hides_no_difference_between_the_others():
+    foreign = {"protocol": "weighted kNN", "accuracy": 12.3}
+    made = rows({"a": foreign, "b": OLD | {"k": 5}, "c": OLD | {"k": 20}, "d": OLD | {"transform": {"resize": 36}}})
+    assert [row[4] for row in made] == ["k –", "k 5", "k 20", "k 20"]
+
+
+def test_weights_from_different_files_go_by_the_names_of_these():
+    first, second = NEW | {"weights": "sha256-1a", "file": "/a/moco.pth"}, NEW | {"weights": "sha256-2b"}
+    moved = first | {"file": "/b/same.pth"}
+    assert [row[4] for row in rows({"a": first, "b": moved})] == ["", ""]
+    assert [row[4] for row in rows({"a": first, "b": second, "c": moved})] == [
+        "weights moco.pth (sha256-1a)",
+        "weights sha256-2b",
+        "weights same.pth (sha256-1a)",
+    ]
+
+
+def test_what_the_results_of_a_protocol_tell_is_compared():
     later = NEW | {"epoch": None, "transform": {"resize": 40}}
     first, second = (row[4] for row in rows({"knn": later, "knn-epoch2": NEW}))
     assert (first, second) == ("transform.resize 40", "transform.resize 36")
@@ -83,3 +100,31 @@ def test_results_of_a_run_and_of_a_folder_are_shown_and_other_files_are_not(tmp_
     assert "notes" not in said and "damaged" not in said
     show(run / "evaluation")
     assert "linear, quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"epoch": "12"}, "epoch = 12 is no number"),
+        ({"epoch": [1]}, "epoch = [1] is no number"),
+        ({"accuracy": "50"}, "accuracy = 50 is no number"),
+        ({"accuracy": [1]}, "accuracy = [1] is no number"),
+        ({"accuracy": {"trained encoder": "x"}}, "accuracy = x is no number"),
+        ({"accuracy": 10**400}, "accuracy = 1000"),
+        ({"accuracy": True}, "accuracy = true is no number"),
+        ({"top5": {"trained encoder": [1]}}, "top5 = [1] is no number"),
+        ({"deviation": 3}, "deviation = 3 has no figures by name"),
+        ({"deviation": {"accuracy": "x"}}, "deviation.accuracy = x is no number"),
+        ({"protocol": ["knn"]}, 'protocol = ["knn"] is no name'),
+    ],
+)
+def test_a_file_that_is_no_result_is_left_out_in_one_line(tmp_path, capsys, odd, said):
+    (tmp_path / "knn-epoch2.json").write_text(json.dumps(NEW))
+    (tmp_path / "foreign.json").write_text(json.dumps(NEW | odd))
+    show(tmp_path)
+    warning, title, *table = capsys.readouterr().out.splitlines()
+    assert warning.startswith(f"warning: foreign.json left out: {said}") and title.startswith("results in")
+    assert sum("weighted kNN" in line for line in table) == 1
+    (tmp_path / "knn-epoch2.json").unlink()
+    with pytest.raises(UserError, match="no results there"):
+        show(tmp_path)

@@ -136,10 +136,16 @@ def backbone_in(file: Path, name: str) -> Backbone:
 
     Raises:
         UserError: the file cannot be read, none of its parts has all tensors of the backbone in their shapes, or
-            several have and none is known.
+            several have and none is known, or one of its tensors is not of dense floats.
     """
     content = load(file)
-    tensors = dict(_tensors(content))
+    try:
+        tensors = dict(_tensors(content))
+    except RecursionError:
+        raise UserError(
+            f"{file}: holds a dictionary within itself, or too many within one another; save the weights alone, "
+            "with torch.save"
+        ) from None
     found = {prefix: _under(tensors, prefix) for prefix in _prefixes(tensors)}
     if not found:
         raise UserError(
@@ -164,7 +170,10 @@ def backbone_in(file: Path, name: str) -> Backbone:
             + (f"; it is a {fitting[0]}, so give --backbone {fitting[0]}" if fitting else "")
         )
     expected, stem = _expected(found[prefix], name)
-    state = {key: found[prefix].get(key, torch.zeros(shape)).float() for key, shape in expected.items()}
+    for key in filter(found[prefix].__contains__, expected):
+        if kind := _odd_kind(found[prefix][key], key.endswith("num_batches_tracked")):
+            raise UserError(f"{file}: {prefix}{key} is {kind}; save the weights as dense tensors of floats")
+    state = {key: found[prefix].get(key, torch.zeros(shape)).detach().float() for key, shape in expected.items()}
     state = {key: tensor.long() if key.endswith("num_batches_tracked") else tensor for key, tensor in state.items()}
     return Backbone(state, stem, prefix, _left_out(content, tensors, prefix, expected))
 
@@ -214,6 +223,19 @@ def _problems(state: Mapping[str, Tensor], name: str) -> list[str]:
             problems.append(f"{key} has the shape {list(state[key].shape)} instead of {list(shape)}")
     more = [key for key in state if key.partition(".")[0] in CHILDREN.values() and key not in expected]
     return problems + [f"{key} is not in a {name}" for key in more]
+
+
+def _odd_kind(tensor: Tensor, is_counter: bool) -> str | None:
+    """What a tensor is instead of one of dense floats, or of any real numbers for a counter; None if it is one."""
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    if tensor.is_complex() or not (is_counter or tensor.is_floating_point()):
+        return f"of the dtype {str(tensor.dtype)[6:]}"
+    return None
 
 
 def _bare(prefix: str) -> str:

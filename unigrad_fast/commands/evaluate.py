@@ -22,6 +22,13 @@ class EvaluationData(Node):
     """Validation images; null is the run's."""
 
 
+class Keeping(Node):
+    """For what needs features of plain images."""
+
+    keep_features: bool = True
+    """Keep features of plain images beside the results, so that the next evaluation of the same weights reads them."""
+
+
 class Encoder(Node):
     """An encoder: of a run, or of a file of weights."""
 
@@ -37,8 +44,6 @@ class Encoder(Node):
     """Side in pixels of the images for weights; null is that of an export's description, or else 224."""
     checkpoint: int | None = Field(default=None, ge=0)
     """Step of the run's checkpoint; null is the newest."""
-    keep_features: bool = True
-    """Keep features of plain images beside the results, so that the next evaluation of the same weights reads them."""
 
     def asked(self, output: Path | None) -> dict[str, Any]:
         """Arguments of `runs.Asked`. Raises UserError unless there is one encoder, with the options that fit it.
@@ -53,14 +58,17 @@ class Encoder(Node):
             require_run(self.run)
         else:
             if self.run is not None:
-                raise UserError(f"weights = {self.weights}: takes the place of run = {self.run}; give one of them")
+                remedy = f"; images are given as --images {self.run}" if "images" in self.positional else ""
+                raise UserError(
+                    f"weights = {self.weights}: takes the place of run = {self.run}; give one of them{remedy}"
+                )
             refuse_unused(self, ("checkpoint",), "applies only to a run")
             if not os.path.isfile(self.weights):
                 raise UserError(f"weights = {self.weights}: no such file")
             if self.backbone is None:
                 raise UserError(f"backbone = null: --weights needs it; give one of {', '.join(BACKBONES)}")
             output = output or Path(f"{self.weights}-evaluation")
-        given = ("checkpoint", "weights", "backbone", "image_size", "keep_features")
+        given = {"checkpoint", "weights", "backbone", "image_size", "keep_features"} & type(self).model_fields.keys()
         return {"output": output, **{key: getattr(self, key) for key in given}}
 
 
@@ -80,7 +88,7 @@ class Evaluation(Encoder):
         return {**asked, "train": self.data.train, "val": self.data.val}
 
 
-class EvaluateKNN(Evaluation):
+class EvaluateKNN(Keeping, Evaluation):
     """Measure the weighted nearest-neighbour accuracy of an encoder."""
 
     baselines: bool = False
@@ -111,7 +119,7 @@ def evaluate_knn(options: EvaluateKNN) -> None:
     runs.evaluate_knn(options.run, options.baselines, given)
 
 
-class EvaluateLinear(Evaluation):
+class EvaluateLinear(Keeping, Evaluation):
     """Train and evaluate a linear classifier on the frozen features of an encoder."""
 
     protocol: Literal["quick", "paper", "sweep"] = "quick"
@@ -170,7 +178,6 @@ class EvaluateFinetune(Evaluation):
 
 def evaluate_finetune(options: EvaluateFinetune) -> None:
     asked = options.judged()
-    refuse_unused(options, ("keep_features",), "fine-tuning reads no kept features")
     if (options.fraction is None) == (options.subset is None):
         given = "neither is" if options.fraction is None else "both are"
         raise UserError(f"fraction and subset: {given} given; give one, such as --fraction 0.01 or --subset FILE")
@@ -197,7 +204,7 @@ def evaluate_finetune(options: EvaluateFinetune) -> None:
     finetune_run.evaluate_finetune(options.run, few, runs.Asked(**asked))
 
 
-class EvaluateFeatures(Encoder):
+class EvaluateFeatures(Keeping, Encoder):
     """Write file, label and feature of each image to a file."""
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
@@ -220,7 +227,7 @@ def evaluate_features(options: EvaluateFeatures) -> None:
     feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
 
 
-class EvaluateRetrieve(Encoder):
+class EvaluateRetrieve(Keeping, Encoder):
     """Draw images with their nearest neighbours among others."""
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
@@ -253,7 +260,7 @@ def evaluate_retrieve(options: EvaluateRetrieve) -> None:
     retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
 
 
-class EvaluateConfusion(Evaluation):
+class EvaluateConfusion(Keeping, Evaluation):
     """Draw which classes are taken for which, ordered so that groups of similar classes show."""
 
     of: Literal["knn", "linear"] = "knn"
@@ -275,7 +282,7 @@ def evaluate_confusion(options: EvaluateConfusion) -> None:
     confusion.evaluate_confusion(options.run, options.of, given)
 
 
-class EvaluateMap(Encoder):
+class EvaluateMap(Keeping, Encoder):
     """Draw the features of images as points in a plane, coloured by class."""
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")

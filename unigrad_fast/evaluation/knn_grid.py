@@ -14,13 +14,14 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from unigrad_fast.evaluation.knn import KNNResult, require_k, sharded_knn_grid
+from unigrad_fast.evaluation.knn import KNNResult, sharded_knn_grid
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
 from unigrad_fast.evaluation.passes import read_features
 from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.wording import count
 
 PROTOCOL = "weighted kNN, grid"
@@ -47,7 +48,11 @@ def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> None:
             this.leave_out(kind, features.left_out)
         bank, queries = (share_of(found[kind], images.labels, this.world) for kind, images in this.images().items())
         train = found["training"]
-        require_k(min(NEIGHBOURS), len(train.usable()))
+        if len(train.usable()) < min(NEIGHBOURS):
+            raise UserError(
+                f"the grid needs at least {min(NEIGHBOURS)} training images, and there are {len(train.usable())} that "
+                "can be used; use --k without --grid"
+            )
         held = torch.zeros(len(this.train), dtype=torch.bool)
         if choose == "train":
             held = torch.from_numpy(held_out(this.train.labels, this.config.seed))

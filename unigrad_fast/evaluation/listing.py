@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -26,12 +27,15 @@ JUDGED = "trained encoder"  # among the features that one result compares
 
 
 def show(folder: Path) -> None:
-    """Print the results of a run, or those in a folder of results.
+    """Print the results of a run, or those in a folder of results; files that hold something else are named.
 
     Raises:
         UserError: there are none.
     """
-    results = read_results(folder)
+    console, results = new_console(quiet=False), read_results(folder)
+    for name, problem in [(name, odd) for name, content in results.items() if (odd := _odd(content))]:
+        console.print(f"warning: {name}.json left out: {problem}; correct or remove the file", soft_wrap=True)
+        del results[name]
     if not results:
         raise UserError(f"{folder}: no results there; give the folder of a run that was evaluated, or of its results")
     table = Table(title=f"results in {folder}; comparable where protocol and what differs agree", title_justify="left")
@@ -40,21 +44,21 @@ def show(folder: Path) -> None:
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "what differs")
     for row in rows(results):
         table.add_row(*map(fitted, row))
-    new_console(quiet=False).print(table)
+    console.print(table)
 
 
 def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row of texts for each result, by protocol and epoch.
 
-    "what differs" has the settings whose values are not the same in all results of the protocol that have them.
+    "what differs" has the settings of which the results of the protocol have different values; "–" where one has none.
     """
     ordered = sorted(results.items(), key=lambda named: (_protocol(*named), named[1].get("epoch") or 0, named[0]))
     made = []
     for protocol, group in groupby(ordered, key=lambda named: _protocol(*named)):
         of_protocol = list(group)
         settings = [_settings(content) for _, content in of_protocol]
-        everywhere = [key for key in settings[0] if all(key in each for each in settings)]
-        varying = [key for key in everywhere if len({json.dumps(each[key]) for each in settings}) > 1]
+        keys = dict.fromkeys(key for each in settings for key in each)
+        varying = [key for key in keys if len({json.dumps(each[key]) for each in settings if key in each}) > 1]
         for (_, content), own in zip(of_protocol, settings, strict=True):
             epoch = content.get("epoch")
             made.append(
@@ -65,10 +69,30 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                         _percent(content.get(key), content.get("deviation", {}).get(key))
                         for key in ("accuracy", "top5")
                     ),
-                    ", ".join(f"{key} {_short(own[key])}" for key in varying),
+                    ", ".join(f"{key} {_value(key, own, content.get('file'))}" for key in varying),
                 )
             )
     return made
+
+
+def _odd(content: Mapping[str, Any]) -> str | None:
+    """What keeps the content of a file from being shown as a result; None if nothing does."""
+    if not isinstance(content["protocol"], str):
+        return f"protocol = {shown(content['protocol'])} is no name"
+    figures = {"epoch": content.get("epoch")}
+    for key in ("accuracy", "top5"):
+        figures[key] = _judged(content.get(key))
+    deviations = content.get("deviation", {})
+    if not isinstance(deviations, dict):
+        return f"deviation = {shown(deviations)} has no figures by name"
+    figures |= {f"deviation.{key}": value for key, value in deviations.items()}
+    bad = (key for key, value in figures.items() if not (value is None or _is_number(value)))
+    return next((f"{key} = {shown(figures[key])} is no number" for key in bad), None)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _protocol(name: str, content: Mapping[str, Any]) -> str:
@@ -82,11 +106,24 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in leaves(kept) if not isinstance(value, list | dict)}
 
 
-def _percent(value: Any, deviation: float | None) -> str:
-    value = value.get(JUDGED) if isinstance(value, dict) else value
+def _judged(figure: Any) -> Any:
+    """The figure of the trained encoder, if there are those of others, too."""
+    return figure.get(JUDGED) if isinstance(figure, dict) else figure
+
+
+def _percent(figure: Any, deviation: float | None) -> str:
+    value = _judged(figure)
     if value is None:
         return "–"
     return f"{value:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def _value(key: str, settings: Mapping[str, Any], file: Any) -> str:
+    """A setting of a result; weights that came from a file go by its name, too."""
+    if key not in settings:
+        return "–"
+    value = _short(settings[key])
+    return f"{Path(file).name} ({value})" if key == "weights" and isinstance(file, str) else value
 
 
 def _short(value: Any) -> str:

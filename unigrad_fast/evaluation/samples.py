@@ -59,7 +59,7 @@ def balanced(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 def listed(manifest: Manifest, path: Path) -> np.ndarray:
     """Positions, int64 ascending, of the images that a file lists: names, one per line.
 
-    A name may have none, some or all of the image's folders below the root.
+    A name may have none, some or all of the image's folders below the root, or be a path: ./ the root, or absolute.
 
     Raises UserError if the file cannot be read, names no image, or one that is not there or not the only one of its
     name, or leaves out a class.
@@ -68,9 +68,11 @@ def listed(manifest: Manifest, path: Path) -> np.ndarray:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     except OSError as error:
         raise UserError(f"subset = {path}: cannot be read ({error.strerror}); give a file of names") from None
-    wanted = [name for line in lines if (name := line.strip())]
-    if not wanted:
+    written = [name for line in lines if (name := line.strip())]
+    if not written:
         raise UserError(f"subset = {path}: lists no image; write the name of a file per line")
+    root = os.fsencode(manifest.root)
+    wanted = [_below(root, name) for name in written]
     names = _names(manifest)
     known: dict[int, dict[bytes, list[int]]] = {}  # positions by the last parts of the name, by the number of parts
     for parts in {name.count(b"/") + 1 for name in wanted}:
@@ -78,8 +80,11 @@ def listed(manifest: Manifest, path: Path) -> np.ndarray:
         for position, name in enumerate(names):
             known[parts][b"/".join(name.split(b"/")[-parts:])].append(position)
     found = [known[name.count(b"/") + 1].get(name, []) for name in wanted]
-    for problem, remedy in (("absent", "correct or remove them"), ("ambiguous", "write them with their folders")):
-        bad = [name for name, at in zip(wanted, found, strict=True) if (not at if problem == "absent" else len(at) > 1)]
+    absent = f"correct or remove them; names are relative to {manifest.root}"
+    for problem, remedy in (("absent", absent), ("ambiguous", "write them with their folders")):
+        bad = [
+            name for name, at in zip(written, found, strict=True) if (not at if problem == "absent" else len(at) > 1)
+        ]
         if bad:
             what = "not of a training image" if problem == "absent" else "of several training images"
             raise UserError(
@@ -95,6 +100,21 @@ def listed(manifest: Manifest, path: Path) -> np.ndarray:
             f"{_text(os.fsencode(manifest.classes[missing[0]]))}; list at least one of each"
         )
     return positions
+
+
+def _below(root: bytes, name: bytes) -> bytes:
+    """A name as it is below a root: a path there without the root, anything else as it is."""
+    if name.startswith(b"./"):
+        return os.path.normpath(name)
+    if name.startswith(b"/"):
+        folder, last = os.path.split(name)
+        for place, whole in (
+            (root, os.path.normpath(name)),
+            (os.path.realpath(root), os.path.join(os.path.realpath(folder), last)),
+        ):
+            if whole.startswith(place + b"/"):
+                return whole.removeprefix(place + b"/")
+    return name
 
 
 def as_list(manifest: Manifest) -> bytes:

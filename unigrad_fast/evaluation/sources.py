@@ -17,9 +17,14 @@ from unigrad_fast.checkpoints.foreign import backbone_in, listed
 from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_encoder, open_checkpoint
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.evaluation.knn import BRANCH
+from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.validation import shown
 
 RECIPE = "imagenet_100ep"  # the settings of an evaluation without a run
 IMAGE_SIZE, CROP_FRACTION = 224, 0.875  # as published ResNets are judged: short side 256, centre crop of 224
+
+# What is used of an export's description, with its types.
+DESCRIBED = {"branch": str, "step": int, "epoch": int | float, "image_size": int, "crop_fraction": int | float}
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ def of_file(file: Path, backbone: str, image_size: int | None) -> Source:
         backbone: its name.
         image_size: side of the images in pixels; None takes that of an export's description, or else 224.
 
-    Raises UserError if the file holds no such backbone.
+    Raises UserError if the file holds no such backbone, or the description has odd values.
     """
-    found = backbone_in(file, backbone)
     exported = _description(file)
+    found = backbone_in(file, backbone)
     config = resolve(
         RECIPE,
         {
@@ -82,7 +87,7 @@ def of_file(file: Path, backbone: str, image_size: int | None) -> Source:
             "evaluation": {"crop_fraction": exported.get("crop_fraction", CROP_FRACTION)},
         },
     )
-    branch = f"{exported['branch']} backbone" if exported else f"backbone {found.prefix}".strip()
+    branch = f"{exported['branch']} backbone" if "branch" in exported else f"backbone {found.prefix}".strip()
     about = {"branch": branch, "step": exported.get("step"), "epoch": exported.get("epoch")}
     taken = f"the prefix {found.prefix}" if found.prefix else "no prefix"
     said = f"{file}: {backbone} under {taken}"
@@ -92,12 +97,19 @@ def of_file(file: Path, backbone: str, image_size: int | None) -> Source:
 
 
 def _description(file: Path) -> Mapping[str, Any]:
-    """What `export` wrote beside a file; empty if it did not write this file."""
+    """What `export` wrote beside a file, without nulls; empty if it did not write this file.
+
+    Raises UserError if a value that is used has another type.
+    """
+    about, beside = {}, file.with_name(f"{file.name}.json")
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        about = json.loads(file.with_name(f"{file.name}.json").read_text(encoding="utf-8"))
-        if about["sha256"] == digest_of_file(file):
-            return about
-    return {}
+        content = json.loads(beside.read_text(encoding="utf-8"))
+        if content["sha256"] == digest_of_file(file):
+            about = {key: content[key] for key in DESCRIBED if content.get(key) is not None}
+    for key, value in about.items():
+        if not isinstance(value, DESCRIBED[key]) or isinstance(value, bool):
+            raise UserError(f"{beside}: {key} = {shown(value)}: not as `export` writes it; correct or remove the file")
+    return about
 
 
 def _digest(state: Mapping[str, Tensor]) -> str:
