@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from drawn_images import draw_tree
+from PIL import Image
 from safetensors.torch import load_file
 from thin import thin
 
@@ -118,6 +119,58 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
         for e in ("json", "safetensors")
     ]
     assert files(run) == ["features", *knn, *linear]
+
+
+def test_other_contents_or_labels_under_the_same_names_are_other_images(run, images, tmp_path, capsys):
+    copy = tmp_path / "images"
+    shutil.copytree(images, copy)
+    given = ("--data.train", copy / "train", "--data.val", copy / "val")
+    said(capsys, "evaluate", "knn", run, "--baselines", "true")
+    first = result(run, "knn-epoch2")
+    said(capsys, "evaluate", "knn", run, *given)  # the same files elsewhere
+    assert result(run, "knn-epoch2")["accuracy"] == first["accuracy"]
+    first = result(run, "knn-epoch2")
+    for path in (copy / "val").rglob("*.jpg"):
+        with Image.open(path) as image:
+            image.save(path, quality=5)
+    other = said(capsys, "evaluate", "knn", run, *given)
+    assert "knn-epoch2.json has val_images = " in other and "from an earlier call" not in other
+    assert result(run, "knn-epoch2") == first and list(result(run, "knn-epoch2-2")["accuracy"]) == ["trained encoder"]
+
+
+def test_a_training_is_not_continued_on_other_labels(run, images, tmp_path, capsys, monkeypatch):
+    def listed(part: str, shift: int) -> Path:
+        paths = sorted((images / part).rglob("*.jpg"))
+        file = tmp_path / f"{part}{shift}.txt"
+        file.write_text("".join(f"{path}\tclass{(int(path.parent.name[-1]) + shift) % 3}\n" for path in paths))
+        return file
+
+    def kill(training: linear_training.Training, end_epoch=linear_training.Training.end_epoch) -> None:
+        if training.steps_done == 4:
+            raise KeyboardInterrupt
+        end_epoch(training)
+
+    first, other = (
+        (
+            "evaluate",
+            "linear",
+            run,
+            *PAPER,
+            "--epochs",
+            2,
+            "--data.train",
+            listed("train", n),
+            "--data.val",
+            listed("val", n),
+        )
+        for n in (0, 1)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_training.Training, "end_epoch", kill)
+        assert cli.main([str(word) for word in first]) == 130
+    assert "continuing" not in said(capsys, *other)
+    assert "continuing" in said(capsys, *first)
+    assert {"linear-paper-epoch2.json", "linear-paper-epoch2-2.json"} < set(files(run))
 
 
 def test_a_result_says_how_it_came_about(run, images, capsys):

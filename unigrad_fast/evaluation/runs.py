@@ -28,7 +28,7 @@ from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
-from unigrad_fast.images.manifests import digest, read_manifests, same_images
+from unigrad_fast.images.manifests import evaluated, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
@@ -361,8 +361,8 @@ def opened_on(
                 **source.about,
                 "backbone": config.model.backbone,
                 "weights": source.digest(),
-                "train_images": digest(train),
-                "val_images": digest(val),
+                "train_images": evaluated(train),
+                "val_images": evaluated(val),
                 "image_size": config.data.image_size,
                 "crop_fraction": config.evaluation.crop_fraction,
                 "transform": {
