@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawn_images import draw_tree
@@ -396,6 +397,39 @@ def test_features_that_no_longer_fit_are_made_anew_and_replace_the_older_ones(ru
     assert passes == [9, 24, 9, 24]
     said(capsys, "evaluate", "knn", run, *given, "--data.val", tmp_path / "images/train")  # the same images twice
     assert passes == [9, 24, 9, 24, 24]
+
+
+def damage(folder: Path, how: str) -> None:
+    """Spoils the kept features in a folder."""
+    file, about = folder / "rank-00000.npy", folder / "about.json"
+    said, rows = json.loads(about.read_text()), np.load(file)
+    if how == "empty":
+        file.write_bytes(b"")
+    elif how == "bit":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    elif how in ("flat", "narrow", "wide type", "by column"):
+        changed = {"flat": rows.ravel()[:24], "narrow": rows[:, 1:], "wide type": rows.astype(np.float32)}
+        np.save(file, changed.get(how, np.asfortranarray(rows)))
+    else:
+        said |= {"no ranks": {"ranks": 0}, "failures": {"failures": [[0, 99, "a", "b"]]}, "list": {"failures": 7}}[how]
+        about.write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    "how", ["empty", "bit", "flat", "narrow", "wide type", "by column", "no ranks", "failures", "list"]
+)
+def test_damaged_features_are_made_anew(run, capsys, passes, how):
+    said(capsys, "evaluate", "knn", run)
+    before = figures(run, "knn-epoch2")
+    (folder,) = (run / "evaluation/features").glob("training-*")
+    damage(folder, how)
+    passes.clear()
+    said(capsys, "evaluate", "knn", run)
+    assert passes == [24] and figures(run, "knn-epoch2") == before
+    said(capsys, "evaluate", "knn", run)
+    assert passes == [24]
 
 
 def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):

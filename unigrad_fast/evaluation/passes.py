@@ -1,7 +1,7 @@
 """One pass of features over a set of images, which the next evaluation reads too: kept on the disk.
 
 RUN/evaluation/features/training-0f1e2d3c4b5a6978/    named by all that the features depend on
-    about.json                                        that, the ranks of the pass, and images that could not be used
+    about.json                                        that, ranks and digests of the pass, images that failed
     rank-00000.npy                                    rows, fp16 [n, D + 1], of one rank; all ranks can read all files
 """
 
@@ -13,7 +13,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import byte_size
 
-FORMAT = 1
+FORMAT = 2
 LARGEST_SHARE = 0.5  # of the free space that kept features may take: others write to the disk, too
 
 
@@ -110,11 +109,13 @@ class Keeper:
             "depends_on": depends_on,
             "images": len(manifest),
             "ranks": world.size,
+            "columns": made.shape[1],
             "failures": [[int(each.step), int(each.image), each.path, each.reason] for each in failures],
         }
         found, problem = None, "not all ranks can read them"
         try:
             on_all_ranks(lambda: None if rows is None else rows.flush())
+            about["digests"] = [each for each in gather(None if rows is None else _digest(rows)) if each]
             on_first(lambda: self._complete(unfinished, final, about))
             found = self._open(final, len(manifest), most)
             if found is None:
@@ -160,20 +161,41 @@ class Keeper:
         os.rename(unfinished, final)
 
     def _open(self, folder: Path, images: int, most: float) -> Features | None:
-        """The features in a folder; None unless all ranks can read all of them."""
-        parts, failures = None, []
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-            failures = [Failure(step, image, *said) for step, image, *said in about["failures"]]
-            ranks = about["ranks"]
-            shapes = {rank: len(range(rank, images, ranks)) for rank in range(min(ranks, images))}
-            files = {rank: np.load(folder / f"rank-{rank:05}.npy", mmap_mode="r") for rank in shapes}
-            whole = about["format"] == FORMAT and about["images"] == images
-            if whole and all(files[rank].shape[0] == count for rank, count in shapes.items()):
-                parts = files
-        if not all(gather(parts is not None)):
+        """The features in a folder; None unless all ranks can read all of them, as they were written."""
+        found = _read(folder, images)
+        everywhere = all(gather(found is not None))
+        if found is None or not everywhere:
             return None
-        return _features(images, ranks, parts, failures, most)
+        about, failures, parts = found
+        if not on_first(lambda: [_digest(parts[rank]) for rank in sorted(parts)] == about["digests"]):
+            return None
+        return _features(images, about["ranks"], parts, failures, most)
+
+
+def _read(folder: Path, images: int) -> tuple[dict[str, Any], list[Failure], dict[int, np.ndarray]] | None:
+    """What is said of the features in a folder, the images that failed, and rows by rank; None if they do not fit."""
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        ranks, columns = about["ranks"], about["columns"]
+        failures = [Failure(int(step), int(image), str(path), str(why)) for step, image, path, why in about["failures"]]
+        shapes = {rank: (len(range(rank, images, ranks)), columns) for rank in range(min(ranks, images))}
+        parts = {rank: np.load(folder / f"rank-{rank:05}.npy", mmap_mode="r") for rank in shapes}
+        fits = (
+            about["format"] == FORMAT
+            and about["images"] == images
+            and ranks > 0
+            and len(about["digests"]) == len(parts)
+            and all(0 <= failure.image < images for failure in failures)
+            and all(part.dtype == np.float16 and part.flags.c_contiguous for part in parts.values())
+            and {rank: part.shape for rank, part in parts.items()} == shapes
+        )
+    except Exception:  # arbitrary bytes can raise anything
+        return None
+    return (about, failures, parts) if fits else None
+
+
+def _digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.data).hexdigest()
 
 
 def read_features(encoder: FrozenEncoder, manifest: Manifest, kind: str, keeper: Keeper | None = None) -> Features:
