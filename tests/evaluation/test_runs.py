@@ -26,6 +26,7 @@ from unigrad_fast.evaluation import features, linear_training
 from unigrad_fast.evaluation.passes import Keeper
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.preemption import Preemption
 
 PAPER = ("--protocol", "paper", "--batch_size", "12", "--base_lr", "10")
@@ -430,6 +431,26 @@ def test_damaged_features_are_made_anew(run, capsys, passes, how):
     assert passes == [24] and figures(run, "knn-epoch2") == before
     said(capsys, "evaluate", "knn", run)
     assert passes == [24]
+
+
+def test_features_that_lack_an_image_which_the_storage_did_not_give_are_not_kept(run, capsys, monkeypatch, passes):
+    def read(manifest: Manifest, index: int, read=Manifest.read) -> bytes:
+        if manifest.path(index).endswith("train/class1/003.jpg"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(manifest, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", read)
+        printed = said(capsys, "evaluate", "knn", run)
+        assert "features [23, 128]" in said(capsys, "evaluate", "features", run)
+    assert result(run, "knn-epoch2")["counts"]["training"] == {"used": 23, "left_out": 1}
+    assert (
+        "features of the training images are not kept: 1 image could not be read, which may pass "
+        "(the file cannot be opened: input/output error)\n" in printed
+    )
+    assert [path.name.partition("-")[0] for path in (run / "evaluation/features").iterdir()] == ["validation"]
+    said(capsys, "evaluate", "knn", run)
+    assert result(run, "knn-epoch2-2")["counts"]["training"] == {"used": 24, "left_out": 0}
 
 
 def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):

@@ -90,7 +90,7 @@ def kind_of(config: Config, images: Path | None) -> str:
 
 def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside: Path) -> Features:
     """Features in files: kept ones, or those of a pass beside the output. Raises UserError if there is no room."""
-    passing = Keeper(beside, {})
+    passing = Keeper(beside, {}, is_lasting=False)
     for each in filter(None, (keeper, passing)):
         found = each.read(this, this.train, kind)
         if each is keeper:

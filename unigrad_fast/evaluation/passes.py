@@ -29,7 +29,7 @@ from unigrad_fast.images.manifests import digest
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
-from unigrad_fast.runtime.wording import byte_size
+from unigrad_fast.runtime.wording import byte_size, count
 
 FORMAT = 2
 LARGEST_SHARE = 0.5  # of the free space that kept features may take: others write to the disk, too
@@ -42,6 +42,7 @@ class Keeper:
     Args:
         folder: the folder of all features.
         depends_on: JSON values that determine features, apart from the images.
+        is_lasting: later calls read them, so that those of a pass in which the storage failed are not kept.
 
     Attributes:
         read_from_disk, made: numbers of images whose features were there, and whose features a pass added.
@@ -51,6 +52,7 @@ class Keeper:
 
     folder: Path
     depends_on: Mapping[str, Any]
+    is_lasting: bool = True
     read_from_disk: int = 0
     made: int = 0
     size: int = 0
@@ -112,14 +114,15 @@ class Keeper:
             "columns": made.shape[1],
             "failures": [[int(each.step), int(each.image), each.path, each.reason] for each in failures],
         }
-        found, problem = None, "not all ranks can read them"
+        found, problem = None, _unread(failures) if self.is_lasting else ""
         try:
-            on_all_ranks(lambda: None if rows is None else rows.flush())
-            about["digests"] = [each for each in gather(None if rows is None else _digest(rows)) if each]
-            on_first(lambda: self._complete(unfinished, final, about))
-            found = self._open(final, len(manifest), most)
-            if found is None:
-                on_first(lambda: shutil.rmtree(final, ignore_errors=True))
+            if not problem:
+                on_all_ranks(lambda: None if rows is None else rows.flush())
+                about["digests"] = [each for each in gather(None if rows is None else _digest(rows)) if each]
+                on_first(lambda: self._complete(unfinished, final, about))
+                found, problem = self._open(final, len(manifest), most), "not all ranks can read them"
+                if found is None:
+                    on_first(lambda: shutil.rmtree(final, ignore_errors=True))
         except OSError as error:  # on all ranks; another evaluation may be making the same features
             problem = f"{error.filename or final}: {error.strerror}"
         if found is None:
@@ -192,6 +195,12 @@ def _read(folder: Path, images: int) -> tuple[dict[str, Any], list[Failure], dic
     except Exception:  # arbitrary bytes can raise anything
         return None
     return (about, failures, parts) if fits else None
+
+
+def _unread(failures: list[Failure]) -> str:
+    """Why the features of a pass would lack images for ever that only this pass could not read; empty if none."""
+    unread = [failure.reason for failure in failures if failure.may_pass]
+    return f"{count(len(unread), 'image')} could not be read, which may pass ({unread[0]})" if unread else ""
 
 
 def _digest(rows: np.ndarray) -> str:
