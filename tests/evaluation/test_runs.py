@@ -23,7 +23,7 @@ from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import features, linear_training
-from unigrad_fast.evaluation.passes import Keeper
+from unigrad_fast.evaluation.passes import DAY, Keeper
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
@@ -451,6 +451,19 @@ def test_features_that_lack_an_image_which_the_storage_did_not_give_are_not_kept
     assert [path.name.partition("-")[0] for path in (run / "evaluation/features").iterdir()] == ["validation"]
     said(capsys, "evaluate", "knn", run)
     assert result(run, "knn-epoch2-2")["counts"]["training"] == {"used": 24, "left_out": 0}
+
+
+def test_what_another_evaluation_is_writing_is_left_alone_for_a_day(run, capsys):
+    folder = run / "evaluation/features"
+    young, old, busy = (folder / f".training-{name}.unfinished-1" for name in ("young", "old", "busy"))
+    for each in (young, old, busy):
+        each.mkdir(parents=True)
+        (each / "rank-00000.npy").touch()
+    for path in (old / "rank-00000.npy", old, busy):
+        os.utime(path, (path.stat().st_mtime - DAY - 60,) * 2)
+    said(capsys, "evaluate", "knn", run)
+    assert young.exists() and busy.exists() and not old.exists()
+    assert len(list(folder.glob("training-*"))) == 1
 
 
 def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):

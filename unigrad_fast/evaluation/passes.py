@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import byte_size, count
 
 FORMAT = 2
+DAY = 24 * 3600.0  # seconds
 LARGEST_SHARE = 0.5  # of the free space that kept features may take: others write to the disk, too
 
 
@@ -48,6 +50,7 @@ class Keeper:
         read_from_disk, made: numbers of images whose features were there, and whose features a pass added.
         size: of what was added, bytes.
         problems: lines for the user about what was not kept.
+        unfinished: the folder of the pass that is being made, or of the last one.
     """
 
     folder: Path
@@ -57,6 +60,7 @@ class Keeper:
     made: int = 0
     size: int = 0
     problems: list[str] = field(default_factory=list)
+    unfinished: Path | None = field(default=None, init=False)
 
     def told(self) -> list[str]:
         """Lines for the user."""
@@ -80,7 +84,9 @@ class Keeper:
             if found is not None:
                 self.read_from_disk += len(manifest)
                 return found
-        unfinished = self.folder / f".{kind}-{name}.unfinished-{on_first(lambda: uuid.uuid4().hex[:8])}"
+        unfinished = self.unfinished = (
+            self.folder / f".{kind}-{name}.unfinished-{on_first(lambda: uuid.uuid4().hex[:8])}"
+        )
         try:
             rows, problem = self._allocate(unfinished, encoder, len(manifest))
             if problem:
@@ -89,7 +95,12 @@ class Keeper:
             return self._make(unfinished, self.folder / f"{kind}-{name}", encoder, manifest, kind, depends_on, rows)
         finally:
             if encoder.world.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Removes what is not finished. Call on one rank; also from another thread before the process ends."""
+        if self.unfinished is not None:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def _make(
         self,
@@ -158,9 +169,10 @@ class Keeper:
     def _complete(self, unfinished: Path, final: Path, about: Mapping[str, Any]) -> None:
         """Give the folder its name, and remove what it replaces."""
         write_whole(unfinished / "about.json", json.dumps(about).encode())
-        for other in self.folder.glob(f"*{final.name.partition('-')[0]}-*"):
-            if other != unfinished:
-                shutil.rmtree(other, ignore_errors=True)
+        kind = final.name.partition("-")[0]
+        abandoned = filter(_is_abandoned, self.folder.glob(f".{kind}-*.unfinished-*"))
+        for other in [*self.folder.glob(f"{kind}-*"), *abandoned]:
+            shutil.rmtree(other, ignore_errors=True)
         os.rename(unfinished, final)
 
     def _open(self, folder: Path, images: int, most: float) -> Features | None:
@@ -195,6 +207,14 @@ def _read(folder: Path, images: int) -> tuple[dict[str, Any], list[Failure], dic
     except Exception:  # arbitrary bytes can raise anything
         return None
     return (about, failures, parts) if fits else None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether nothing was written for a day to a folder that a process, here or on another host, was filling."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > DAY
+    except OSError:  # it got its final name, or was removed
+        return False
 
 
 def _unread(failures: list[Failure]) -> str:
