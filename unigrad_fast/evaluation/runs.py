@@ -121,13 +121,16 @@ class Opened(FrozenEncoder):
         return {"training": self.train, "validation": self.val}
 
     def keeper(self, folder: Path, asked: Asked) -> Keeper | None:
-        """Keeps features in FOLDER/features, as far as it was not refused."""
+        """Keeps features in FOLDER/features, as far as it was not refused; a signal leaves no unfinished ones."""
         if not asked.keep_features:
             return None
         names = ("branch", "backbone", "weights", "transform", "precision")
         config = self.config
         machine = {"device": self.world.device.type, "decode": config.data.decode, "tf32": config.engine.tf32}
-        return Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+        keeper = Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+        if self.world.rank == 0:
+            self.preemption.note = lambda status, said: keeper.give_up()
+        return keeper
 
     def tell(self, keeper: Keeper | None) -> None:
         for line in [] if keeper is None else keeper.told():
