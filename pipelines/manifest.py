@@ -44,7 +44,7 @@ class Manifest:
         labels: int64 [n] positions in `classes`, or None without labels.
         classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
         fingerprint: hex digest of all names, file sizes and modification times, and of the ends of shards.
-        total_bytes: size of all encoded images.
+        lengths: int64 [n], size of each encoded image, bytes; -1 for a file that is gone.
         index: positions of the images in shards; None for files.
     """
 
@@ -55,7 +55,7 @@ class Manifest:
     labels: np.ndarray | None = field(repr=False)
     classes: list[str] = field(repr=False)
     fingerprint: str
-    total_bytes: int = 0
+    lengths: np.ndarray = field(repr=False)
     index: Index | None = field(default=None, repr=False)
     shards: Shards | None = field(default=None, repr=False)
     _store: Path | None = field(default=None, repr=False)
@@ -170,7 +170,7 @@ class Manifest:
             labels=index.labels if len(index.labels) else None,
             classes=index.classes.tolist(),
             fingerprint=fingerprint,
-            total_bytes=int(index.length.sum()),
+            lengths=index.length,
             index=index,
             shards=shards,
             _store=store,
@@ -208,7 +208,7 @@ class Manifest:
             labels=labels,
             classes=classes,
             fingerprint=fingerprint,
-            total_bytes=int(states[:, 0].clip(0).sum()),
+            lengths=states[:, 0].copy(),
             _store=store,
         )
         return manifest._ready(content)
@@ -229,6 +229,11 @@ class Manifest:
     @property
     def has_labels(self) -> bool:
         return self.labels is not None
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all encoded images."""
+        return int(self.lengths.clip(0).sum())
 
     @property
     def used_classes(self) -> int:
@@ -357,6 +362,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         names=names,
         offsets=offsets,
         sizes=manifest.sizes[positions],
+        lengths=manifest.lengths[positions],
         labels=labels,
         classes=classes,
         index=index,

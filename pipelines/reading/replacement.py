@@ -11,6 +11,7 @@ from ..files.headers import reason
 from ..manifest import Manifest
 from ..philox import SUBSTITUTE, philox
 from .damage import Damaged
+from .supply import UNOPENED
 
 TRIES = 16  # substitutes for one image before the data counts as lost
 
@@ -64,7 +65,7 @@ class Candidates:
         try:
             data = self.manifest.read(image)
         except OSError as error:
-            return b"", f"the file cannot be opened: {reason(error)}"
+            return b"", f"{UNOPENED}: {reason(error)}"
         return data, None if data else "the file is empty"
 
 

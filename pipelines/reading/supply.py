@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 SILENT = "it could not be read within"  # start of the reason when a file did not answer
+UNOPENED = "the file cannot be opened"  # start of the reason when the storage gave an error
 FEW = 5  # bad images that are allowed in a set of at least ten times as many
 
 
@@ -28,6 +29,11 @@ class Failure:
     image: int
     path: str
     reason: str
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it is the storage that failed, and not the image: another attempt may succeed."""
+        return self.reason.startswith((SILENT, UNOPENED))
 
 
 @dataclass

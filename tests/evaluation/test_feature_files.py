@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,10 @@ import pytest
 from command_process import command, command_on_two_ranks
 from test_runs import images, made, run, said  # noqa: F401
 
+from unigrad_fast import cli
 from unigrad_fast.evaluation import rows
 from unigrad_fast.evaluation.writing import WRITERS
+from unigrad_fast.runtime.errors import PREEMPTED
 
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
@@ -105,3 +110,26 @@ def test_two_ranks_write_each_row_once(made, images, tmp_path):  # noqa: F811
     assert len(one["file"]) == 9
     for name in one:
         assert np.array_equal(one[name], two[name]) and np.array_equal(one[name], kept[name])
+
+
+@pytest.mark.parametrize("at", ["extract", "WRITERS"])
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_a_signal_leaves_nothing_unfinished(run, images, capsys, tmp_path, monkeypatch, at, keep):  # noqa: F811
+    left: list[int] = []
+
+    def interrupted(*_: object) -> None:
+        assert [path for path in run.rglob(".*") if path.is_dir()]
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not left:
+            time.sleep(0.01)
+        assert not list(run.rglob(".*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "_exit", left.append)
+    if at == "extract":
+        monkeypatch.setattr("unigrad_fast.evaluation.passes.extract", interrupted)
+    else:
+        monkeypatch.setitem(WRITERS, ".npz", interrupted)
+    (run / "export").mkdir(exist_ok=True)
+    cli.main(["evaluate", "features", str(run), "--keep_features", keep])
+    assert left == [PREEMPTED] and not list(run.rglob(".*")) and not list((run / "export").iterdir())

@@ -11,9 +11,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawn_images import draw_tree
+from PIL import Image
 from safetensors.torch import load_file
 from thin import thin
 
@@ -21,9 +23,10 @@ from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import features, linear_training
-from unigrad_fast.evaluation.passes import Keeper
+from unigrad_fast.evaluation.passes import DAY, Keeper
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.preemption import Preemption
 
 PAPER = ("--protocol", "paper", "--batch_size", "12", "--base_lr", "10")
@@ -118,6 +121,58 @@ def test_no_evaluation_replaces_what_another_has_written(run, images, capsys):
         for e in ("json", "safetensors")
     ]
     assert files(run) == ["features", *knn, *linear]
+
+
+def test_other_contents_or_labels_under_the_same_names_are_other_images(run, images, tmp_path, capsys):
+    copy = tmp_path / "images"
+    shutil.copytree(images, copy)
+    given = ("--data.train", copy / "train", "--data.val", copy / "val")
+    said(capsys, "evaluate", "knn", run, "--baselines", "true")
+    first = result(run, "knn-epoch2")
+    said(capsys, "evaluate", "knn", run, *given)  # the same files elsewhere
+    assert result(run, "knn-epoch2")["accuracy"] == first["accuracy"]
+    first = result(run, "knn-epoch2")
+    for path in (copy / "val").rglob("*.jpg"):
+        with Image.open(path) as image:
+            image.save(path, quality=5)
+    other = said(capsys, "evaluate", "knn", run, *given)
+    assert "knn-epoch2.json has val_images = " in other and "from an earlier call" not in other
+    assert result(run, "knn-epoch2") == first and list(result(run, "knn-epoch2-2")["accuracy"]) == ["trained encoder"]
+
+
+def test_a_training_is_not_continued_on_other_labels(run, images, tmp_path, capsys, monkeypatch):
+    def listed(part: str, shift: int) -> Path:
+        paths = sorted((images / part).rglob("*.jpg"))
+        file = tmp_path / f"{part}{shift}.txt"
+        file.write_text("".join(f"{path}\tclass{(int(path.parent.name[-1]) + shift) % 3}\n" for path in paths))
+        return file
+
+    def kill(training: linear_training.Training, end_epoch=linear_training.Training.end_epoch) -> None:
+        if training.steps_done == 4:
+            raise KeyboardInterrupt
+        end_epoch(training)
+
+    first, other = (
+        (
+            "evaluate",
+            "linear",
+            run,
+            *PAPER,
+            "--epochs",
+            2,
+            "--data.train",
+            listed("train", n),
+            "--data.val",
+            listed("val", n),
+        )
+        for n in (0, 1)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_training.Training, "end_epoch", kill)
+        assert cli.main([str(word) for word in first]) == 130
+    assert "continuing" not in said(capsys, *other)
+    assert "continuing" in said(capsys, *first)
+    assert {"linear-paper-epoch2.json", "linear-paper-epoch2-2.json"} < set(files(run))
 
 
 def test_a_result_says_how_it_came_about(run, images, capsys):
@@ -343,6 +398,72 @@ def test_features_that_no_longer_fit_are_made_anew_and_replace_the_older_ones(ru
     assert passes == [9, 24, 9, 24]
     said(capsys, "evaluate", "knn", run, *given, "--data.val", tmp_path / "images/train")  # the same images twice
     assert passes == [9, 24, 9, 24, 24]
+
+
+def damage(folder: Path, how: str) -> None:
+    """Spoils the kept features in a folder."""
+    file, about = folder / "rank-00000.npy", folder / "about.json"
+    said, rows = json.loads(about.read_text()), np.load(file)
+    if how == "empty":
+        file.write_bytes(b"")
+    elif how == "bit":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    elif how in ("flat", "narrow", "wide type", "by column"):
+        changed = {"flat": rows.ravel()[:24], "narrow": rows[:, 1:], "wide type": rows.astype(np.float32)}
+        np.save(file, changed.get(how, np.asfortranarray(rows)))
+    else:
+        said |= {"no ranks": {"ranks": 0}, "failures": {"failures": [[0, 99, "a", "b"]]}, "list": {"failures": 7}}[how]
+        about.write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    "how", ["empty", "bit", "flat", "narrow", "wide type", "by column", "no ranks", "failures", "list"]
+)
+def test_damaged_features_are_made_anew(run, capsys, passes, how):
+    said(capsys, "evaluate", "knn", run)
+    before = figures(run, "knn-epoch2")
+    (folder,) = (run / "evaluation/features").glob("training-*")
+    damage(folder, how)
+    passes.clear()
+    said(capsys, "evaluate", "knn", run)
+    assert passes == [24] and figures(run, "knn-epoch2") == before
+    said(capsys, "evaluate", "knn", run)
+    assert passes == [24]
+
+
+def test_features_that_lack_an_image_which_the_storage_did_not_give_are_not_kept(run, capsys, monkeypatch, passes):
+    def read(manifest: Manifest, index: int, read=Manifest.read) -> bytes:
+        if manifest.path(index).endswith("train/class1/003.jpg"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(manifest, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", read)
+        printed = said(capsys, "evaluate", "knn", run)
+        assert "features [23, 128]" in said(capsys, "evaluate", "features", run)
+    assert result(run, "knn-epoch2")["counts"]["training"] == {"used": 23, "left_out": 1}
+    assert (
+        "features of the training images are not kept: 1 image could not be read, which may pass "
+        "(the file cannot be opened: input/output error)\n" in printed
+    )
+    assert [path.name.partition("-")[0] for path in (run / "evaluation/features").iterdir()] == ["validation"]
+    said(capsys, "evaluate", "knn", run)
+    assert result(run, "knn-epoch2-2")["counts"]["training"] == {"used": 24, "left_out": 0}
+
+
+def test_what_another_evaluation_is_writing_is_left_alone_for_a_day(run, capsys):
+    folder = run / "evaluation/features"
+    young, old, busy = (folder / f".training-{name}.unfinished-1" for name in ("young", "old", "busy"))
+    for each in (young, old, busy):
+        each.mkdir(parents=True)
+        (each / "rank-00000.npy").touch()
+    for path in (old / "rank-00000.npy", old, busy):
+        os.utime(path, (path.stat().st_mtime - DAY - 60,) * 2)
+    said(capsys, "evaluate", "knn", run)
+    assert young.exists() and busy.exists() and not old.exists()
+    assert len(list(folder.glob("training-*"))) == 1
 
 
 def test_features_without_room_are_not_kept_and_that_is_said(run, capsys, monkeypatch, passes):

@@ -53,14 +53,23 @@ def write_features(run: Path | None, images: Path | None, output: Path | None, o
         path = output or (folder if run is None else RunFolder(run).exports) / f"{this.stem('features')}.npz"
         if output is None:
             _require(path, images, overwrite)
+        keeper = this.keeper(folder, asked)
         beside = Path(on_first(lambda: tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
+
+        def clean(*_: object) -> None:
+            shutil.rmtree(beside, ignore_errors=True)
+            if keeper is not None:
+                keeper.give_up()
+
+        if this.world.rank == 0:
+            this.preemption.note = clean
         try:
             kind = kind_of(this.config, images or this.config.data.train)
-            found = _on_disk(this, path, kind, this.keeper(folder, asked), beside)
-            on_first(lambda: _write(path, found, this))
+            found = _on_disk(this, path, kind, keeper, beside)
+            on_first(lambda: _write(path, found, this, beside))
         finally:
             if this.world.rank == 0:
-                shutil.rmtree(beside, ignore_errors=True)
+                clean()
 
 
 def finding(images: Path | None, usual: Literal["train", "val"], option: str) -> Found:
@@ -90,7 +99,7 @@ def kind_of(config: Config, images: Path | None) -> str:
 
 def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside: Path) -> Features:
     """Features in files: kept ones, or those of a pass beside the output. Raises UserError if there is no room."""
-    passing = Keeper(beside, {})
+    passing = Keeper(beside, {}, is_lasting=False)
     for each in filter(None, (keeper, passing)):
         found = each.read(this, this.train, kind)
         if each is keeper:
@@ -100,7 +109,7 @@ def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside:
     raise UserError(f"output = {path}: {passing.problems[0]}")
 
 
-def _write(path: Path, found: Features, this: Opened) -> None:
+def _write(path: Path, found: Features, this: Opened, beside: Path) -> None:
     manifest, positions = this.train, found.usable()
     columns = {
         "file": lambda: (names_of(manifest, block) for block in blocks(positions)),
@@ -112,13 +121,10 @@ def _write(path: Path, found: Features, this: Opened) -> None:
         "label": np.dtype(np.int64),
         "feature": np.dtype((np.float32, (found.width,))),
     }
-    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    try:
-        with naming(path):
-            WRITERS[path.suffix.lower()](unfinished, columns, types, len(positions))
-            os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    unfinished = beside / "unfinished"
+    with naming(path):
+        WRITERS[path.suffix.lower()](unfinished, columns, types, len(positions))
+        os.replace(unfinished, path)
     about = {key: value for key, value in this.settings.items() if key not in ("train_images", "val_images")}
     described = {
         **about,

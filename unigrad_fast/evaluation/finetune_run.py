@@ -20,7 +20,7 @@ from unigrad_fast.evaluation.linear_sweep import without_held_out
 from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.evaluation.runs import Asked, Opened, opened, print_table
 from unigrad_fast.evaluation.unfinished import Series, Unfinished
-from unigrad_fast.images.manifests import digest
+from unigrad_fast.images.manifests import evaluated
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import on_first
@@ -90,7 +90,7 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
             "batch_norm": {"mode": "training", "images": batch_size // parts},
             "labelled": len(labelled),
             "classes": len(labelled.classes),
-            "sample": digest(labelled),
+            "sample": evaluated(labelled),
             "sample_seed": this.config.seed if few.subset is None else None,
             "seeds": [(this.config.seed + number) % 2**32 for number in range(few.seeds)],
             "search": {"grid": [list(pair) for pair in PUBLISHED], "choose": few.choose} if few.search else None,

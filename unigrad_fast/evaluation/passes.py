@@ -1,7 +1,7 @@
 """One pass of features over a set of images, which the next evaluation reads too: kept on the disk.
 
 RUN/evaluation/features/training-0f1e2d3c4b5a6978/    named by all that the features depend on
-    about.json                                        that, the ranks of the pass, and images that could not be used
+    about.json                                        that, ranks and digests of the pass, images that failed
     rank-00000.npy                                    rows, fp16 [n, D + 1], of one rank; all ranks can read all files
 """
 
@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from unigrad_fast.images.manifests import digest
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
-from unigrad_fast.runtime.wording import byte_size
+from unigrad_fast.runtime.wording import byte_size, count
 
-FORMAT = 1
+FORMAT = 2
+DAY = 24 * 3600.0  # seconds
 LARGEST_SHARE = 0.5  # of the free space that kept features may take: others write to the disk, too
 
 
@@ -43,19 +44,23 @@ class Keeper:
     Args:
         folder: the folder of all features.
         depends_on: JSON values that determine features, apart from the images.
+        is_lasting: later calls read them, so that those of a pass in which the storage failed are not kept.
 
     Attributes:
         read_from_disk, made: numbers of images whose features were there, and whose features a pass added.
         size: of what was added, bytes.
         problems: lines for the user about what was not kept.
+        unfinished: the folder of the pass that is being made, or of the last one.
     """
 
     folder: Path
     depends_on: Mapping[str, Any]
+    is_lasting: bool = True
     read_from_disk: int = 0
     made: int = 0
     size: int = 0
     problems: list[str] = field(default_factory=list)
+    unfinished: Path | None = field(default=None, init=False)
 
     def told(self) -> list[str]:
         """Lines for the user."""
@@ -79,7 +84,9 @@ class Keeper:
             if found is not None:
                 self.read_from_disk += len(manifest)
                 return found
-        unfinished = self.folder / f".{kind}-{name}.unfinished-{on_first(lambda: uuid.uuid4().hex[:8])}"
+        unfinished = self.unfinished = (
+            self.folder / f".{kind}-{name}.unfinished-{on_first(lambda: uuid.uuid4().hex[:8])}"
+        )
         try:
             rows, problem = self._allocate(unfinished, encoder, len(manifest))
             if problem:
@@ -88,7 +95,12 @@ class Keeper:
             return self._make(unfinished, self.folder / f"{kind}-{name}", encoder, manifest, kind, depends_on, rows)
         finally:
             if encoder.world.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Removes what is not finished. Call on one rank; also from another thread before the process ends."""
+        if self.unfinished is not None:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def _make(
         self,
@@ -110,15 +122,18 @@ class Keeper:
             "depends_on": depends_on,
             "images": len(manifest),
             "ranks": world.size,
+            "columns": made.shape[1],
             "failures": [[int(each.step), int(each.image), each.path, each.reason] for each in failures],
         }
-        found, problem = None, "not all ranks can read them"
+        found, problem = None, _unread(failures) if self.is_lasting else ""
         try:
-            on_all_ranks(lambda: None if rows is None else rows.flush())
-            on_first(lambda: self._complete(unfinished, final, about))
-            found = self._open(final, len(manifest), most)
-            if found is None:
-                on_first(lambda: shutil.rmtree(final, ignore_errors=True))
+            if not problem:
+                on_all_ranks(lambda: None if rows is None else rows.flush())
+                about["digests"] = [each for each in gather(None if rows is None else _digest(rows)) if each]
+                on_first(lambda: self._complete(unfinished, final, about))
+                found, problem = self._open(final, len(manifest), most), "not all ranks can read them"
+                if found is None:
+                    on_first(lambda: shutil.rmtree(final, ignore_errors=True))
         except OSError as error:  # on all ranks; another evaluation may be making the same features
             problem = f"{error.filename or final}: {error.strerror}"
         if found is None:
@@ -154,26 +169,62 @@ class Keeper:
     def _complete(self, unfinished: Path, final: Path, about: Mapping[str, Any]) -> None:
         """Give the folder its name, and remove what it replaces."""
         write_whole(unfinished / "about.json", json.dumps(about).encode())
-        for other in self.folder.glob(f"*{final.name.partition('-')[0]}-*"):
-            if other != unfinished:
-                shutil.rmtree(other, ignore_errors=True)
+        kind = final.name.partition("-")[0]
+        abandoned = filter(_is_abandoned, self.folder.glob(f".{kind}-*.unfinished-*"))
+        for other in [*self.folder.glob(f"{kind}-*"), *abandoned]:
+            shutil.rmtree(other, ignore_errors=True)
         os.rename(unfinished, final)
 
     def _open(self, folder: Path, images: int, most: float) -> Features | None:
-        """The features in a folder; None unless all ranks can read all of them."""
-        parts, failures = None, []
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-            failures = [Failure(step, image, *said) for step, image, *said in about["failures"]]
-            ranks = about["ranks"]
-            shapes = {rank: len(range(rank, images, ranks)) for rank in range(min(ranks, images))}
-            files = {rank: np.load(folder / f"rank-{rank:05}.npy", mmap_mode="r") for rank in shapes}
-            whole = about["format"] == FORMAT and about["images"] == images
-            if whole and all(files[rank].shape[0] == count for rank, count in shapes.items()):
-                parts = files
-        if not all(gather(parts is not None)):
+        """The features in a folder; None unless all ranks can read all of them, as they were written."""
+        found = _read(folder, images)
+        everywhere = all(gather(found is not None))
+        if found is None or not everywhere:
             return None
-        return _features(images, ranks, parts, failures, most)
+        about, failures, parts = found
+        if not on_first(lambda: [_digest(parts[rank]) for rank in sorted(parts)] == about["digests"]):
+            return None
+        return _features(images, about["ranks"], parts, failures, most)
+
+
+def _read(folder: Path, images: int) -> tuple[dict[str, Any], list[Failure], dict[int, np.ndarray]] | None:
+    """What is said of the features in a folder, the images that failed, and rows by rank; None if they do not fit."""
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        ranks, columns = about["ranks"], about["columns"]
+        failures = [Failure(int(step), int(image), str(path), str(why)) for step, image, path, why in about["failures"]]
+        shapes = {rank: (len(range(rank, images, ranks)), columns) for rank in range(min(ranks, images))}
+        parts = {rank: np.load(folder / f"rank-{rank:05}.npy", mmap_mode="r") for rank in shapes}
+        fits = (
+            about["format"] == FORMAT
+            and about["images"] == images
+            and ranks > 0
+            and len(about["digests"]) == len(parts)
+            and all(0 <= failure.image < images for failure in failures)
+            and all(part.dtype == np.float16 and part.flags.c_contiguous for part in parts.values())
+            and {rank: part.shape for rank, part in parts.items()} == shapes
+        )
+    except Exception:  # arbitrary bytes can raise anything
+        return None
+    return (about, failures, parts) if fits else None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether nothing was written for a day to a folder that a process, here or on another host, was filling."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > DAY
+    except OSError:  # it got its final name, or was removed
+        return False
+
+
+def _unread(failures: list[Failure]) -> str:
+    """Why the features of a pass would lack images for ever that only this pass could not read; empty if none."""
+    unread = [failure.reason for failure in failures if failure.may_pass]
+    return f"{count(len(unread), 'image')} could not be read, which may pass ({unread[0]})" if unread else ""
+
+
+def _digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.data).hexdigest()
 
 
 def read_features(encoder: FrozenEncoder, manifest: Manifest, kind: str, keeper: Keeper | None = None) -> Features:

@@ -28,7 +28,7 @@ from unigrad_fast.evaluation.results import folder_of, write_result
 from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
-from unigrad_fast.images.manifests import digest, read_manifests, same_images
+from unigrad_fast.images.manifests import evaluated, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
@@ -121,13 +121,16 @@ class Opened(FrozenEncoder):
         return {"training": self.train, "validation": self.val}
 
     def keeper(self, folder: Path, asked: Asked) -> Keeper | None:
-        """Keeps features in FOLDER/features, as far as it was not refused."""
+        """Keeps features in FOLDER/features, as far as it was not refused; a signal leaves no unfinished ones."""
         if not asked.keep_features:
             return None
         names = ("branch", "backbone", "weights", "transform", "precision")
         config = self.config
         machine = {"device": self.world.device.type, "decode": config.data.decode, "tf32": config.engine.tf32}
-        return Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+        keeper = Keeper(folder / "features", {name: self.settings[name] for name in names} | machine)
+        if self.world.rank == 0:
+            self.preemption.note = lambda status, said: keeper.give_up()
+        return keeper
 
     def tell(self, keeper: Keeper | None) -> None:
         for line in [] if keeper is None else keeper.told():
@@ -361,8 +364,8 @@ def opened_on(
                 **source.about,
                 "backbone": config.model.backbone,
                 "weights": source.digest(),
-                "train_images": digest(train),
-                "val_images": digest(val),
+                "train_images": evaluated(train),
+                "val_images": evaluated(val),
                 "image_size": config.data.image_size,
                 "crop_fraction": config.evaluation.crop_fraction,
                 "transform": {

@@ -116,6 +116,18 @@ def digest(manifest: Manifest) -> str:
     return cache.digest(manifest.names, manifest.offsets, manifest.header_sizes())
 
 
+def evaluated(manifest: Manifest) -> str:
+    """Digest of names, sizes in pixels and in bytes, and the class of each image: equal for copies of the same files.
+
+    Other images under the same names, or other labels of the same images, have another result.
+    """
+    labels = b"" if manifest.labels is None else manifest.labels.astype(np.int64)
+    classes = "\0".join(manifest.classes).encode(errors="surrogateescape")
+    return cache.digest(
+        manifest.names, manifest.offsets, manifest.header_sizes(), manifest.lengths.astype(np.int64), labels, classes
+    )
+
+
 def identity(manifest: Manifest) -> dict[str, Any]:
     """Identifies the images of a run: their number, a digest of the names, and names and sizes of some images."""
     some = np.unique(np.linspace(0, len(manifest) - 1, SAMPLED).astype(int))
