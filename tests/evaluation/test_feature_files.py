@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from command_process import command, command_on_two_ranks
 from test_runs import images, made, run, said  # noqa: F401
 
 from unigrad_fast import cli
-from unigrad_fast.evaluation import rows
+from unigrad_fast.evaluation import feature_files, rows
 from unigrad_fast.evaluation.writing import WRITERS
 from unigrad_fast.runtime.errors import PREEMPTED
 
@@ -95,6 +96,18 @@ def test_a_file_in_the_way_and_what_cannot_be_written_are_refused_before_any_wor
         UserError, match=r"needs pyarrow, which is not installed; type `pip install 'unigrad-fast\[parq"
     ):
         require_writer(tmp_path / "a.parquet")
+
+
+def test_a_replaced_file_never_stands_beside_the_description_of_the_old_one(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+    given = ("evaluate", "features", run, "--output", tmp_path / "a.npy", "--overwrite", "true")
+    said(capsys, *given)
+    monkeypatch.setattr(feature_files, "write_whole", full_disk)
+    said(capsys, *given, status=3)
+    assert not (tmp_path / "a.npy.json").exists() and (tmp_path / "a.npy").exists()
+
+
+def full_disk(path: Path, content: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def test_two_ranks_write_each_row_once(made, images, tmp_path):  # noqa: F811

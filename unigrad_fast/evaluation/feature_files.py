@@ -124,6 +124,7 @@ def _write(path: Path, found: Features, this: Opened, beside: Path) -> None:
     unfinished = beside / "unfinished"
     with naming(path):
         WRITERS[path.suffix.lower()](unfinished, columns, types, len(positions))
+        _description(path).unlink(missing_ok=True)  # of the file that is replaced
         os.replace(unfinished, path)
     about = {key: value for key, value in this.settings.items() if key not in ("train_images", "val_images")}
     described = {
