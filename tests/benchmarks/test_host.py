@@ -32,7 +32,9 @@ def test_every_kind_is_measured(monkeypatch):
     monkeypatch.setattr(host, "ROUNDS", 1)
     found = host.kinds()
     assert found.keys() == json.loads(ROWS.read_text(encoding="utf-8").splitlines()[-1])["microseconds"].keys()
-    assert all(value > 0 for kind, value in found.items() if kind != "hook")  # a difference, which may drown
+    differences = {"hook", "norm", "norm of backward", "gather in lockstep"}  # which may drown in so few calls
+    assert all(value > 0 for kind, value in found.items() if kind not in differences)
+    assert all(found[kind] >= 0 for kind in differences)
 
 
 def test_kernels_are_launched_onto_nothing_and_as_before_afterwards(monkeypatch):
