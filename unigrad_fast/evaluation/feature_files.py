@@ -126,10 +126,8 @@ def _write(path: Path, found: Features, this: Opened, beside: Path) -> None:
         WRITERS[path.suffix.lower()](unfinished, columns, types, len(positions))
         _description(path).unlink(missing_ok=True)  # of the file that is replaced
         os.replace(unfinished, path)
-    about = {key: value for key, value in this.settings.items() if key not in ("train_images", "val_images")}
     described = {
-        **about,
-        "images": this.settings["train_images"],
+        **this.settings_of_images(),
         "root": manifest.root,
         "classes": manifest.classes,
         "counts": {"used": len(positions), "left_out": found.left_out.count},

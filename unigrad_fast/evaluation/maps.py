@@ -73,7 +73,6 @@ def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "
         positions, points = positions[in_order], points[in_order]
         if method == "umap":
             points = neighbourhoods(points, this.config.seed)
-        about = {key: value for key, value in this.settings.items() if key not in ("train_images", "val_images")}
         title = [
             f"{method.upper()} of features, {this.settings['branch']}, {this.name}",
             f"{len(points):,} images in {path}",
@@ -84,7 +83,7 @@ def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "
         written = write_result(
             folder,
             this.stem(f"map-{method}"),
-            {**about, **settings, "images": this.settings["train_images"]},
+            {**this.settings_of_images(), **settings},
             {"data": str(path), "counts": {"used": len(points), "left_out": found.left_out.count}, **figures},
             picture=charts.draw_map(points, labels[positions], this.train.classes, title, axes),
         )

@@ -80,7 +80,7 @@ class Keeper:
         name = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
         most = encoder.config.data.max_bad_fraction
         for folder in on_first(lambda: sorted(self.folder.glob(f"*-{name}"))):
-            found = self._open(folder, len(manifest), most)
+            found = self._open(folder, len(manifest), most, is_new=False)
             if found is not None:
                 self.read_from_disk += len(manifest)
                 return found
@@ -114,8 +114,9 @@ class Keeper:
     ) -> Features:
         """The features of a pass, in the files of a folder that gets its final name."""
         loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, encoder.world)
-        made = _pass(encoder, loader, lambda count, width: torch.from_numpy(rows) if count else torch.empty(0, 0))
-        failures = [each for part in gather(loader.failures) for each in part]
+        made, failures = _pass(
+            encoder, loader, lambda count, width: torch.from_numpy(rows) if count else torch.empty(0, 0)
+        )
         world, most = encoder.world, encoder.config.data.max_bad_fraction
         about = {
             "format": FORMAT,
@@ -131,7 +132,8 @@ class Keeper:
                 on_all_ranks(lambda: None if rows is None else rows.flush())
                 about["digests"] = [each for each in gather(None if rows is None else _digest(rows)) if each]
                 on_first(lambda: self._complete(unfinished, final, about))
-                found, problem = self._open(final, len(manifest), most), "not all ranks can read them"
+                found = self._open(final, len(manifest), most, is_new=True)
+                problem = "not all ranks can read them"
                 if found is None:
                     on_first(lambda: shutil.rmtree(final, ignore_errors=True))
         except OSError as error:  # on all ranks; another evaluation may be making the same features
@@ -175,14 +177,18 @@ class Keeper:
             shutil.rmtree(other, ignore_errors=True)
         os.rename(unfinished, final)
 
-    def _open(self, folder: Path, images: int, most: float) -> Features | None:
-        """The features in a folder; None unless all ranks can read all of them, as they were written."""
+    def _open(self, folder: Path, images: int, most: float, is_new: bool) -> Features | None:
+        """The features in a folder; None unless all ranks can read all of them, as they were written.
+
+        Args:
+            is_new: they were written just now, and their digests taken.
+        """
         found = _read(folder, images)
         everywhere = all(gather(found is not None))
         if found is None or not everywhere:
             return None
         about, failures, parts = found
-        if not on_first(lambda: [_digest(parts[rank]) for rank in sorted(parts)] == about["digests"]):
+        if not (is_new or on_first(lambda: [_digest(parts[rank]) for rank in sorted(parts)] == about["digests"])):
             return None
         return _features(images, about["ranks"], parts, failures, most)
 
@@ -240,16 +246,19 @@ def read_features(encoder: FrozenEncoder, manifest: Manifest, kind: str, keeper:
         return found
     world = encoder.world
     loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, world)
-    rows = _pass(encoder, loader, lambda count, width: torch.empty(count, width + 1, dtype=torch.float16))
-    failures, most = [each for part in gather(loader.failures) for each in part], encoder.config.data.max_bad_fraction
+    rows, failures = _pass(encoder, loader, lambda count, width: torch.empty(count, width + 1, dtype=torch.float16))
+    most = encoder.config.data.max_bad_fraction
     return _features(len(manifest), world.size, {world.rank: rows.numpy()}, failures, most)
 
 
-def _pass(encoder: FrozenEncoder, loader: EvaluationLoader, new_rows: Callable[[int, int], Tensor]) -> Tensor:
-    """This rank's rows."""
+def _pass(
+    encoder: FrozenEncoder, loader: EvaluationLoader, new_rows: Callable[[int, int], Tensor]
+) -> tuple[Tensor, list[Failure]]:
+    """This rank's rows, and all ranks' images that could not be used."""
     most = encoder.config.data.max_bad_fraction
     device = encoder.world.device
-    return extract(encoder.backbone, loader, device, encoder.dtype, most, halved, new_rows)[0]
+    rows = extract(encoder.backbone, loader, device, encoder.dtype, most, halved, new_rows)[0]
+    return rows, [each for part in gather(loader.failures) for each in part]
 
 
 def _features(images: int, ranks: int, parts: Mapping, failures: list[Failure], most: float) -> Features:

@@ -97,7 +97,7 @@ def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: in
         written = write_result(
             folder,
             this.stem("retrieve"),
-            _settings(this) | {"protocol": PROTOCOL, "k": k, "queries": [str(path) for path in images]},
+            this.settings_of_images() | {"protocol": PROTOCOL, "k": k, "queries": [str(path) for path in images]},
             {"among": str(searched), "results": [_figures(this.train, query) for query in queries]},
             picture=_picture(title, this.train, listed, queries),
         )
@@ -186,11 +186,6 @@ def _label(manifest: Manifest, place: int) -> str | None:
 
 def _name(manifest: Manifest, place: int) -> str:
     return os.path.relpath(manifest.path(place), manifest.root)
-
-
-def _settings(this: Opened) -> dict[str, Any]:
-    settings = {key: value for key, value in this.settings.items() if key not in ("train_images", "val_images")}
-    return settings | {"images": this.settings["train_images"]}
 
 
 def _figures(manifest: Manifest, query: Query) -> dict[str, Any]:

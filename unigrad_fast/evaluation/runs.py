@@ -117,6 +117,11 @@ class Opened(FrozenEncoder):
         used = {kind: len(images) - self.left_out.get(kind, 0) for kind, images in self.images().items()}
         return {kind: {"used": count, "left_out": self.listed[kind] - count} for kind, count in used.items()}
 
+    def settings_of_images(self) -> dict[str, Any]:
+        """`settings` where there is one set of images."""
+        others = {key: value for key, value in self.settings.items() if key not in ("train_images", "val_images")}
+        return others | {"images": self.settings["train_images"]}
+
     def images(self) -> dict[str, Manifest]:
         return {"training": self.train, "validation": self.val}
 
