@@ -110,13 +110,13 @@ def evaluate_knn(options: EvaluateKNN) -> None:
     else:
         refuse_unused(options, ("choose",), "applies only with --grid true")
     require_dali()
-    from unigrad_fast.evaluation import knn_grid, runs
+    from unigrad_fast.evaluation import knn_grid, knn_run, runs
 
     if options.grid:
         knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
         return
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
-    runs.evaluate_knn(options.run, options.baselines, given)
+    knn_run.evaluate_knn(options.run, options.baselines, given)
 
 
 class EvaluateLinear(Keeping, Evaluation):
@@ -146,9 +146,9 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     if options.choose and options.protocol != "sweep":
         raise UserError(f"choose = {options.choose}: applies only to --protocol sweep; leave it out, or add that")
     require_dali()
-    from unigrad_fast.evaluation import runs
+    from unigrad_fast.evaluation import linear_run, runs
 
-    runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+    linear_run.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
 
 
 class EvaluateFinetune(Evaluation):

@@ -6,6 +6,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else ending)
 
 
+def percent(figure: float | None) -> str:
+    """An accuracy in percent; None, where there is none, as "–"."""
+    return "–" if figure is None else f"{figure:.2f}"
+
+
 def byte_size(size: float) -> str:
     """Bytes as readable text with three digits."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
