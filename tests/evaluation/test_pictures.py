@@ -176,6 +176,7 @@ def test_confusion_of_both_classifiers_counts_the_accuracy_that_they_have(run, i
     said(capsys, "evaluate", "confusion", run, "--of", "linear")
     found, linear = result(run, "confusion-linear-epoch2"), result(run, "linear-quick-epoch2")
     assert passes == [] and found["accuracy"] == pytest.approx(linear["accuracy"])
+    assert found["top5"] is None  # of three classes
     assert found["classifier"] == "linear-quick-epoch2.safetensors"
     for given in (("--checkpoint", 10), ("--data.train", images / "lacking")):  # other weights, other classes
         assert "no linear classifier of these" in said(

@@ -16,7 +16,7 @@ from unigrad_fast.runtime.wording import percent
 
 
 def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
-    """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
+    """Print the top-1 and top-5 accuracy of kNN on a backbone and write them to knn-epochE.json in RUN/evaluation.
 
     Args:
         run: the run folder; None with `asked.weights`.
@@ -57,9 +57,9 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             f"{PROTOCOL}, {this.settings['branch']}: k {result.k}, T {result.temperature:g}, "
             f"{result.queries:,} validation images against {result.bank:,} training images"
         )
-        table = [(name, percent(row.accuracy)) for name, row in rows.items()]
-        table[-1] = (f"trained encoder, {this.name}", table[-1][1])
-        print_table(this.console, title, table, 1)
+        table = [(name, percent(row.accuracy), percent(row.top5)) for name, row in rows.items()]
+        table[-1] = (f"trained encoder, {this.name}", *table[-1][1:])
+        print_table(this.console, title, table, 2)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
         written = write_result(
             folder,
