@@ -456,6 +456,14 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
     ("arguments", "said"),
     [
         (("--epochs", "3"), "epochs = 3: applies only to --protocol paper and sweep"),
+        (
+            ("--protocol", "paper", "--keep_features", "false"),
+            "keep_features = false: --protocol paper keeps no features",
+        ),
+        (
+            ("--protocol", "sweep", "--keep_features", "true"),
+            "keep_features = true: --protocol sweep keeps no features",
+        ),
         (("--choose", "val"), "choose = val: applies only to --protocol sweep; leave it out, or add that"),
         (("--protocol", "slow"), "must be one of quick, paper, sweep"),
         (("--protocol", "paper"), "give --batch_size "),

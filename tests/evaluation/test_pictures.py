@@ -103,8 +103,8 @@ def test_what_cannot_be_searched_is_refused_in_one_line(run, images, tmp_path, c
     gone, folder = tmp_path / "gone.jpg", images / "val"
     for given, message in (
         ((run,), "images: missing; give the files whose neighbours are to be drawn"),
-        ((run, good, gone), f"images = {gone}: no such file"),
-        ((run, folder), f"images = {folder}: is a folder; give files in it"),
+        ((run, good, gone), f"images = {gone}: no such file; check the path"),
+        ((run, folder), f"images = {folder}: is a folder; give a file in it"),
         ((run, good, tmp_path / "truncated.jpg"), f"images = {tmp_path}/truncated.jpg: the image cannot be decoded: "),
         ((run, tmp_path / "garbage.jpg"), f"images = {tmp_path}/garbage.jpg: "),
         ((run, good, "--k", 25), f"k = 25: exceeds the 24 images in {images}/train; give fewer"),

@@ -19,7 +19,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from thin import thin
 
+import unigrad_fast
 from unigrad_fast import cli
+from unigrad_fast.checkpoints import files as files_of_checkpoints
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import features, linear_training
@@ -524,11 +526,20 @@ def test_a_file_of_weights_is_judged_as_the_run_that_it_comes_from(run, images, 
     assert (found["branch"], found["epoch"], found["image_size"]) == ("backbone module.encoder_q.", None, 16)
     assert found["accuracy"] == result(run, "knn-epoch2")["accuracy"]
 
+    text, odd = tmp_path / "text.pth", tmp_path / "odd.safetensors"
+    for path in (text, odd):
+        path.write_text("no weights")
     for options, message in (
         (of_file, "weights: come without images; give --data.train IMAGES and --data.val IMAGES"),
         ((run, "--image_size", 32), "image_size = 32: applies only with --weights; leave it out"),
         ((*given, "--checkpoint", 20), "checkpoint = 20: applies only to a run; leave it out"),
-        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file"),
+        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file; check the path"),
+        (("--weights", run), f"weights = {run}: is a folder; give a file in it"),
+        (
+            (*given, "--weights", text),
+            f"{text}: not a file written by torch.save, or damaged; copy or download it again",
+        ),
+        ((*given, "--weights", odd), f"{odd}: not a safetensors file, or damaged ("),
         (("--weights", file), "backbone = null: --weights needs it; give one of resnet18, resnet34, "),
         ((*given, "--backbone", "resnet50"), f"{moved}: does not fit resnet50: module.encoder_q.layer1.0.conv1.weight"),
     ):
@@ -593,3 +604,35 @@ def test_a_state_is_found_by_the_same_settings_alone_and_a_damaged_one_is_said(t
     assert other.load() is None and same.load() is None
     other.path.write_bytes(b"damaged")
     assert other.load() is None and said == [f"{other.path}: damaged; the training starts again"]
+
+
+def test_a_run_that_is_still_writing_is_judged_by_its_newest_whole_checkpoint(run, capsys, monkeypatch):
+    begun = run / "checkpoints/.unfinished-step-00000030-0a1b2c3d"
+    begun.mkdir()
+    (begun / "rank-00000.pt").write_bytes(b"half")
+    said(capsys, "evaluate", "knn", run)
+    assert result(run, "knn-epoch2")["step"] == 20 and os.listdir(begun) == ["rank-00000.pt"]
+
+    def verify(reader: files_of_checkpoints.Reader, kept=files_of_checkpoints.Reader.verify) -> None:
+        if reader.about["step"] == 20:  # which the run removes in this moment
+            files_of_checkpoints.remove(reader.folder)
+        kept(reader)
+
+    before = (run / "evaluation/knn-epoch2.json").read_bytes()
+    monkeypatch.setattr(files_of_checkpoints.Reader, "verify", verify)
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert "rank-00000.pt: no such file; " in line and line.endswith("--checkpoint 10 takes the newest intact one")
+    assert (run / "evaluation/knn-epoch2.json").read_bytes() == before
+
+
+def test_a_run_without_a_checkpoint_and_one_of_another_version_are_refused_with_the_remedy(run, capsys, monkeypatch):
+    monkeypatch.setattr(files_of_checkpoints, "FORMAT", files_of_checkpoints.FORMAT + 1)
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert line == (
+        f"error: {run}/checkpoints/step-00000020/checkpoint.json: has format 1, but this version reads format 2; use "
+        f"unigrad-fast {unigrad_fast.__version__}, which wrote it"
+    )
+    shutil.rmtree(run / "checkpoints")
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert line.startswith(f"error: {run}: no checkpoint there; the run has not saved one yet, or ")
+    assert not (run / "evaluation").exists()
