@@ -223,10 +223,21 @@ def test_the_map_shows_scikit_learns_principal_components_with_signs_that_are_fi
     assert torch.equal(points, principal(found, ALONE)[0])
 
 
-def test_a_map_is_drawn_from_kept_features_and_is_always_the_same(run, images, tmp_path, capsys, passes):  # noqa: F811
+def test_a_map_is_drawn_from_kept_features_and_is_always_the_same(
+    run,  # noqa: F811
+    images,  # noqa: F811
+    tmp_path,
+    capsys,
+    monkeypatch,
+    passes,  # noqa: F811
+):
     said(capsys, "evaluate", "knn", run)
     passes.clear()
+    titles: list[list[str]] = []
+    draw = charts.draw_map
+    monkeypatch.setattr(charts, "draw_map", lambda *given: titles.append(given[3]) or draw(*given))
     said(capsys, "evaluate", "map", run)
+    assert titles == [["PCA of features, online backbone, epoch 2", f"9 images in {images.name}/val"]]
     first = (run / "evaluation/map-pca-epoch2.png").read_bytes()
     said(capsys, "evaluate", "map", run)
     assert passes == [] and (run / "evaluation/map-pca-epoch2.png").read_bytes() == first
