@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from drawn_images import draw_tree
 from PIL import Image
 from safetensors.torch import load_file
@@ -636,3 +637,33 @@ def test_a_run_without_a_checkpoint_and_one_of_another_version_are_refused_with_
     (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
     assert line.startswith(f"error: {run}: no checkpoint there; the run has not saved one yet, or ")
     assert not (run / "evaluation").exists()
+
+
+def test_what_cannot_be_judged_is_refused_in_one_line_and_loses_nothing(run, images, tmp_path, capsys):
+    said(capsys, "evaluate", "knn", run)
+    weights = tmp_path / "weights.pth"
+    torch.save(torchvision.models.resnet18().state_dict(), weights)
+    absent, partial = tmp_path / "absent.txt", tmp_path / "partial.txt"
+    absent.write_text("class0/000.jpg\nclass0/999.jpg\n")
+    partial.write_text("class0/000.jpg\nclass2/001.jpg\n")
+    given = ("--data.train", images / "train", "--data.val", images / "val")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for words, message in (
+        (("finetune", run, "--fraction", 0.1), "fraction = 0.1: 2 labels of 24 images for 3 classes; give at least "),
+        (("finetune", run, "--fraction", 0), "fraction = 0: must be a number above 0 to 1 or null"),
+        (("finetune", run, "--fraction", 2), "fraction = 2: must be a number above 0 to 1 or null"),
+        (("finetune", run, "--subset", absent), f"subset = {absent}: 1 of 2 names is not of a training image, first "),
+        (("finetune", run, "--subset", partial), f"subset = {partial}: has no image of 1 of 3 classes, first class1; "),
+        (("knn", run, "--k", 25), "k = 25: exceeds the 24 training images; give at most 24, or auto"),
+        (("retrieve", run, images / "val/class0/000.jpg", "--k", 25), "k = 25: exceeds the 24 images in "),
+        (("knn", "--weights", weights, "--backbone", "resnet50", *given), f"{weights}: does not fit resnet50: layer1."),
+    ):
+        (line,) = said(capsys, "evaluate", *words, status=2).splitlines()
+        assert line.startswith(f"error: {message}")
+    for protocol in ("paper", "sweep"):
+        words = ("evaluate", "linear", run, "--protocol", protocol, "--batch_size", 25)
+        assert cli.main([str(word) for word in words]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("error: batch_size = 25: there are only 24 training images; give --batch_size 24")
+        assert "steps" not in printed.out and printed.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -68,8 +68,9 @@ def evaluate_linear(
             unfinished = Unfinished(folder, stem, about, this.say)
             sweep = linear_sweep.Sweep(this, choose) if protocol == "sweep" else None
             encoder, method = (this, linear_paper.METHOD) if sweep is None else (sweep.encoder, sweep.method)
-            for line in few_steps(len(encoder.train), schedule.batch_size, schedule.epochs):
-                this.say(line)
+            if schedule.batch_size <= len(encoder.train):  # a larger one is refused
+                for line in few_steps(len(encoder.train), schedule.batch_size, schedule.epochs):
+                    this.say(line)
             classifier = linear_training.train(encoder, schedule, method, unfinished, this.preemption)
             judge = partial(Judged.by, this, classifier)
             if sweep is not None:
