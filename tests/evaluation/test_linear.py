@@ -170,10 +170,10 @@ def judged_by_random_weights(data: Path) -> tuple[float, float, int]:
 def logits_of_random_weights(data: Path) -> tuple[np.ndarray, np.ndarray]:
     made = probe(data)
     loader = own_images(made.val, made.config.data, made.config.evaluation, made.world)
-    features, labels, _ = extract(made.backbone, loader, made.world.device, None, 0.0)
+    features, _ = extract(made.backbone, loader, made.world.device, None, 0.0)
     torch.manual_seed(1)
     with torch.no_grad():
-        return nn.Linear(16 * 9, 6)(features).numpy(), labels.numpy()
+        return nn.Linear(16 * 9, 6)(features).numpy(), np.asarray(made.val.labels)
 
 
 def test_top1_and_top5_are_those_of_torchmetrics_and_scikit_learn_on_any_number_of_ranks(data, workers):
