@@ -151,12 +151,19 @@ def refused(data: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("largest", "said"), [(True, "; this is the largest rate, so try --base_lr 300"), (False, "")])
-def test_a_choice_at_the_end_of_the_rates_says_so(data, workers, largest, said):
-    assert workers(1).run(judged_with, data, largest)[0].endswith(f"per 256 images{said}")
+@pytest.mark.parametrize(
+    ("base_lr", "largest", "said"),
+    [
+        (30.0, True, "; this is the largest rate, so try --base_lr 300"),
+        (0.1, True, "; this is the largest rate, so try --base_lr 1"),
+        (30.0, False, ""),
+    ],
+)
+def test_a_choice_at_the_end_of_the_rates_says_so(data, workers, base_lr, largest, said):
+    assert workers(1).run(judged_with, data, base_lr, largest)[0].endswith(f"per 256 images{said}")
 
 
-def judged_with(data: Path, largest: bool) -> str:
+def judged_with(data: Path, base_lr: float, largest: bool) -> str:
     """What is said where one head is better than the others, which is of the largest or of the least rate."""
     encoder = made(data, [])
     sweep, best = Sweep(encoder, "val"), -1 if largest else 0
@@ -167,4 +174,4 @@ def judged_with(data: Path, largest: bool) -> str:
         for weight in heads.weights:
             weight.zero_()
         heads.weights[0][best] = trained
-    return sweep.judge(heads, SCHEDULE.base_lr).said
+    return sweep.judge(heads, base_lr).said

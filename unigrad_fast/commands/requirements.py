@@ -23,6 +23,13 @@ def require_run(folder: Path) -> None:
         )
 
 
+def require_given_file(key: str, path: Path) -> None:
+    """Raises UserError unless the file that a key names is there."""
+    if not os.path.isfile(path):
+        problem = "is a folder; give a file in it" if os.path.isdir(path) else "no such file; check the path"
+        raise UserError(f"{key} = {path}: {problem}")
+
+
 def require_name(name: str) -> None:
     """Raises UserError unless files and folders can be called so."""
     if "/" in name or name in (".", ".."):

@@ -22,7 +22,7 @@ from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.wording import count
+from unigrad_fast.runtime.wording import count, percent
 
 PROTOCOL = "weighted kNN, grid"
 NEIGHBOURS, TEMPERATURES = (10, 20, 100, 200), (0.05, 0.07, 0.1)
@@ -116,6 +116,5 @@ def _table(title: str, results: list[KNNResult]) -> Table:
     for column in ("k", "T", "top-1 accuracy, %", "top-5 accuracy, %"):
         table.add_column(column, justify="right")
     for each in results:
-        top5 = "–" if each.top5 is None else f"{each.top5:.2f}"
-        table.add_row(str(each.k), f"{each.temperature:g}", f"{each.accuracy:.2f}", top5)
+        table.add_row(str(each.k), f"{each.temperature:g}", percent(each.accuracy), percent(each.top5))
     return table

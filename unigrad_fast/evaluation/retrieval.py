@@ -31,7 +31,7 @@ from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.process_group import gather, on_all_ranks
-from unigrad_fast.runtime.wording import count
+from unigrad_fast.runtime.wording import brief, count
 
 PROTOCOL = "nearest neighbours"
 MOST_QUERIES = 100  # of one picture
@@ -92,7 +92,7 @@ def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: in
         queries = search(this, found, [_query(this.train, path) for path in images], listed, k)
         if this.world.rank != 0:
             return
-        title = f"{PROTOCOL}, {this.settings['branch']}, {this.name}: among {usable:,} images in {searched}"
+        title = f"{PROTOCOL}, {this.settings['branch']}, {this.name}: among {usable:,} images in {brief(searched)}"
         this.console.print(_table(title, this.train, queries))
         written = write_result(
             folder,
