@@ -1,4 +1,4 @@
-"""The script for bash, 4.3 or later."""
+"""The script for bash; tried in 5.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script for fish, 3.2 or later: a `complete` for each argument, which knows `--key value` and `--key=value`."""
+"""The script for fish, tried in 3.6: a `complete` for each argument, which knows `--key value` and `--key=value`."""
 
 from __future__ import annotations
 

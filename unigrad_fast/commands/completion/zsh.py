@@ -1,4 +1,4 @@
-"""The script for zsh, 5.1 or later: one `_arguments` for each command, which knows `--key value` and `--key=value`."""
+"""The script for zsh, tried in 5.9: one `_arguments` for each command, which knows `--key value` and `--key=value`."""
 
 from __future__ import annotations
 
