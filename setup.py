@@ -77,7 +77,7 @@ setup(
         "huggingface": ["datasets>=3"],  # images of `datasets` folders, `data.train hf:PATH`
         "notebook": ["nbclient>=0.10", "ipykernel>=6.29"],
         "umap": ["umap-learn>=0.5"],  # `evaluate map --method umap`
-        "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
+        "lightning": ["lightning>=2.4"],  # examples/pieces/lightning_module.py, whose tests are skipped without it
     },
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unigrad_fast.commands import bench, checkpoint, data, doctor, evaluate, plan, pretrain, weights
+from unigrad_fast.commands import bench, checkpoint, completion, data, doctor, evaluate, plan, pretrain, weights
 from unigrad_fast.runtime.validation import Node
 
 COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
@@ -39,5 +39,6 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "bench width": (bench.BenchWidth, bench.bench_width),
     "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),
+    "completion": (completion.Completion, lambda options: completion.completion(options, COMMANDS)),
 }
 RENAMED = {"data recipes": "data presets"}  # older names, which still work
