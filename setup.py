@@ -63,6 +63,7 @@ setup(
             "torchmetrics>=1.4",  # accuracies that ours are compared with
             "scipy>=1.11",  # the Beta distribution that CutMix is compared with
             "datasets>=3",  # the folders and Parquet files that the loader reads
+            "lightning>=2.4",  # one of examples/pieces
             "nbclient>=0.10",  # runs the notebook of examples/
             "ipykernel>=6.29",
             "setuptools>=77",  # builds the wheel that the packaging tests look into
@@ -77,7 +78,7 @@ setup(
         "huggingface": ["datasets>=3"],  # images of `datasets` folders, `data.train hf:PATH`
         "notebook": ["nbclient>=0.10", "ipykernel>=6.29"],
         "umap": ["umap-learn>=0.5"],  # `evaluate map --method umap`
-        "lightning": ["lightning>=2.4"],  # examples/pieces/lightning_module.py, whose tests are skipped without it
+        "lightning": ["lightning>=2.4"],  # examples/pieces/lightning_module.py
     },
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
 )
