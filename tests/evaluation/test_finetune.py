@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from command_process import start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import crop_training, finetune_protocols, samples
 from unigrad_fast.evaluation.finetune import FineTuning, fine_tune, fitted, judge
 from unigrad_fast.evaluation.finetune_protocols import PROTOCOLS, PUBLISHED, Settings
+from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.unfinished import Series, Unfinished
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_encoder
@@ -35,9 +37,13 @@ from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
 SETTINGS = Settings(epochs=3, batch_size=48, backbone_lr=0.05, head_lr=0.2)
 
 
-def made(data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256):
+def made(
+    data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256, stage: int = 0
+) -> FrozenEncoder:
     """An encoder with smooth random weights, the same on all ranks, of a run whose ranks kept their statistics."""
     encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append)
+    engine = encoder.config.engine.model_copy(update={"zero_stage": stage})
+    encoder = replace(encoder, config=encoder.config.model_copy(update={"engine": engine}))
     with thin():
         apart = encoder.config.model.model_copy(update={"sync_batch_norm": False})
         backbone = build_encoder(apart, 0, torch.device("cpu")).backbone
@@ -55,11 +61,11 @@ def off(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return sum((found[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
 
 
-def tuned(data: Path, parts: int) -> tuple:
+def tuned(data: Path, parts: int, stage: int = 0, settings: Settings = SETTINGS) -> tuple:
     lines: list[str] = []
-    encoder = made(data, lines, at_once=48 // parts)
+    encoder = made(data, lines, at_once=48 // parts, stage=stage)
     before = state_of(encoder.backbone)
-    network = fine_tune(encoder, SETTINGS)
+    network = fine_tune(encoder, settings)
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.backbone.state_dict().items())
     return state_of(network), judge(encoder, network), lines
 
@@ -102,11 +108,11 @@ def witness(request, data, workers) -> tuple[int, dict[str, Tensor], float]:
     return parts, exact, off(single, exact)
 
 
-def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks(data, workers, witness):
+def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks_at_each_stage(data, workers, witness):
     """In micro-batches too: batch norm has the statistics of each over all ranks."""
     parts, exact, rounding = witness
-    for ranks in (1, 2, 3):
-        one, *others = workers(ranks).run(tuned, data, parts)
+    for ranks, stage in ((1, 0), (2, 1), (3, 0), (3, 2)):
+        one, *others = workers(ranks).run(tuned, data, parts, stage)
         state, (accuracy, top5, images), lines = one
         # Ours rounds in another order, as often; a random walk of as many steps is seldom four times as long.
         assert off(state, exact) <= 4 * rounding
@@ -119,28 +125,70 @@ def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks(data, w
             assert other[1] == one[1]
 
 
-def in_two_calls(data: Path, folder: Path, interrupted: bool, dtype: torch.dtype | None) -> tuple:
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_stages_have_the_same_bits_on_one_and_two_ranks(data, workers, ranks, optimizer):
+    """A tensor's owner does what every rank does at stage 0, and a sum of two numbers has one rounding."""
+    settings = replace(SETTINGS, optimizer=optimizer, epochs=2)
+    whole, *sharded = (workers(ranks).run(tuned, data, 1, stage, settings) for stage in (0, 1, 2))
+    for found in sharded:
+        for (state, *judged), (expected, *others) in zip(found, whole, strict=True):
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+            assert judged == others
+
+
+def kept(data: Path, stage: int) -> tuple[int, int, int, dict]:
+    """Elements of all weights, of this rank's gradients after backward, and of its momentum; and the state to save."""
+    training = FineTuning(made(data, stage=stage), SETTINGS, 48, 2)
+    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    batches = Loader(training.encoder.train, preset="linear", image_size=16, batch_size=48, threads=1, **ranks)
+    weights = list(training.network.parameters())
+    for batch in batches.iterate(0, 1):
+        training.add(batch)
+    gradients = sum(weight.grad.numel() for weight in weights if weight.grad is not None)
+    training.step()
+    momentum = sum(each["momentum_buffer"].numel() for each in training.optimizer.state.values() if each)
+    return sum(weight.numel() for weight in weights), gradients, momentum, training.state()
+
+
+def test_stage_1_shares_momentum_and_stage_2_also_gradients_and_the_first_rank_saves_all(data, workers):
+    by_stage = [workers(2).run(kept, data, stage) for stage in (0, 1, 2)]
+    numel, _, _, expected = by_stage[0][0]
+    for stage, found in enumerate(by_stage):
+        gradients, momentum = (sum(each[part] for each in found) for part in (1, 2))
+        assert gradients == (numel if stage == 2 else 2 * numel)
+        assert momentum == (numel if stage else 2 * numel)
+        state = found[0][3]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], each) for name, each in expected.items() if isinstance(each, Tensor))
+
+
+def in_calls(data: Path, folder: Path, stages: tuple[int, ...], dtype: torch.dtype | None) -> tuple:
+    """A training in one call, or interrupted in one and continued in another, each at its stage."""
     lines: list[str] = []
-    encoder = made(data, lines, dtype)
     unfinished = Unfinished(folder, "tuned", {}, lines.append)
     Series(unfinished).end({"accuracy": 1.0})
-    if interrupted:
+    for stage in stages[:-1]:
         with pytest.raises(Preempted, match="saved after step 3 of 6 of the network; repeat the command to continue"):
-            fine_tune(encoder, SETTINGS, Series(unfinished), AskedToLeave())
+            fine_tune(made(data, lines, dtype, stage=stage), SETTINGS, Series(unfinished), AskedToLeave())
     series = Series(unfinished)
     assert series.done == [{"accuracy": 1.0}]
-    return state_of(fine_tune(encoder, SETTINGS, series)), lines
+    return state_of(fine_tune(made(data, lines, dtype, stage=stages[-1]), SETTINGS, series)), lines
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float16), (2, None)])
-def test_an_interrupted_training_goes_on_bit_for_bit(data, workers, tmp_path, ranks, dtype):
-    whole = workers(ranks).run(in_two_calls, data, tmp_path / "whole", False, dtype)
-    parts = workers(ranks).run(in_two_calls, data, tmp_path / "parts", True, dtype)
-    for (expected, lines), (found, said) in zip(whole, parts, strict=True):
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert [line for line in said if not line.startswith("continuing")] == lines
-        assert "continuing an interrupted call after epoch 1.5 of 3" in said
-    _, moved = workers(3).run(in_two_calls, data, tmp_path / "moved", True, None)[0]
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "others"),
+    [(1, torch.float16, [(0, 0)]), (2, torch.float16, [(2, 2)]), (2, None, [(0, 0), (1, 1), (1, 2), (2, 0)])],
+)
+def test_an_interrupted_training_goes_on_bit_for_bit_at_any_stage(data, workers, tmp_path, ranks, dtype, others):
+    whole = workers(ranks).run(in_calls, data, tmp_path / "whole", (0,), dtype)
+    for stages in others:
+        parts = workers(ranks).run(in_calls, data, tmp_path / f"{stages}", stages, dtype)
+        for (expected, lines), (found, said) in zip(whole, parts, strict=True):
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            assert [line for line in said if not line.startswith("continuing")] == lines
+            assert "continuing an interrupted call after epoch 1.5 of 3" in said
+    _, moved = workers(3).run(in_calls, data, tmp_path / "moved", (0, 1), None)[0]
     assert "continuing an interrupted call after epoch 1.5 of 3" in moved
 
 

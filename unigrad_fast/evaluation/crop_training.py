@@ -1,7 +1,7 @@
 """Training on random crops and flips of the training images, new ones in each epoch.
 
 It saves its progress at the end of each epoch and when it is preempted, and continues from there, on any number of
-ranks. What is trained, linear classifiers or a whole network, is a subclass of `CropTraining`.
+ranks and at any ZeRO stage. What is trained, linear classifiers or a whole network, is a subclass of `CropTraining`.
 
 Shapes: N images, H heads (classifiers that are trained side by side), K classes.
 """
@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import count_left_out
 from unigrad_fast.evaluation.linear import FrozenEncoder, of_heads
+from unigrad_fast.optimization.gated import Gated
+from unigrad_fast.optimization.owners import Owners
 from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped
 from unigrad_fast.runtime.preemption import Preemption
@@ -68,7 +70,7 @@ class CropTraining:
         self.batch_size, self.epochs, self.steps_per_epoch = batch_size, epochs, steps_per_epoch
         self.steps, self.steps_done = steps_per_epoch * epochs, 0
         device = encoder.world.device
-        self.gradient = flat_gradient(network)
+        self.owners = Owners(list(network.parameters()), encoder.config.engine.zero_stage)
         self.shares = torch.tensor(shares, device=device)
         # Of this epoch: each head's loss, then each one's number of hits.
         self.sums = torch.zeros(2 * len(shares), dtype=torch.float64, device=device)
@@ -107,10 +109,13 @@ class CropTraining:
         loss.backward()
 
     def step(self) -> None:
-        dist.all_reduce(self.gradient)
+        gradients = self.owners.sum_gradients()
         self.set_rates()
+        if isinstance(self.optimizer, Gated):  # a gradient that is not finite stops the step of all owners
+            self.optimizer.open()
+            self.optimizer.measure(gradients, self.owners.is_sharded)
         self.optimizer.step()
-        self.gradient.zero_()
+        self.owners.end_step()
         self.steps_done += 1
 
     def end_epoch(self) -> None:
@@ -134,17 +139,23 @@ class CropTraining:
         self.sums.zero_()
 
     def state(self) -> dict[str, Any]:
-        """The state, the same on all ranks, which call this together: numbers, texts, tuples and tensors on the CPU."""
+        """The state, on the first rank: numbers, texts, tuples and tensors on the CPU; all ranks call this together."""
         sums = self.sums.clone()
         dist.all_reduce(sums)
         failures = {image: failure for part in gather(self.failures) for image, failure in part.items()}
-        return {
+        state = {
             "steps_done": self.steps_done,
             "sums": sums.cpu(),
             "replaced": self.replaced,
             "failures": [(int(f.step), int(image), f.path, f.reason) for image, f in failures.items()],
-            **{name: tensor.detach().cpu() for name, tensor in self._tensors()},
         }
+        own = dict(self._tensors())
+        for name, weight in self.network.named_parameters():  # one after the other, for a device holds only its share
+            momentum = own.get(f"{name}.momentum", torch.empty_like(weight))
+            self.owners.send(momentum, weight)
+            if self.encoder.world.rank == 0:
+                own[f"{name}.momentum"] = momentum.cpu()
+        return {**state, **{name: tensor.detach().cpu() for name, tensor in own.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state; the sums of the epoch go to one rank only, because they will be added up."""
@@ -157,9 +168,10 @@ class CropTraining:
         self.failures = {image: Failure(step, image, *said) for step, image, *said in state["failures"]}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Everything that a step changes in place: parameters, their momentum, buffers of batch norm."""
+        """What a step changes in place, as this rank keeps it: parameters, momentum of its own ones, and buffers."""
         weights = list(self.network.named_parameters())
-        momentum = [(f"{name}.momentum", self.optimizer.state_of(weight)["momentum"]) for name, weight in weights]
+        own = [(name, weight) for name, weight in weights if self.owners.has(weight)]
+        momentum = [(f"{name}.momentum", self.optimizer.state_of(weight)["momentum"]) for name, weight in own]
         return [*weights, *momentum, *self.network.named_buffers()]
 
 
@@ -239,15 +251,3 @@ def few_steps(images: int, batch_size: int, epochs: int) -> list[str]:
     if steps >= FEW_STEPS:
         return []
     return [f"these are only {count(steps, 'step')}; a smaller --batch_size makes more of them"]
-
-
-def flat_gradient(module: nn.Module) -> Tensor:
-    """A vector of zeros; the gradient of each parameter becomes a part of it, in the parameter's memory format.
-
-    Fused optimizers walk through both in the order of memory.
-    """
-    parameters = list(module.parameters())
-    flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.as_strided(parameter.shape, parameter.stride())
-    return flat
