@@ -34,6 +34,9 @@ FEW_STEPS = 200  # fine-tuning takes 1,000 on 1 % of ImageNet, the other protoco
 class Saved(Protocol):
     """Where a training's progress is; all ranks call these together."""
 
+    @property
+    def error(self) -> OSError | None: ...  # of the last `save`
+
     def load(self) -> dict[str, Any] | None: ...
 
     def save(self, state: dict[str, Any]) -> None: ...
@@ -200,6 +203,7 @@ def run(
             in a row cannot be read.
         RunStopped: the loss is not finite, or too many images cannot be used.
         Preempted: after saving.
+        OSError: preempted, and the progress cannot be saved.
     """
     data, world = encoder.config.data, encoder.world
     loader = Loader(
@@ -235,6 +239,8 @@ def run(
             preempted = preemption is not None and preemption.agreed()[0]
             if unfinished is not None and (is_epoch_done or preempted):
                 unfinished.save(training.state())
+                if preempted and unfinished.error is not None:
+                    raise unfinished.error
             if preempted:
                 raise Preempted(
                     f"saved after step {training.steps_done} of {training.steps} of {training.name}; repeat the "

@@ -53,6 +53,11 @@ class Network(nn.Module):
             features = self.backbone(images.contiguous(memory_format=torch.channels_last))
         return self.classifier(features.float())
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Weights and statistics under torchvision's names, on the CPU; the classifier is `fc`."""
+        fc = {f"fc.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in {**self.backbone.state_dict(), **fc}.items()}
+
 
 class FineTuning(CropTraining):
     """The fine-tuning of a network."""

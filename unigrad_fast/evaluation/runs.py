@@ -24,7 +24,7 @@ from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
 from unigrad_fast.evaluation.passes import Keeper, read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.evaluation.sources import Source, of_file, of_run
 from unigrad_fast.evaluation.unfinished import Unfinished
@@ -188,17 +188,18 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
         table[-1] = (f"trained encoder, {this.name}", table[-1][1])
         print_table(this.console, title, table, 1)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
-        written = write_result(
-            folder,
-            this.stem("knn"),
-            {"protocol": PROTOCOL, **this.settings, **settings},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": {name: row.accuracy for name, row in rows.items()},
-                "top5": {name: row.top5 for name, row in rows.items()},
-            },
-        )
+        with printed():
+            written = write_result(
+                folder,
+                this.stem("knn"),
+                {"protocol": PROTOCOL, **this.settings, **settings},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": {name: row.accuracy for name, row in rows.items()},
+                    "top5": {name: row.top5 for name, row in rows.items()},
+                },
+            )
         this.say(written)
         this.tell(keeper)
 
@@ -234,7 +235,7 @@ def evaluate_linear(
             )
             this = replace(this, train=train, val=val)
         keeper = this.keeper(folder, asked)
-        stem, unfinished = this.stem(f"linear-{protocol}"), None
+        stem, unfinished, kept = this.stem(f"linear-{protocol}"), None, ""
         about: dict[str, Any] = {"protocol": protocol, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
@@ -256,7 +257,8 @@ def evaluate_linear(
             judge = partial(Judged.by, this, classifier)
             if sweep is not None:
                 judge = partial(sweep.judge, classifier, schedule.base_lr)
-            done = "the trained classifier is saved; repeat the command to continue"
+            kept = unfinished.kept("the trained classifier is")
+            done = f"{kept}; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             judged = judge()
         if this.world.rank != 0:
@@ -268,22 +270,23 @@ def evaluate_linear(
         print_table(this.console, title, [row], 2)
         if judged.said:
             this.say(judged.said)
-        written = write_result(
-            folder,
-            stem,
-            {**about, "images": judged.images},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": judged.accuracy,
-                "top5": judged.top5,
-                **judged.figures,
-            },
-            {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
-            classes,
-        )
-        if unfinished is not None:
-            unfinished.delete()
+        with printed(kept):
+            written = write_result(
+                folder,
+                stem,
+                {**about, "images": judged.images},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": judged.accuracy,
+                    "top5": judged.top5,
+                    **judged.figures,
+                },
+                {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
+                classes,
+            )
+            if unfinished is not None:
+                unfinished.delete()
         this.say(written)
         this.tell(keeper)
 
