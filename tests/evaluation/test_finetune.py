@@ -47,9 +47,7 @@ def made(
     data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256, stage: int = 0
 ) -> FrozenEncoder:
     """An encoder with smooth random weights, the same on all ranks, of a run whose ranks kept their statistics."""
-    encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append)
-    engine = encoder.config.engine.model_copy(update={"zero_stage": stage})
-    encoder = replace(encoder, config=encoder.config.model_copy(update={"engine": engine}))
+    encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append, stage=stage)
     with thin():
         apart = encoder.config.model.model_copy(update={"sync_batch_norm": False})
         backbone = build_encoder(apart, 0, torch.device("cpu")).backbone

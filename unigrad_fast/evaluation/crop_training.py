@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import count_left_out
 from unigrad_fast.evaluation.linear import FrozenEncoder, of_heads
-from unigrad_fast.optimization.gated import Gated
 from unigrad_fast.optimization.owners import Owners
 from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped
@@ -112,13 +111,8 @@ class CropTraining:
         loss.backward()
 
     def step(self) -> None:
-        gradients = self.owners.sum_gradients()
         self.set_rates()
-        if isinstance(self.optimizer, Gated):  # a gradient that is not finite stops the step of all owners
-            self.optimizer.open()
-            self.optimizer.measure(gradients, self.owners.is_sharded)
-        self.optimizer.step()
-        self.owners.end_step()
+        self.owners.step(self.optimizer)
         self.steps_done += 1
 
     def end_epoch(self) -> None:

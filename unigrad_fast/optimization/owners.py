@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.optimization.gated import Gated
+
 
 class Owners:
     """The owners of an optimizer's parameters, and their gradients; all ranks of the default group use it together.
@@ -28,7 +30,7 @@ class Owners:
     """
 
     def __init__(self, parameters: Sequence[Tensor], stage: int) -> None:
-        self.parameters, self.is_sharded = parameters, stage > 0
+        self.parameters = parameters
         self._flat = flat_gradient(parameters) if stage == 0 else None
         self._early = stage == 2
         numbers = divided([parameter.numel() for parameter in parameters], dist.get_world_size())
@@ -40,17 +42,21 @@ class Owners:
         """Whether this rank updates a parameter."""
         return self._flat is not None or self._rank_of[parameter] == dist.get_rank()
 
-    def sum_gradients(self) -> list[Tensor]:
-        """Call after a step's last backward pass: this rank's gradients, summed over all ranks; others are None."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call after a step's last backward pass: sums gradients over all ranks, updates all weights, clears gradients.
+
+        A gradient that is not finite on any rank stops the step of all owners, if the optimizer is `Gated`.
+        """
         if self._flat is not None:
             dist.all_reduce(self._flat)
         elif not self._early:
             for parameter in self.parameters:
                 self._to_owner(parameter)
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-    def end_step(self) -> None:
-        """Clear the gradients, and send the weights from their owners to all ranks."""
+        if isinstance(optimizer, Gated):
+            optimizer.open()
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            optimizer.measure(gradients, sharded=self._flat is None)
+        optimizer.step()
         if self._flat is not None:
             self._flat.zero_()
             return
