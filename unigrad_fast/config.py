@@ -240,7 +240,7 @@ class Engine(Node):
     """Compute threads of a rank, which decide rounding; null fits a new run's to the free cores, and is kept in it."""
     timeout: Annotated[float, MACHINE] = Field(default=10.0, ge=0.01, le=1440)
     """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
-    zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
+    zero_stage: Annotated[int, LOCAL] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], JUDGMENT] = "auto"
     """Precision of the networks; auto is bf16 where the hardware has it, else fp16 on a GPU and fp32 on a CPU."""

@@ -50,12 +50,14 @@ def probe(
     images_at_once: int = 256,
     max_bad_fraction: float = 0.03,
     say: Callable[[str], None] = lambda line: None,
+    stage: int = 0,
 ) -> FrozenEncoder:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
     parts = {
         "data": {"image_size": 16, "max_bad_fraction": max_bad_fraction},
         "evaluation": {"batch_size": images_at_once},
+        "engine": {"zero_stage": stage},
     }
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")

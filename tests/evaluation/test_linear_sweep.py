@@ -36,13 +36,13 @@ class TwoStages(Spectrum):
         return torch.cat([images.mean((2, 3)), self(images)], dim=1)
 
 
-def made(data: Path, lines: list[str]) -> FrozenEncoder:
-    return probe(data, TwoStages(), say=lines.append)
+def made(data: Path, lines: list[str], stage: int = 0) -> FrozenEncoder:
+    return probe(data, TwoStages(), say=lines.append, stage=stage)
 
 
-def swept(data: Path, choose: str, folder: Path | None = None, interrupted: bool = False) -> tuple:
+def swept(data: Path, choose: str, folder: Path | None = None, interrupted: bool = False, stage: int = 0) -> tuple:
     lines: list[str] = []
-    sweep = Sweep(made(data, lines), choose)
+    sweep = Sweep(made(data, lines, stage), choose)
     unfinished = None if folder is None else Unfinished(folder, "sweep", {}, lines.append)
     if interrupted:
         with pytest.raises(Preempted):
@@ -79,8 +79,9 @@ def test_any_number_of_ranks_and_an_interruption_give_the_same(data, workers, tm
     ((judged, weights, lines),) = workers(1).run(swept, data, "val")
     assert len(lines) == SCHEDULE.epochs and all(line.endswith(f"(the best of {COUNT} classifiers)") for line in lines)
     assert judged.images == 103 and judged.accuracy == max(head["accuracy"] for head in judged.figures["heads"]) > 30
-    for others in (workers(3).run(swept, data, "val"), workers(2).run(swept, data, "val", tmp_path, True)):
-        for _, found, _ in others:
+    others = [(3, None, False, 0), (3, None, False, 2), (2, tmp_path, True, 1)]  # the last with the ZeRO stage
+    for ranks, *given in others:
+        for _, found, _ in workers(ranks).run(swept, data, "val", *given):
             for name, expected in weights.items():
                 assert (found[name] - expected).norm() <= 1e-4 * expected.norm(), name
     two = workers(2).run(swept, data, "val", tmp_path / "whole")

@@ -17,7 +17,7 @@ from torch import Tensor
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn_grid
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
 from unigrad_fast.evaluation.passes import read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
@@ -87,12 +87,13 @@ def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> None:
         }
         if choose == "train":
             figures["grid_of_choice"] = [_figures(each) for each in chosen_by]
-        written = write_result(
-            folder,
-            this.stem("knn-grid"),
-            {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
-            {**this.paths, "counts": this.counts(), **figures},
-        )
+        with printed():
+            written = write_result(
+                folder,
+                this.stem("knn-grid"),
+                {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
+                {**this.paths, "counts": this.counts(), **figures},
+            )
         this.say(written)
         this.tell(keeper)
 

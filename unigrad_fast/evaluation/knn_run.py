@@ -8,7 +8,7 @@ from unigrad_fast.evaluation.baselines import BASELINES
 from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.passes import read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
 from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.networks.encoder import build_encoder
@@ -59,18 +59,19 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
         )
         table = [(name, percent(row.accuracy), percent(row.top5)) for name, row in rows.items()]
         table[-1] = (f"trained encoder, {this.name}", *table[-1][1:])
-        print_table(this.console, title, table, 2)
+        print_table(this.console, title, table)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
-        written = write_result(
-            folder,
-            this.stem("knn"),
-            {"protocol": PROTOCOL, **this.settings, **settings},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": {name: row.accuracy for name, row in rows.items()},
-                "top5": {name: row.top5 for name, row in rows.items()},
-            },
-        )
+        with printed():
+            written = write_result(
+                folder,
+                this.stem("knn"),
+                {"protocol": PROTOCOL, **this.settings, **settings},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": {name: row.accuracy for name, row in rows.items()},
+                    "top5": {name: row.top5 for name, row in rows.items()},
+                },
+            )
         this.say(written)
         this.tell(keeper)

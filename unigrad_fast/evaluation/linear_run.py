@@ -13,7 +13,7 @@ from unigrad_fast.evaluation.classes import without_unused
 from unigrad_fast.evaluation.crop_training import few_steps
 from unigrad_fast.evaluation.linear import WAS_FITTED, Judged
 from unigrad_fast.evaluation.passes import read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.runtime.wording import percent
@@ -52,7 +52,7 @@ def evaluate_linear(
             )
             this = replace(this, train=train, val=val)
         keeper = this.keeper(folder, asked)
-        stem, unfinished = this.stem(f"linear-{protocol}"), None
+        stem, unfinished, kept = this.stem(f"linear-{protocol}"), None, ""
         about: dict[str, Any] = {"protocol": protocol, **this.settings}
         if protocol == "quick":
             about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
@@ -75,7 +75,8 @@ def evaluate_linear(
             judge = partial(Judged.by, this, classifier)
             if sweep is not None:
                 judge = partial(sweep.judge, classifier, schedule.base_lr)
-            done = "the trained classifier is saved; repeat the command to continue"
+            kept = unfinished.kept("the trained classifier is")
+            done = f"{kept}; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             judged = judge()
         if this.world.rank != 0:
@@ -83,25 +84,26 @@ def evaluate_linear(
         branch = this.settings["branch"]
         title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
         row = (f"trained encoder, {this.name}", percent(judged.accuracy), percent(judged.top5))
-        print_table(this.console, title, [row], 2)
+        print_table(this.console, title, [row])
         if judged.said:
             this.say(judged.said)
-        written = write_result(
-            folder,
-            stem,
-            {**about, "images": judged.images},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": judged.accuracy,
-                "top5": judged.top5,
-                **judged.figures,
-            },
-            {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
-            classes,
-        )
-        if unfinished is not None:
-            unfinished.delete()
+        with printed(kept):
+            written = write_result(
+                folder,
+                stem,
+                {**about, "images": judged.images},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": judged.accuracy,
+                    "top5": judged.top5,
+                    **judged.figures,
+                },
+                {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
+                classes,
+            )
+            if unfinished is not None:
+                unfinished.delete()
         this.say(written)
         this.tell(keeper)
 

@@ -248,9 +248,9 @@ def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Ma
         raise DataError(f"{error}; if this run's images were moved, add {' and '.join(gone)}") from None
 
 
-def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], accuracies: int) -> None:
+def print_table(console: Console, title: str, rows: Sequence[Sequence[str]]) -> None:
     table = Table(title=title, title_justify="left")
-    for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %")[: 1 + accuracies]:
+    for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %"):
         table.add_column(column, justify="left" if column == "features" else "right")
     for row in rows:
         table.add_row(*row)
