@@ -4,7 +4,6 @@ Names are relative to the root and concatenated in one array of bytes; a million
 """
 
 import contextlib
-import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, size_in
-from .files.places import Place, read_place
+from .files.headers import EXTENSIONS, reason
+from .files.places import Place
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
@@ -22,9 +21,7 @@ from .listing.labels import number_labels
 from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
 from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
-from .shards.index import Index
-
-_HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
+from .storage import Files, Ranges, Storage, names_at
 
 
 def _absolute(path: str | os.PathLike) -> str:
@@ -45,7 +42,7 @@ class Manifest:
         classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
         fingerprint: hex digest of all names, file sizes and modification times, and of the ends of shards.
         lengths: int64 [n], size of each encoded image, bytes; -1 for a file that is gone.
-        index: positions of the images in shards; None for files.
+        storage: where the images are.
     """
 
     root: str
@@ -56,11 +53,9 @@ class Manifest:
     classes: list[str] = field(repr=False)
     fingerprint: str
     lengths: np.ndarray = field(repr=False)
-    index: Index | None = field(default=None, repr=False)
-    shards: Shards | None = field(default=None, repr=False)
+    storage: Storage = field(repr=False)
     _store: Path | None = field(default=None, repr=False)
     _marked: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # sizes of unusable images
-    _kept: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # other cached arrays
 
     @classmethod
     def open(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
@@ -171,10 +166,8 @@ class Manifest:
             classes=index.classes.tolist(),
             fingerprint=fingerprint,
             lengths=index.length,
-            index=index,
-            shards=shards,
+            storage=Ranges(shards, index, {LEFT_OUT: content[LEFT_OUT]}),
             _store=store,
-            _kept={LEFT_OUT: content[LEFT_OUT]},
         )
         return manifest._ready(content, changed=not known)
 
@@ -200,15 +193,16 @@ class Manifest:
         content = recall(store, fingerprint)
         if not fits(content, len(names)):
             content = {}
+        names_and_offsets = np.frombuffer(joined, np.uint8), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         manifest = cls(
-            root=root,
-            names=np.frombuffer(joined, np.uint8),
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+            root,
+            *names_and_offsets,
             sizes=sizes_in(content, len(names)),
             labels=labels,
             classes=classes,
             fingerprint=fingerprint,
             lengths=states[:, 0].copy(),
+            storage=Files(root, *names_and_offsets),
             _store=store,
         )
         return manifest._ready(content)
@@ -219,7 +213,7 @@ class Manifest:
         if self._read_missing_sizes() or changed:
             self._remember()
         if not (self.sizes > 0).any():
-            where = self.root if self.shards is None else self.shards.path(0)
+            where = self.root if isinstance(self.storage, Files) else os.fsdecode(self.storage.file(0))
             raise DataError(f"none of the {len(self)} images in {where} can be read; {self.complaint(0)}")
         return self
 
@@ -250,25 +244,17 @@ class Manifest:
         """Path of one image; `SHARD/MEMBER` in a shard."""
         return os.fsdecode(self.path_bytes(index))
 
-    def read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes | memoryview:
         """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes."""
-        return read_place(self.place(index))
+        return self.storage.read(range(len(self))[index])
 
     def place(self, index: int) -> Place:
         """Where the encoded image is, for `read_place`."""
-        if self.index is None or self.shards is None:
-            return self.path_bytes(index)
-        index = range(len(self))[index]
-        shard, at, length = (int(values[index]) for values in (self.index.shard, self.index.at, self.index.length))
-        return (*self.shards.place(shard), at, length)
+        return self.storage.place(range(len(self))[index])
 
     def state(self, index: int) -> tuple[int, int]:
         """Current bytes and modification time in ns of an image's file or shard. Raises OSError if it is gone."""
-        if self.index is None or self.shards is None:
-            found = os.stat(self.path_bytes(index))
-        else:
-            found = os.stat(self.shards.path(self.index.shard[index]))
-        return found.st_size, found.st_mtime_ns
+        return self.storage.state(range(len(self))[index])
 
     def unreadable(self) -> np.ndarray:
         """Positions (int64) of images whose header could not be read or that were found unusable."""
@@ -294,19 +280,10 @@ class Manifest:
         if self.sizes[index, 0] < 0:
             return f"{self.path(index)}: a scan found it unusable"
         try:
-            self._read_size(index)
+            self.storage.size(index)
         except OSError as error:
             return f"{self.path(index)}: {reason(error)}"
         return f"{self.path(index)}: it has changed since it was listed"
-
-    def _read_size(self, index: int) -> tuple[int, int]:
-        if self.index is None:
-            return read_size(self.path_bytes(index))
-        *shard, at, length = self.place(index)
-        head = read_place((*shard, at, min(_HEAD, length)))
-        with contextlib.suppress(OSError):
-            return size_in(io.BytesIO(head))
-        return size_in(io.BytesIO(self.read(index)))
 
     def _read_missing_sizes(self) -> int:
         """Reads the headers of images without a size, and returns how many sizes it found."""
@@ -315,7 +292,7 @@ class Manifest:
         def read(start: int) -> None:
             for index in missing[start : start + CHUNK].tolist():
                 with contextlib.suppress(OSError):
-                    self.sizes[index] = self._read_size(index)
+                    self.sizes[index] = self.storage.size(index)
 
         spread(read, range(0, len(missing), CHUNK))
         return int((self.sizes[missing, 0] > 0).sum())
@@ -327,14 +304,12 @@ class Manifest:
             self.sizes[position] = -1
 
     def _remember(self) -> None:
-        arrays = {} if self.index is None else vars(self.index)
         remember(
             self._store,
             fingerprint=self.fingerprint,
             sizes=self.header_sizes(),
             unusable=np.array(sorted(self._marked), np.int64),
-            **self._kept,
-            **arrays,
+            **self.storage.cached(),
         )
 
 
@@ -347,15 +322,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         labels: int64 [n], positions in `classes`.
         classes: names of the classes.
     """
-    lengths = np.diff(manifest.offsets)[positions]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    names = manifest.names[np.repeat(manifest.offsets[positions] - offsets[:-1], lengths) + np.arange(offsets[-1])]
-    index = manifest.index
-    if index is not None:
-        at = {key: getattr(index, key)[positions] for key in ("shard", "at", "length")}
-        index = replace(
-            index, names=names, offsets=offsets, labels=labels, classes=np.array(classes, dtype=np.str_), **at
-        )
+    names, offsets = names_at(manifest.names, manifest.offsets, positions)
     place = {position: number for number, position in enumerate(positions.tolist())}
     return replace(
         manifest,
@@ -365,7 +332,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         lengths=manifest.lengths[positions],
         labels=labels,
         classes=classes,
-        index=index,
+        storage=manifest.storage.part(positions),
         _store=None,
         _marked={place[position]: size for position, size in manifest._marked.items() if position in place},
     )

@@ -34,6 +34,7 @@ from ..files.whole_files import write_whole
 from ..manifest import Manifest
 from ..order import epoch_order
 from ..reading.timed import TimedReader
+from ..storage import Ranges
 from .archives import CLASSES, UNFINISHED, digests_of_ends
 from .index import INDEX
 from .writing import ROW, ahead, prepare, read_part, shard_name, write_shard
@@ -228,7 +229,7 @@ def _keys(manifest: Manifest) -> list[bytes]:
     root = os.path.join(os.fsencode(manifest.root), b"")
     for image in range(len(manifest)):
         name = os.path.normpath(manifest.path_bytes(image)).removeprefix(root)
-        if manifest.index is not None:
+        if isinstance(manifest.storage, Ranges):
             name = name.partition(b"/")[2]
         folder, base = os.path.split(name.lstrip(b"/"))
         stem = os.path.join(folder, os.path.splitext(base)[0].replace(b".", b"_"))

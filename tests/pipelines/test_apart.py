@@ -52,7 +52,7 @@ def damaged(request, tree, tmp_path) -> Manifest:
         for path in sorted(folder.rglob("*.jpg")):
             tar.add(path, path.name)
     manifest = Manifest.from_shards(tmp_path / "0.tar")
-    manifest.index.length[5] = 2**30  # reaches past the end
+    manifest.storage.index.length[5] = 2**30  # reaches past the end
     return manifest
 
 

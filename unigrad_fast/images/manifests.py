@@ -13,6 +13,7 @@ import numpy as np
 from unigrad_fast import config
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.listing import cache
+from unigrad_fast.pipelines.storage import files_of
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import count
@@ -81,11 +82,7 @@ def _list(folder: Path) -> _Listed:
 def _traces(manifest: Manifest) -> list[tuple[int, int, int] | None]:
     """Inode, bytes and modification time (ns) of some image files, or of their shards; None for one that is gone."""
     some = np.unique(np.linspace(0, len(manifest) - 1, COMPARED).astype(int))
-    if manifest.index is None or manifest.shards is None:
-        paths = [manifest.path(image) for image in some.tolist()]
-    else:
-        paths = [manifest.shards.path(shard) for shard in np.unique(manifest.index.shard[some]).tolist()]
-    return [_trace(path) for path in paths]
+    return [_trace(path) for path in files_of(manifest.storage, some.tolist())]
 
 
 def _trace(path: str) -> tuple[int, int, int] | None:
@@ -107,8 +104,7 @@ def _taken(told: _Listed, own: _Listed) -> Manifest:
     """The manifest of rank 0, with the shards found here; or this rank's own, if its path differs."""
     if own.folder != told.folder:
         return own.manifest
-    shards = told.manifest.shards
-    return told.manifest if shards is None else replace(told.manifest, shards=shards.found_again())
+    return replace(told.manifest, storage=told.manifest.storage.found_again())
 
 
 def digest(manifest: Manifest) -> str:
