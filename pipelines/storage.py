@@ -1,14 +1,15 @@
 """Where the images of a manifest are: one interface for files, for files that hold many, and for Datasets.
 
-Files     an image per file
-Ranges    images at an offset of a larger file: tar shards, Arrow and Parquet files
-Items     items of a Dataset in this process (`datasets.py`)
+    Files     an image per file
+    Ranges    images at an offset of a larger file: tar shards, Arrow and Parquet files
+    Items     items of a Dataset in this process, in `items.py`
+
+`Manifest` has the table of what can be opened.
 """
 
 import contextlib
 import io
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from .shards.index import Index
 _HEAD = 1 << 16  # bytes to read of an image in a larger file for its header; if they do not suffice, all are read
 
 
-class Storage(ABC):
+class Storage:
     """The images of a manifest, by position.
 
     Attributes:
@@ -33,21 +34,21 @@ class Storage(ABC):
     on_disk = True
     contents = ""
 
-    @abstractmethod
     def place(self, image: int) -> Place:
-        """Where the encoded image is, for `read_place`."""
+        """Where the encoded image is on the disk, for `read_place`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def file(self, image: int) -> bytes:
-        """Path of the file that holds an image."""
+        """Path of the file that holds an image on the disk."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def part(self, positions: np.ndarray) -> "Storage":
-        """The images at some positions, int64 [n]."""
-
-    @abstractmethod
     def size(self, image: int) -> tuple[int, int]:
         """Width and height from the header. Raises OSError if it has none."""
+        raise NotImplementedError
+
+    def part(self, positions: np.ndarray) -> "Storage":
+        """The images at some positions, int64 [n]."""
+        raise NotImplementedError
 
     def read(self, image: int) -> bytes | memoryview:
         """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes."""
@@ -57,6 +58,10 @@ class Storage(ABC):
         """Current bytes and modification time in ns of the image's file. Raises OSError if it is gone."""
         found = os.stat(self.file(image))
         return found.st_size, found.st_mtime_ns
+
+    def files(self, images: Iterable[int]) -> list[str]:
+        """Paths of the files that hold some images, each once, in order."""
+        return list(dict.fromkeys(os.fsdecode(self.file(image)) for image in images))
 
     def found_again(self) -> "Storage":
         """The same images as this process sees them, listed by another one. Raises DataError if they differ."""
@@ -135,8 +140,3 @@ def names_at(names: np.ndarray, offsets: np.ndarray, positions: np.ndarray) -> t
     lengths = np.diff(offsets)[positions]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return names[np.repeat(offsets[positions] - starts[:-1], lengths) + np.arange(starts[-1])], starts
-
-
-def files_of(storage: Storage, images: Iterable[int]) -> list[str]:
-    """Paths of the files that hold some images, each once, in order."""
-    return list(dict.fromkeys(os.fsdecode(storage.file(image)) for image in images))
