@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,7 @@ def labels_of(dataset: Any) -> tuple[np.ndarray | None, list[str]]:
     """
     found = _attribute(dataset)
     if found is None:
-        if _label(dataset[0]) is None:
+        if None in [_label_at(dataset, place) for place in _places(len(dataset))]:
             return None, []
         warnings.warn(
             f"{_name(dataset)} has no `targets`, so all {len(dataset):,} items are read for their labels; give it that "
@@ -186,15 +186,20 @@ def _pnm(pixels: np.ndarray) -> memoryview:
 
 def _read(dataset: Any, length: int, place: int) -> bytes | memoryview:
     """An encoded item. Raises OSError if its picture is bad, DataError for anything else."""
-    try:
+    with _told(dataset, place):
         if len(dataset) != length:
-            raise DataError(
-                f"{_name(dataset)} had {length:,} items and has {len(dataset):,}; its length must not change"
-            )
+            raise DataError(f"there were {length:,} items, and {len(dataset):,} now; their number must not change")
         item = dataset[place]
         if isinstance(item, Mapping) and "image" not in item:
             raise DataError(f"a dict with {', '.join(map(str, item))}; name the picture `image` and its label `label`")
         return encoded(item["image"] if isinstance(item, Mapping) else item[0] if _is_row(item) else item)
+
+
+@contextmanager
+def _told(dataset: Any, place: int) -> Iterator[None]:
+    """Turns what a Dataset raises into OSError for a bad picture, and a DataError with the item for anything else."""
+    try:
+        yield
     except OSError:
         raise
     except BAD as error:
@@ -279,10 +284,10 @@ def _label(item: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _label_at(dataset: Any, place: int) -> int:
-    """The label of an item; 0 if its picture is bad, as no batch has it; -1 if it has none."""
+def _label_at(dataset: Any, place: int) -> int | None:
+    """The label of an item; None if it has none; 0 if its picture is bad, as no batch has it."""
     try:
-        label = _label(dataset[place])
-    except BAD:
+        with _told(dataset, place):
+            return _label(dataset[place])
+    except OSError:
         return 0
-    return -1 if label is None else label

@@ -220,9 +220,9 @@ class Manifest:
         source = f"{DATASET}:{rest}"
         dataset = items.given(source)
         count = len(dataset)
-        labels, classes = items.labels_of(dataset)
         if not (mean := items.mean_bytes(source)):
             raise DataError(f"{source}: none of {items.SAMPLED} evenly spaced items can be read; repair the Dataset")
+        labels, classes = items.labels_of(dataset)
         names = [b"%07d" % place for place in range(count)]
         return cls(
             root=source,

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from thin import thin
 
 from unigrad_fast import cli
+from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import Data, resolve, to_yaml
 from unigrad_fast.images.manifests import difference, digest, evaluated, identity, read_manifests, same_images
 from unigrad_fast.pipelines import Manifest, items, spelling
@@ -114,6 +115,25 @@ def test_a_run_on_a_dataset_is_that_on_its_files_and_needs_it_again(images, on_f
     )
     assert run(source, output) == 0
     require_equal(output, on_files, STEPS)
+
+
+class Broken(Pictures):
+    """A Dataset with a bug that shows when one of its items is read in the second epoch."""
+
+    item = 51  # none of those that are sampled
+    reads = 0
+
+    def __getitem__(self, place: int) -> tuple[bytes, int]:
+        self.reads += place == self.item
+        return super().__getitem__(self.first - 1000 if self.reads == 2 else place)
+
+
+@pytest.mark.long
+def test_a_run_on_a_dataset_with_a_bug_saves_and_stops(images, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert run(items.give(Broken(Manifest.open(images))), output) == 3
+    assert "Broken, item 51: IndexError: " in capsys.readouterr().err
+    assert Reader(latest(output)).about["step"] >= STEPS // 2
 
 
 def test_a_configuration_records_sources_that_hold_anywhere(tmp_path, monkeypatch, images):
