@@ -121,8 +121,8 @@ def mean_bytes(source: str) -> int:
 def labels_of(dataset: Any) -> tuple[np.ndarray | None, list[str]]:
     """Labels (int64 [n]; None without labels) and class names of a Dataset.
 
-    The labels are its `targets` or `labels`, as in torchvision's; of a Subset, those of its Dataset. Otherwise they are
-    in the items, all of which are read once. The names are its `classes`.
+    The labels are its `targets` or `labels`, as in torchvision's, or its column `label`, as in Hugging Face's; of a
+    Subset, those of its Dataset. Otherwise they are in the items, all of which are read once. The names are its `classes`.
     """
     found = _attribute(dataset)
     if found is None:
@@ -264,6 +264,8 @@ def _attribute(dataset: Any) -> Any:
         with suppress(TypeError):
             if len(values := getattr(dataset, name, ())) == len(dataset):
                 return values
+    if "label" in getattr(dataset, "column_names", ()):  # Hugging Face's
+        return list(dataset["label"])
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         inner = _attribute(dataset.dataset)
         return None if inner is None else np.asarray(inner)[np.asarray(dataset.indices)]
@@ -274,6 +276,8 @@ def _classes(dataset: Any) -> Iterator[Any]:
     found = getattr(dataset, "classes", None)
     if found is None and hasattr(dataset, "dataset"):
         return _classes(dataset.dataset)
+    if found is None and "label" in getattr(dataset, "column_names", ()):
+        found = getattr(dataset.features["label"], "names", None)
     return iter(found or ())
 
 

@@ -124,7 +124,7 @@ def rows_of(speeds: dict[str, list[float]], reads: dict[str, list[float]]) -> li
     """A row per source and measurement, and their ratios to files."""
     rows = [{"what": what, "unit": "images/s", **spread(found)} for what, found in speeds.items()]
     rows += [{"what": f"{what}, bytes alone", "unit": "us/image", **spread(found)} for what, found in reads.items()]
-    for what in speeds.keys() - {FILES} if FILES in speeds else ():
+    for what in [kind for kind in speeds if kind != FILES and FILES in speeds]:
         rows.append(ratio_row(f"images/s, {what} / {FILES}", speeds[what], speeds[FILES]))
         rows.append(ratio_row(f"bytes alone, time of {FILES} / {what}", reads[FILES], reads[what]))
     return rows

@@ -105,7 +105,10 @@ def _one(tables: Tables, given: str, possible: list[str], likely: list[str]) -> 
             return given
         raise DataError(f"{tables.source}: no column {given} of encoded images; {_there(possible)}")
     if not possible:
-        raise DataError(f"{tables.source}: no column of encoded images (bytes, or a struct with bytes)")
+        raise DataError(
+            f"{tables.source}: no column of encoded images (bytes, or a struct with bytes); in `datasets`, "
+            "cast_column(NAME, Image()) makes one"
+        )
     if len(likely) == 1 or USUAL_IMAGES in likely:
         return likely[0] if len(likely) == 1 else USUAL_IMAGES
     raise DataError(f"{tables.source}: several columns may hold the images; give one of {', '.join(likely)}")

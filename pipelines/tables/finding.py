@@ -5,7 +5,6 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import DataError
 from ..files.headers import reason
@@ -65,14 +64,6 @@ def find_parquet(rest: str) -> Tables:
     if os.path.isfile(path):
         return Tables(path, *_root_and_names([path]), *columns)
     return Tables(path, path, _parquet_files(path), *columns)
-
-
-def holds_tables(folder: str) -> bool:
-    """Whether `datasets` saved a folder, or there are Parquet files directly in it or in its folder `data`."""
-    inside = [Path(folder), Path(folder, "data")]
-    return any(Path(folder, name).exists() for name in ("dataset_dict.json", "state.json")) or any(
-        path.is_file() for each in inside for path in each.glob(f"*{ENDING}")
-    )
 
 
 def _parquet_files(folder: str) -> list[str]:

@@ -139,10 +139,9 @@ def _index(tables: Tables, found: list[Rows], names: list[str] | None) -> Index:
         return os.path.join(tables.root, text_of(members[image]))
 
     labels, classes = None, []
-    if found[0].labels is not None:
+    if chunks := [chunk for rows in found if rows.labels is not None for chunk in rows.labels.chunks]:
         import pyarrow
 
-        chunks = [chunk for rows in found if rows.labels is not None for chunk in rows.labels.chunks]
         labels, classes = labels_of(pyarrow.chunked_array(chunks), names, place)
     copy = len(tables.files)
     shard = [copy if rows.is_copied else number for number, rows in enumerate(found)]

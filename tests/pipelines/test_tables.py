@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 
 from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest
 from unigrad_fast.pipelines.files import places
+from unigrad_fast.pipelines.reading.damage import decoded
 from unigrad_fast.pipelines.tables import listing, rows
 
 
@@ -118,6 +121,28 @@ def test_a_second_start_reads_no_table_and_a_lost_copy_is_made_again(sources, ma
     for damage in (copy.unlink, lambda: copy.write_bytes(b"x" * copy.stat().st_size)):
         damage()
         assert Manifest.open(sources["compressed"]).read(5) == manifest.read(5)
+
+
+def test_a_dataset_of_hugging_face_may_be_given_as_it_is(sources, manifest):
+    loaded = datasets.load_from_disk(sources["saved"].split(":")[1])["train"]
+    found = Manifest.open(loaded)
+    assert found.labels.tolist() == manifest.labels.tolist() and found.classes == manifest.classes
+    pixels = next(decoded([np.frombuffer(found.read(7), np.uint8)]))
+    with Image.open(manifest.path(7)) as image:
+        assert np.array_equal(pixels, np.asarray(image))
+
+
+def test_a_folder_of_tables_is_named_as_such(sources):
+    for kind in ("saved", "hub"):
+        folder = sources[kind].split(":")[1]
+        with pytest.raises(DataError, match=rf"holds no images, only .*; give hf:{folder} if `datasets` saved it"):
+            Manifest.open(folder)
+
+
+def test_files_without_rows_take_no_labels_away(manifest, tmp_path):
+    for number, part in enumerate((table(manifest).slice(0, 0), table(manifest).slice(0, 9))):
+        parquet.write_table(part, tmp_path / f"{number}.parquet", compression="none")
+    assert Manifest.open(f"parquet:{tmp_path}").labels.tolist() == manifest.labels[:9].tolist()
 
 
 def test_a_copy_is_announced_and_needs_room(sources, monkeypatch, tmp_path):
