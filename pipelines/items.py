@@ -122,7 +122,7 @@ def labels_of(dataset: Any) -> tuple[np.ndarray | None, list[str]]:
     """Labels (int64 [n]; None without labels) and class names of a Dataset.
 
     The labels are its `targets` or `labels`, as in torchvision's, or its column `label`, as in Hugging Face's; of a
-    Subset, those of its Dataset. Otherwise they are in the items, all of which are read once. The names are its `classes`.
+    Subset, those of its Dataset. Otherwise they are in the items, all of which are read once. Names are its `classes`.
     """
     found = _attribute(dataset)
     if found is None:

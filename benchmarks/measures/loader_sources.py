@@ -20,7 +20,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,17 @@ DIFFERENT = 256  # images at most that `pixels` holds
 READS = 400  # images of a turn in which bytes alone are read
 
 
-@dataclass(frozen=True)
 class Opened:
-    """A Dataset of Pillow's images, opened when they are asked for."""
+    """A Dataset of Pillow's images, read when they are asked for."""
 
-    folder: Path
+    def __init__(self, folder: Path):
+        self.paths = sorted(folder.iterdir())
 
     def __len__(self) -> int:
-        return len(os.listdir(self.folder))
+        return len(self.paths)
 
     def __getitem__(self, place: int) -> Image.Image:
-        return read_image(self._path(place).read_bytes())
-
-    def _path(self, place: int) -> Path:
-        return next(self.folder.glob(f"{place:06}.*"))
+        return read_image(self.paths[place].read_bytes())
 
 
 class Decoded:
