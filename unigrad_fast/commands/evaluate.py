@@ -17,13 +17,13 @@ from unigrad_fast.commands.requirements import (
 from unigrad_fast.evaluation import finetune_protocols
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
 class EvaluationData(Node):
-    train: AbsolutePath | None = None
+    train: ImageSource | None = None
     """Training images; null is the run's."""
-    val: AbsolutePath | None = None
+    val: ImageSource | None = None
     """Validation images; null is the run's."""
 
 
@@ -218,7 +218,7 @@ class EvaluateFeatures(Keeping, Encoder):
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
 
-    images: AbsolutePath | None = None
+    images: ImageSource | None = None
     """Images: a folder, list or shards; null is the run's training images."""
     output: AbsolutePath | None = None
     """File to write, ending in .npz, .npy or .parquet; null is RUN/export/features-epochE.npz."""
@@ -243,7 +243,7 @@ class EvaluateRetrieve(Keeping, Encoder):
 
     images: tuple[AbsolutePath, ...] = ()
     """Image files whose neighbours are drawn."""
-    among: AbsolutePath | None = None
+    among: ImageSource | None = None
     """Images to search: a folder, list or shards; null is the run's training images."""
     k: int = Field(default=8, ge=1, le=100)
     """Neighbours of each image."""
@@ -294,7 +294,7 @@ class EvaluateMap(Keeping, Encoder):
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
 
-    images: AbsolutePath | None = None
+    images: ImageSource | None = None
     """Labelled images: a folder, list or shards; null is the run's validation images."""
     method: Literal["pca", "umap"] = "pca"
     """pca shows the plane of largest variance, always the same; umap shows neighbourhoods, and needs umap-learn."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_run
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
 class Export(Node):
@@ -39,9 +39,9 @@ def export(options: Export) -> None:
 
 
 class ImportData(Node):
-    train: AbsolutePath | None = None
+    train: ImageSource | None = None
     """Training images for evaluating the run: a folder, list or shards."""
-    val: AbsolutePath | None = None
+    val: ImageSource | None = None
     """Validation images for evaluating the run: a folder, list or shards."""
 
 

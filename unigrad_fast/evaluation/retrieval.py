@@ -27,6 +27,7 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.files.headers import read_size, reason
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.pipelines.reading.damage import decoded, defects
+from unigrad_fast.pipelines.storage import Files
 from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
@@ -164,7 +165,7 @@ def _query(searched: Manifest, path: Path) -> Query:
 
 def place_of(manifest: Manifest, path: Path) -> int | None:
     """Position of a file among images; None if it is not one of them, or they are in shards."""
-    if manifest.index is not None:
+    if not isinstance(manifest.storage, Files):
         return None
     names = manifest.names.tobytes()
     ways = [(path, Path(manifest.root)), (Path(os.path.realpath(path)), Path(os.path.realpath(manifest.root)))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from unigrad_fast.images.manifests import evaluated, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
+from unigrad_fast.pipelines.spelling import is_there
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import DataError, UserError
@@ -242,7 +242,7 @@ def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Ma
         return read_manifests(config.data, world)
     except DataError as error:  # on all ranks
         paths = {key: getattr(config.data, key) for key in ("train", "val") if getattr(asked, key) is None}
-        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not os.path.exists(path)]
+        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not is_there(path)]
         if not gone:
             raise
         raise DataError(f"{error}; if this run's images were moved, add {' and '.join(gone)}") from None
