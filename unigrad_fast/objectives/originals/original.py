@@ -102,7 +102,7 @@ class OriginalLoss(OverRanks):
     ):
         super().__init__(width, process_group, most_images)
         self.target = target or self.declared.model_fields["target"].default
-        require_target(type(self).__name__, self.target, self.declared.collapses)
+        require_target(type(self).__name__, self.target, self.declared.refused)
         for name, value in self.declared.checked(settings).items():
             setattr(self, name, value)
 
