@@ -7,11 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from test_originals import check, lightly
 from test_unigrad import leaves, mixed, views
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from unigrad_fast.objectives import build
+from unigrad_fast.objectives import build, originals
 from unigrad_fast.objectives.originals import DINO, TWIST, SwAV
 
 WIDTH, PROTOTYPES = 16, 10
@@ -291,6 +293,37 @@ def test_a_head_may_be_ones_own_or_applied_before(kind):
     assert not list(without.parameters())
     scores = [[own(z) for z in branch] for branch in (online, target)]
     torch.testing.assert_close(with_module, without(online=scores[0], target=scores[1]).loss)
+
+
+class Encoder(nn.Module):
+    """With the objective's head beside it, for DistributedDataParallel and the optimizer."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, WIDTH).double(), head
+
+    def forward(self, *views: Tensor) -> list[Tensor]:
+        return [self.layer(view) for view in views]
+
+
+def head_beside_the_encoder(name: str) -> list[Tensor]:
+    """Gradients of all weights, from this rank's part of the images."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    objective = made(getattr(originals, name))
+    torch.manual_seed(3)
+    encoder = Encoder(objective.head)
+    model = DistributedDataParallel(encoder) if size > 1 else encoder
+    part = slice(12 * rank // size, 12 * (rank + 1) // size)
+    online = model(*(view[part] for view in views(3, images=12, width=8)))
+    objective(online=online, target=[z[part] for z in views(images=12, seed=1)]).loss.backward()
+    return [weight.grad for weight in encoder.parameters()]
+
+
+@pytest.mark.parametrize("kind", [DINO, TWIST, SwAV])
+def test_a_head_registered_beside_the_encoder_is_averaged_by_ddp(workers, kind):
+    for found in workers(2).run(head_beside_the_encoder, kind.__name__):
+        for gradient, expected in zip(found, head_beside_the_encoder(kind.__name__), strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

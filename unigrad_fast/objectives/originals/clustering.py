@@ -31,7 +31,7 @@ class Clustering(OriginalLoss):
     Args:
         width: C.
         head: True: the objective creates one, and its parameters must be passed to the optimizer; a module
-            [·, C] → [·, K]: that module is used; False: embeddings are scores already, and K is the width.
+            [·, C] → [·, K]: that module is used, never frozen; False: embeddings are scores already, K is the width.
         settings: see `OriginalLoss`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Clustering(OriginalLoss):
     """
 
     prototypes: int
-    freeze_epochs: float
+    freeze_epochs: float = 0.0
 
     def __init__(self, width: int, head: nn.Module | bool = True, **settings: Any):
         super().__init__(width, **settings)
