@@ -83,7 +83,9 @@ def test_the_papers_setting_has_each_methods_own_numbers():
     found = {method: resolve(f"imagenet_100ep_{method}").objective for method in methods()[1:]}
     assert [found[method].balance for method in ("barlow_twins", "vicreg")] == [50, 25]
     assert found["moco"].temperature == found["simclr"].temperature == 0.2 and found["moco"].bank_size == 65536
-    assert {found[method].target for method in methods()[1:] if method != "simsiam"} == {"momentum"}
+    others = {"simsiam": "stop_gradient", "swav": "stop_gradient", "twist": "weight_sharing"}
+    assert {method: found[method].target for method in found} == {m: others.get(m, "momentum") for m in found}
+    assert [found[method].prototypes for method in ("dino", "twist", "swav")] == [65536, 4096, 3000]
     assert (found["simsiam"].target, found["simsiam"].predictor_rate) == ("stop_gradient", "constant")
     assert found["byol"].form == found["simsiam"].form == "original"
 
@@ -150,6 +152,32 @@ def test_the_negative_branch_decides_where_the_correlation_comes_from():
         (
             "--objective.form original",
             "objective.form = original: unigrad is defined by its gradient and has no original form; leave",
+        ),
+        *(
+            (
+                f"--objective.method {method} --objective.form gradient",
+                f"objective.form = gradient: {method} has no gradient form; leave it out",
+            )
+            for method in ("dino", "twist", "swav")
+        ),
+        (
+            "--objective.method dino --objective.target stop_gradient",
+            "objective.target = stop_gradient: refused for dino: a teacher that copies its student at every step "
+            "collapses (DINO paper); use momentum",
+        ),
+        (
+            "--objective.method twist --objective.target momentum",
+            "objective.target = momentum: refused for twist: both views have a gradient and there is no target branch; "
+            "use weight_sharing",
+        ),
+        (
+            "--objective.method swav --objective.target weight_sharing",
+            "objective.target = weight_sharing: refused for swav: no gradient flows into codes, so this is "
+            "stop_gradient; use momentum or stop_gradient",
+        ),
+        (
+            "--objective.method twist --data.cutmix.probability 0.5",
+            "data.cutmix.probability = 0.5: CutMix is refused with the original of twist: ",
         ),
         (
             "--objective.method byol --objective.form gradient",

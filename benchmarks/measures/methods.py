@@ -1,4 +1,4 @@
-"""Speed and memory of every method's objective, forward and backward, against plain torch.
+"""Speed and memory of the objectives of the paper's framework, forward and backward, against plain torch.
 
     unigrad-fast bench methods [--methods moco,vicreg] [--width C] [--images N] [--bank K] [--output FOLDER]
 

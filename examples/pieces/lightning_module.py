@@ -28,6 +28,7 @@ class Pretraining(lightning.LightningModule):
         return out.loss if not out.nonfinite else None  # None: Lightning skips this step
 
     def on_train_batch_end(self, outputs, views, index):
+        self.objective.after_step(momentum=0.99)  # for methods with a head
         with torch.no_grad():
             for averaged, trained in zip(self.momentum_encoder.parameters(), self.encoder.parameters(), strict=True):
                 averaged.lerp_(trained, 1 - 0.99)

@@ -25,6 +25,7 @@ def train(method, target="momentum", steps=20, **settings):
         out.loss.backward()
         if not out.nonfinite:  # else the step is dropped, on all ranks
             optimizer.step()
+            objective.after_step(momentum=0.99)  # for methods with a head
             with torch.no_grad():
                 for averaged, trained in zip(momentum_encoder.parameters(), encoder.parameters(), strict=True):
                     averaged.lerp_(trained, 1 - 0.99)

@@ -7,7 +7,19 @@ import torch
 from test_unigrad import views
 
 from unigrad_fast.objectives import ROWS, GradientForm, UniGrad, build
-from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives.catalogue import FORMS
+from unigrad_fast.objectives.originals import (
+    BYOL,
+    DINO,
+    TWIST,
+    BarlowTwins,
+    DirectPred,
+    MoCo,
+    SimCLR,
+    SimSiam,
+    SwAV,
+    VICReg,
+)
 
 ORIGINALS = {
     "moco": MoCo,
@@ -17,17 +29,26 @@ ORIGINALS = {
     "byol_directpred": DirectPred,
     "barlow_twins": BarlowTwins,
     "vicreg": VICReg,
+    "dino": DINO,
+    "twist": TWIST,
+    "swav": SwAV,
 }
+SMALL = {"moco": {"bank_size": 32}} | {method: {"prototypes": 10} for method in ("dino", "twist", "swav")}
 
 
 @pytest.mark.parametrize("method", ["unigrad", *ORIGINALS])
-@pytest.mark.parametrize("target", ["momentum", "stop_gradient"])
+@pytest.mark.parametrize("target", ["momentum", "stop_gradient", "weight_sharing"])
 def test_every_method_has_one_call_and_one_output(method, target):
-    small = {"bank_size": 32} if method == "moco" else {}
     for form in ("gradient", "original"):
-        if (method in ("byol", "simsiam") and form == "gradient") or (method == "unigrad" and form == "original"):
+        named = method if form == "gradient" else f"original {method}"
+        if named not in FORMS:
             with pytest.raises(ValueError, match="has no"):
                 build(method, width=16, form=form)
+            continue
+        small = SMALL.get(method, {})
+        if target in FORMS[named].refused:
+            with pytest.raises(ValueError, match=f"target '{target}' is refused"):
+                build(method, width=16, form=form, target=target, **small)
             continue
         objective = build(method, width=16, form=form, target=target, **small)
         assert isinstance(objective, ORIGINALS[method] if form == "original" else (GradientForm, UniGrad))

@@ -24,7 +24,8 @@ FORMS = [
 
 
 def settings_of(method: str, form: str) -> dict:
-    return {"form": form, **({"bank_size": 256} if method == "moco" else {})}
+    own = {"moco": {"bank_size": 256}, "dino": {"prototypes": 64}, "twist": {"target": "weight_sharing"}}
+    return {"form": form, **own.get(method, {})}
 
 
 def loss_of(encoder: torch.nn.Module) -> float:

@@ -14,18 +14,31 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast.objectives import originals
-from unigrad_fast.objectives.originals import BYOL, BarlowTwins, DirectPred, MoCo, SimCLR, SimSiam, VICReg
+from unigrad_fast.objectives.originals import (
+    BYOL,
+    DINO,
+    TWIST,
+    BarlowTwins,
+    DirectPred,
+    MoCo,
+    SimCLR,
+    SimSiam,
+    SwAV,
+    VICReg,
+)
 
 WIDTH = 16
-EVERY = [MoCo, SimCLR, BYOL, SimSiam, DirectPred, BarlowTwins, VICReg]
+CLUSTERING = [DINO, TWIST, SwAV]
+EVERY = [MoCo, SimCLR, BYOL, SimSiam, DirectPred, BarlowTwins, VICReg, *CLUSTERING]
 SHARING = [MoCo, SimCLR, BarlowTwins, VICReg]
-NEEDS_WHOLE = [BarlowTwins, VICReg]
+NEEDS_WHOLE = [BarlowTwins, VICReg, TWIST]
+SMALL = {DINO: {"prototypes": 10}, TWIST: {"prototypes": 10}, SwAV: {"prototypes": 10, "queue_size": 8}}
 
 
 def made(kind: type, /, **settings) -> originals.MoCo:
     torch.manual_seed(0)
     if kind is not MoCo:
-        return kind(width=WIDTH, **settings).double()
+        return kind(width=WIDTH, **SMALL.get(kind, {}), **settings).double()
     objective = MoCo(width=WIDTH, bank_size=32, **settings)
     key = normalize(torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(7)), dim=-1)
     objective.load_state_dict({**objective.state_dict(), "bank.keys": key, "bank.taken": torch.tensor(20)})
@@ -124,7 +137,7 @@ def test_direct_pred_decomposes_every_few_steps_and_goes_on_so_after_loading():
     assert same == [True, True, False, True]
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind not in CLUSTERING])
 def test_a_gradient_in_the_targets_is_that_of_shared_weights_alone(kind):
     for sharing in (False, True):
         if sharing and kind not in SHARING:
@@ -179,7 +192,7 @@ def test_the_order_of_images_does_not_matter(kind):
         torch.testing.assert_close(z.grad, w.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [MoCo, SimCLR, DirectPred])
+@pytest.mark.parametrize("kind", [MoCo, SimCLR, DirectPred, DINO, SwAV])
 def test_the_length_of_embeddings_does_not_matter(kind):
     plain, longer = leaves(views()), leaves([3 * z for z in views()])
     losses = [made(kind)(online=z, target=views(seed=1)).loss for z in (plain, longer)]
@@ -217,17 +230,18 @@ def test_on_several_ranks_gradients_and_state_are_those_of_one(workers, size, na
     compare(steps_of_slice(name, settings), workers(size).run(steps_of_slice, name, settings))
 
 
-def predictor_gradients() -> list[Tensor]:
+def head_gradients(name: str) -> list[Tensor]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    objective, part = made(BYOL), slice(12 * rank // size, 12 * (rank + 1) // size)
+    objective, part = made(getattr(originals, name)), slice(12 * rank // size, 12 * (rank + 1) // size)
     target = [z[part] for z in views(images=12, seed=1)]
     objective(online=[z[part] for z in views(3, images=12)], target=target).loss.backward()
-    return [parameter.grad / size for parameter in objective.parameters()]
+    return [parameter.grad / size for parameter in objective.parameters() if parameter.requires_grad]
 
 
-def test_a_predictors_gradients_averaged_over_ranks_are_those_of_one(workers):
-    parts = workers(2).run(predictor_gradients)
-    for whole, *own in zip(predictor_gradients(), *parts, strict=True):
+@pytest.mark.parametrize("kind", [BYOL, *CLUSTERING])
+def test_a_heads_gradients_averaged_over_ranks_are_those_of_one(workers, kind):
+    parts = workers(2).run(head_gradients, kind.__name__)
+    for whole, *own in zip(head_gradients(kind.__name__), *parts, strict=True):
         torch.testing.assert_close(sum(own), whole, rtol=1e-10, atol=1e-13)
         assert whole.norm() > 0
 
@@ -249,7 +263,7 @@ def test_under_autocast_embeddings_in_bf16_have_the_gradient_of_exact_ones(kind)
     assert (found - expected).norm() < 2e-2 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["MoCo", "SimCLR", "DirectPred"])
+@pytest.mark.parametrize("name", ["MoCo", "SimCLR", "DirectPred", "DINO", "SwAV"])
 def test_ranks_may_have_different_numbers_of_images(workers, name):
     compare(steps_of_slice(name, {}), workers(2).run(steps_of_slice, name, {}, True))
 
@@ -303,7 +317,7 @@ def test_evaluation_leaves_state_alone_and_a_state_dict_continues(kind):
     objective, other = made(kind), made(kind)
     objective(online=views(), target=views(seed=1))
     before = copy.deepcopy(objective.state_dict())
-    for dtype in (torch.float64, torch.float32) if kind not in (BYOL, SimSiam) else (torch.float64,):
+    for dtype in (torch.float64, torch.float32) if kind not in (BYOL, SimSiam, TWIST) else (torch.float64,):
         objective.eval()(online=views(seed=2, dtype=dtype), target=views(seed=3, dtype=dtype))
         assert all(torch.equal(before[name], value) for name, value in objective.state_dict().items())
     assert not [name for name, _ in objective.named_buffers()]

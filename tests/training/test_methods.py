@@ -27,7 +27,7 @@ METHOD = {named: form.names["method"] for named, form in FORMS.items()}
 
 def targets(named: str) -> list[str]:
     """The target branches that a form may have."""
-    return ["momentum", "stop_gradient"] + ["weight_sharing"] * (not FORMS[named].collapses)
+    return [each for each in ("momentum", "stop_gradient", "weight_sharing") if each not in FORMS[named].refused]
 
 
 MATRIX = [(named, target, stage) for named in METHOD for target in targets(named) for stage in (0, 2)]
@@ -40,13 +40,13 @@ COVERING = [
 
 
 def config_of(images: str, named: str, target: str | None = None, **overrides) -> Config:
-    """A form by its name in the catalogue, with a small bank."""
+    """A form by its name in the catalogue, with few samples and prototypes, and nothing that waits for an epoch."""
     which = {"row": named} if len(named) == 1 else {"method": METHOD[named]}
     if ORIGINAL in named:
         which["form"] = "original"
     objective = {**which, "target": target}
-    if "bank_size" in FORMS[named].model_fields:
-        objective["bank_size"] = 64
+    small = {"bank_size": 64, "queue_size": 64, "prototypes": 24, "freeze_epochs": 0.0, "queue_start_epoch": 0.0}
+    objective |= {key: value for key, value in small.items() if key in FORMS[named].model_fields}
     given = {f"objective__{key}": value for key, value in {"correlation_source": None, **objective}.items()}
     return small_config(images, **{"optimizer__base_lr": 0.4, **given, **overrides})
 
@@ -116,10 +116,11 @@ def alone(configs: list[Config]) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("target", ["momentum", "stop_gradient"])
+@pytest.mark.parametrize("target", ["momentum", "stop_gradient", "weight_sharing"])
 def test_every_method_takes_steps_on_one_rank(images, workers, target):
     """There batch norm is torch's own."""
-    assert all(workers(1).run(alone, [config_of(str(images), named, target) for named in METHOD])[0])
+    some = [named for named in METHOD if target in targets(named)[:2]]
+    assert all(workers(1).run(alone, [config_of(str(images), named, target) for named in some])[0])
 
 
 MULTICROP = {
@@ -151,7 +152,7 @@ def require_ranks_agree(images: Path, workers, forms: list[str]) -> None:
                 {"objective__correlation_source": "target"} if "correlation_source" in FORMS[named].model_fields else {}
             )
             mixed = {**MULTICROP, **source, "data__cutmix": {"probability": 1.0, "group": 4}}
-            configs += [config_of(str(images), named, target, **mixed) for target in ("momentum", "stop_gradient")]
+            configs += [config_of(str(images), named, target, **mixed) for target in targets(named)[:2]]
     for one, two in zip(workers(1).run(losses, configs)[0], workers(2).run(losses, configs)[0], strict=True):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-4)
 
@@ -223,14 +224,15 @@ def goes_on(config: Config, output: Path) -> dict[str, list[str]]:
 
 
 def as_restored(config: Config, folder: Path) -> dict[str, Tensor]:
-    """All that is kept of the objective, and the predictor's weights, from a checkpoint."""
+    """All that is kept of the objective, and its heads' weights, from a checkpoint."""
     trainer = made(config)
     checkpoint.restore(trainer, Reader(folder))
     return {f.name: f.tensor.clone() for f in checkpoint.state(trainer) if f.name.startswith("objective.")} | {
-        name: p.detach().clone() for name, p in trainer.online.module.named_parameters() if "predictor" in name
+        name: p.detach().clone() for name, p in trainer.online.module.named_parameters() if name.startswith(HEADS)
     }
 
 
+HEADS = ("predictor.", "head.")
 KEPT = {
     "moco": ["bank.keys", "bank.taken", "bank.updates"],
     "original moco": ["bank.keys", "bank.taken", "bank.updates"],
@@ -238,18 +240,24 @@ KEPT = {
     "original byol_directpred": ["average.correlation", "average.updates", "direct.largest", "direct.matrix"],
     "original byol": ["predictor.norm.running_mean", "predictor.norm.running_var"],
     "original simsiam": ["predictor.norm.running_mean", "predictor.norm.running_var"],
+    "original dino": ["centre.mean", "target_head.weight"],
+    "original twist": [],
+    "original swav": ["queue.keys", "queue.taken", "queue.updates"],
 }
 
 
-@pytest.mark.parametrize("named", KEPT)
-def test_what_a_method_keeps_goes_on_bit_for_bit_and_to_other_ranks_and_stages(images, workers, tmp_path, named):
-    config = config_of(str(images), named, engine__zero_stage=2)
+@pytest.mark.parametrize(
+    ("named", "stage"), [*((named, 2) for named in KEPT), ("original dino", 0), ("original swav", 0)]
+)
+def test_what_a_method_keeps_goes_on_bit_for_bit_and_to_other_ranks_and_stages(images, workers, tmp_path, named, stage):
+    config = config_of(str(images), named, engine__zero_stage=stage)
     for differing in workers(2).run(goes_on, config, tmp_path):
         assert differing == {}
     (folder,) = (tmp_path / "checkpoints").glob("step-*")
     there = workers(2).run(as_restored, config, folder)[0]
     assert sorted(name.removeprefix("objective.") for name in there if name.startswith("objective.")) == KEPT[named]
-    assert any(name.startswith("predictor.") for name in there) == (named in ("original byol", "original simsiam"))
+    has_head = any(key in FORMS[named].model_fields for key in ("predictor_hidden", "prototypes"))
+    assert any(name.startswith(HEADS) for name in there) == has_head
     alone = workers(1).run(as_restored, config_of(str(images), named), folder)[0]
     assert there.keys() == alone.keys() and all(torch.equal(there[name], alone[name]) for name in there)
 
@@ -269,8 +277,56 @@ def dropped(config: Config) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("named", "target"), [("original byol", "stop_gradient"), ("moco", "momentum"), ("byol_directpred", "momentum")]
+    ("named", "target"),
+    [
+        ("original byol", "stop_gradient"),
+        ("moco", "momentum"),
+        ("byol_directpred", "momentum"),
+        ("original dino", "momentum"),
+        ("original swav", "stop_gradient"),
+    ],
 )
 def test_a_step_with_a_nan_leaves_no_trace_in_what_a_method_keeps(images, workers, named, target):
     for differing in workers(2).run(dropped, config_of(str(images), named, target)):
         assert differing == {}
+
+
+def prototypes(config: Config) -> list[tuple[Tensor, Tensor, bool, float]]:
+    """After each of four steps, in epochs of three: the head, the teacher's, whether optimizer and network hold the
+    same weights, and the epoch that the objective was told.
+    """
+    trainer = made(config)
+    stream, found = batches(trainer), []
+    for step in range(4):
+        trainer.step(step, stream)
+        objective, weight = trainer.objective, trainer.objective.head.weight.detach()
+        moved = [f for f in trainer.fragments.parameters() if f.name == "head.weight"]
+        parts = [weight.reshape(-1)[f.start : f.start + f.tensor.numel()] for f in moved]
+        is_same = all(torch.equal(f.tensor.reshape(-1), part) for f, part in zip(moved, parts, strict=True))
+        teacher = getattr(objective, "target_head", objective.head).weight.detach()
+        found.append((weight.clone(), teacher.clone(), is_same, float(objective.epoch)))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("named", ["original dino", "original swav"])
+def test_prototypes_are_frozen_in_the_first_epoch_and_then_move_and_those_of_swav_keep_the_length_one(
+    images, workers, named, stage
+):
+    config = config_of(str(images), named, engine__zero_stage=stage, objective__freeze_epochs=1.0)
+    for found in workers(2).run(prototypes, config):
+        assert [epoch for *_, epoch in found] == [0, 1 / 3, 2 / 3, 1] and all(is_same for _, _, is_same, _ in found)
+        unit = [torch.nn.functional.normalize(weight, dim=1) for weight, *_ in found]
+        for later in unit[1:3]:  # weight decay changes lengths alone, and these by some roundings
+            torch.testing.assert_close(later, unit[0], rtol=0, atol=1e-6)
+        assert (unit[3] - unit[2]).norm() > 1e-4
+        if named == "original swav":
+            torch.testing.assert_close(found[3][0], unit[3], rtol=0, atol=1e-6)
+
+
+def test_the_teachers_head_follows_with_the_momentum_of_the_target(images, workers):
+    found = workers(2).run(prototypes, config_of(str(images), "original dino", target__momentum=0.9))[0]
+    for (_, before, *_), (weight, after, *_) in itertools.pairwise(found):
+        share = (after - before).norm() / (weight - before).norm()
+        assert 0 < share < 0.1001  # 1 − momentum, which rises from 0.9
+        torch.testing.assert_close(after, before + share * (weight - before), rtol=0, atol=1e-6)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 from trainer_state import batches, changed, make_trainer, small_config, state
 
@@ -20,6 +22,8 @@ from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import keys
+from unigrad_fast.training import checkpoint
+from unigrad_fast.training.trainer import Trainer
 
 
 class MadeUpSettings(Settings):
@@ -112,18 +116,46 @@ def test_it_trains(images: Path, workers):
     assert workers(1).run(takes_steps, str(images)) == [True]
 
 
-def untrained_weights(images: str) -> str:
-    """How a loss with weights of its own is refused."""
+def made_with(images: str, name: str, weights: nn.Module | nn.Parameter) -> Trainer:
+    """A trainer of a loss with weights of its own, which it pulls to 0."""
     declare_made_up()
-    plain = ORIGINALS["made_up"].__init__
+    kind = ORIGINALS["made_up"]
+    plain, loss_of = kind.__init__, kind.loss_of
 
     def with_weights(self: nn.Module, width: int, **settings: object) -> None:
         plain(self, width, **settings)
-        self.prototypes = nn.Linear(width, 4)
+        setattr(self, name, copy.deepcopy(weights))
+
+    def pulled(self: nn.Module, views: Views) -> Tensor:
+        return loss_of(self, views) + sum(weight.square().sum() for weight in self.parameters())
 
     config = small_config(images, objective__method="made_up", objective__correlation_source=None)
-    with mock.patch.object(ORIGINALS["made_up"], "__init__", with_weights), pytest.raises(TypeError) as caught:
-        make_trainer(config, blocks=0)
+    kind.loss_of = pulled
+    with mock.patch.object(kind, "__init__", with_weights):
+        return make_trainer(config, blocks=0)
+
+
+def trained_part(images: str) -> list[str]:
+    """What steps change of the weights of a part of a loss, and what a checkpoint has of them."""
+    trainer = made_with(images, "classes", nn.Linear(32, 4))
+    before, stream = state(trainer), batches(trainer)
+    for step in range(2):
+        trainer.step(step, stream)
+    moved = changed(before, state(trainer))["parameters"]
+    saved = [fragment.name for fragment in checkpoint.state(trainer)]
+    return [name for name in moved + saved if "classes" in name]
+
+
+def test_weights_in_a_part_of_a_loss_are_trained_and_saved(images: Path, workers):
+    names = ["classes.weight", "classes.bias"]
+    kept = [f"{kind}.{name}" for kind in ("online", "momentum") for name in names]
+    assert workers(1).run(trained_part, str(images)) == [[*names, *kept]]
+
+
+def untrained_weights(images: str) -> str:
+    """How a loss with weights outside of its parts is refused."""
+    with pytest.raises(TypeError) as caught:
+        made_with(images, "scale", nn.Parameter(torch.ones(4)))
     return str(caught.value)
 
 

@@ -35,7 +35,7 @@ def test_an_optimizer_moves_as_with_numbers_of_pythons(name, dtype):
     (ours, weights), (theirs, expected) = built(name, dtype), built(name, dtype)
     rates = Rates(ours, torch.device("cpu"))
     for step, rate in enumerate(RATES):
-        rates.send(rate, 1.0, 0.996)
+        rates.send(rate, 1.0, 0.996, epoch=0.0)
         for group in theirs.param_groups:
             group["lr"] = rate * group["lr_share"]
         for optimizer, parameters in ((ours, weights), (theirs, expected)):
@@ -55,9 +55,9 @@ def test_every_rate_is_there_to_the_last_bit_and_stays_where_it_is(dtype, is_con
         rates = Rates(optimizer, torch.device("cpu"))
     first = [group["lr"] for group in optimizer.param_groups]
     for rate in RATES:
-        rates.send(rate, 1.0, 1 - rate)
+        rates.send(rate, 1.0, 1 - rate, 3 * rate)
         found = [group["lr"] for group in optimizer.param_groups]
         assert all(a is b for a, b in zip(first, found, strict=True))
         expected = [rate, 0.3 * (1.0 if is_constant else rate)]
         assert [each.item() for each in found] == torch.tensor(expected, dtype=dtype).tolist()
-        assert rates.target_momentum.item() == 1 - rate
+        assert (rates.target_momentum.item(), rates.epoch.item()) == (1 - rate, 3 * rate)

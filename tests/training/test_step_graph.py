@@ -112,7 +112,12 @@ CAPTURED = [
     *(pytest.param(method, "gradient", marks=pytest.mark.slow) for method in ("moco", "vicreg")),
     ("simclr", "gradient"),
     ("moco", "original"),
-    *(pytest.param(method, "original", marks=pytest.mark.slow) for method in ("simsiam", "byol", "barlow_twins")),
+    ("dino", "original"),
+    ("swav", "original"),
+    *(
+        pytest.param(method, "original", marks=pytest.mark.slow)
+        for method in ("simsiam", "byol", "barlow_twins", "twist")
+    ),
 ]
 
 
@@ -149,8 +154,8 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_launching(images, workers):
 def forgetting_rates(settings: Config) -> list:
     """What differs where the learning rate is a number of Python's."""
 
-    def send(rates: Rates, learning_rate: float, peak: float, target_momentum: float) -> None:
-        _send(rates, learning_rate, peak, target_momentum)
+    def send(rates: Rates, learning_rate: float, peak: float, target_momentum: float, epoch: float) -> None:
+        _send(rates, learning_rate, peak, target_momentum, epoch)
         for group in trainers[0].optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_share"]
 

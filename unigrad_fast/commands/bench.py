@@ -168,7 +168,7 @@ def bench_kernels(options: BenchKernels) -> None:
 
 
 class BenchMethods(Node):
-    """Measure the objective of every method, in both forms, against plain torch with autograd."""
+    """Measure the objectives of the paper's framework, in both forms, against plain torch with autograd."""
 
     methods: tuple[Measured, ...] | None = None
     """Methods to measure (SimSiam together with BYOL); null is all of them."""

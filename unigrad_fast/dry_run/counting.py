@@ -392,7 +392,7 @@ def _persistent(trainer: Trainer) -> dict[str, list[Tensor]]:
         "weights": list(trainer.online.module.parameters()),
         **partition,
         "momentum": [t for p in moved for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)],
-        "target": list(trainer.target.parameters()),
+        "target": [*trainer.target.parameters(), *(p for p in trainer.objective.parameters() if not p.requires_grad)],
         "the target's weights in half precision": list(trainer.target_copies.values()),
         "running statistics": [flat for buffers in trainer.gate.buffers for flat in (*buffers.flats, *buffers.kept)],
         "correlation": [

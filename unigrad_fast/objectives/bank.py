@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -34,16 +32,6 @@ class Bank(KeptState):
         with torch.inference_mode(False):
             self.keys = torch.zeros(size, width)
             self.taken, self.updates = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-
-    def ready(self, like: Tensor) -> Bank:
-        """The bank on the device and in the dtype of `like`; in evaluation mode a converted copy, if one is needed."""
-        if self.keys.dtype == like.dtype and self.keys.device == like.device:
-            return self
-        bank = self if self.training else copy.copy(self)
-        with torch.inference_mode(False), torch.no_grad():
-            bank.keys = self.keys.to(like)
-            bank.taken, bank.updates = self.taken.to(like.device), self.updates.to(like.device)
-        return bank
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """[K]: 0 for a key, −∞ for an empty slot."""

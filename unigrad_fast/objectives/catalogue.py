@@ -23,6 +23,9 @@ from unigrad_fast.runtime.validation import Node, arms, shown
 NAMES = ("method", "form", "row")  # the keys that choose a form
 SILENT = ("none", "false", "auto")  # values that older configurations contain for keys of other methods
 COLLAPSE = "with gradient in both branches and no negative samples all embeddings become one"
+COPIED = "a teacher that copies its student at every step collapses (DINO paper)"
+NO_CODES = "no gradient flows into codes, so this is stop_gradient"
+TWINS = "both views have a gradient and there is no target branch"
 MIXED = "its negative samples are online embeddings, which with CutMix come from mixed images"
 
 Positive = Annotated[float, Field(gt=0)]
@@ -43,7 +46,7 @@ class Settings(Node):
     placement: Literal["auto", "replicated", "sharded"]
     """The correlation matrix whole on every rank, or sharded (wide projectors); auto: by memory and estimated time."""
     temperature: Positive
-    """Temperature of the softmax (authors' code for simclr)."""
+    """Temperature of the softmax (authors' code for simclr; DINO and SwAV papers)."""
     positive_factor: Positive
     """Factor of the positive term (paper's table); for row g the paper's text uses 0.1."""
     bank_size: int = Field(ge=1, le=2**24)
@@ -70,6 +73,32 @@ class Settings(Node):
     """Standard deviation below which a channel is penalised (VICReg paper)."""
     variance_epsilon: Positive
     """Added to a variance before its square root is taken (VICReg paper)."""
+    prototypes: int = Field(ge=2, le=2**20)
+    """Number of prototypes, or of twist's classes (DINO and SwAV papers; TWIST's code)."""
+    freeze_epochs: NotNegative
+    """First epochs, in which prototypes have no gradient (DINO's code: 1; SwAV's: 313 steps of 4096 images, also 1)."""
+    teacher_temperature: Positive
+    """Temperature of the teacher's softmax after its warm-up (DINO paper)."""
+    first_teacher_temperature: Positive
+    """The same in the first epoch; it rises by equal steps from epoch to epoch (DINO paper)."""
+    teacher_warmup_epochs: NotNegative
+    """Epochs of that rise (DINO paper)."""
+    centre_momentum: float = Field(ge=0, lt=1)
+    """Share of the old centre of the teacher's scores kept at each micro-batch (DINO paper)."""
+    norm_last_layer: bool
+    """Whether prototypes keep the length 1; otherwise their lengths are trained (DINO's code, for stability)."""
+    sinkhorn_epsilon: Positive
+    """Entropy of the codes: larger is softer (SwAV paper)."""
+    sinkhorn_iterations: int = Field(ge=1, le=1000)
+    """Iterations of Sinkhorn's algorithm (SwAV paper)."""
+    queue_size: int | None = Field(ge=1, le=2**24)
+    """Newest images that codes are balanced over besides the batch; null: none (SwAV's code, for 256 images)."""
+    queue_start_epoch: NotNegative
+    """Epochs before the queue is filled; it is used once it is full (SwAV's code)."""
+    entropy: NotNegative
+    """Weight of the mean entropy of an image's distribution, which makes it sharp (TWIST's code)."""
+    diversity: NotNegative
+    """Weight of the entropy of the mean distribution, which makes classes equally frequent (TWIST's code)."""
 
 
 class Objective(Node):
@@ -82,11 +111,11 @@ class Objective(Node):
     row: str | None
     """Row of the paper's table, following its equation; null follows the paper's authors' code."""
     target: Literal["momentum", "stop_gradient", "weight_sharing"]
-    """Branch that targets come from: momentum (paper); for simsiam stop_gradient (SimSiam paper)."""
+    """Branch that targets come from: momentum (paper), stop_gradient (SimSiam, SwAV) or weight_sharing (TWIST)."""
 
     names: ClassVar[dict[str, Any]] = {}  # its `method`, `form` and `row`
     short: ClassVar[Mapping[str, Any]] = {}
-    collapses: ClassVar[bool] = False
+    refused: ClassVar[Mapping[str, str]] = {}  # target branches that do not work, with the reason
     mixes_samples: ClassVar[bool] = False
     built_as: ClassVar[Mapping[str, str]] = {}
 
@@ -166,9 +195,8 @@ class Objective(Node):
         """Conflicting settings, one line each with the remedy; `mixing` is the probability of CutMix."""
         given, named = dict(self), self.spoken()
         source, is_online = given.get("correlation_source"), given.get("negative_target") == "stop_gradient"
-        if self.target == "weight_sharing" and self.collapses:
-            refused = f"refused for {self.method}: {COLLAPSE}; use momentum or stop_gradient"
-            yield f"objective.target = weight_sharing: {refused}"
+        if self.target in self.refused:
+            yield f"objective.target = {self.target}: {refusal(self.method, self.target, self.refused)}"
         if is_online and source == "target":
             yield (
                 "objective.correlation_source = target: with objective.negative_target stop_gradient the correlation "
@@ -233,11 +261,16 @@ def require(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def require_target(name: str, target: str, collapses: bool) -> None:
-    """Raise ValueError if the branch is unknown, or if weights are shared and the embeddings would collapse."""
+def require_target(name: str, target: str, refused: Mapping[str, str]) -> None:
+    """Raise ValueError if the branch is unknown or refused."""
     require({"target": target})
-    if target == "weight_sharing" and collapses:
-        raise ValueError(f"target 'weight_sharing' is refused for {name}: {COLLAPSE}; use momentum or stop_gradient")
+    if target in refused:
+        raise ValueError(f"target {target!r} is {refusal(name, target, refused)}")
+
+
+def refusal(name: str, target: str, refused: Mapping[str, str]) -> str:
+    others = [each for each in get_args(Objective.model_fields["target"].annotation) if each not in refused]
+    return f"refused for {name}: {refused[target]}; use {' or '.join(others)}"
 
 
 def declare(
@@ -246,7 +279,7 @@ def declare(
     row: str | None = None,
     *,
     target: str = "momentum",
-    collapses: bool = False,
+    refused: Mapping[str, str] = {},
     mixes_samples: bool = False,
     short: Mapping[str, Any] = {},
     built_as: Mapping[str, str] = {},
@@ -258,7 +291,7 @@ def declare(
     Args:
         method, form, row: the values that choose it.
         target: the default branch.
-        collapses: nothing pushes embeddings apart, so they would collapse with shared weights.
+        refused: target branches that do not work, with the reason.
         mixes_samples: the negative samples are embeddings of the batch itself, which CutMix mixes.
         short: settings that replace the defaults in recipes of a thousand steps.
         built_as: names that `build` uses for settings, where they differ.
@@ -270,7 +303,7 @@ def declare(
         fields[key] = known[key].rebuild_annotation(), Field(default=default, description=known[key].description)
     declared = create_model("Objective", __base__=Objective, **fields)  # type: ignore[call-overload]
     declared.names = {"method": method, "form": form, "row": row}
-    declared.collapses, declared.mixes_samples = collapses, mixes_samples
+    declared.refused, declared.mixes_samples = refused, mixes_samples
     declared.short, declared.built_as = short, built_as
     FORMS[name_of(declared.names)] = declared
     return declared
@@ -346,17 +379,19 @@ def _every_key(forms: tuple[tuple[str, type[Objective]], ...]) -> type[Node]:
 # For a thousand steps of 128 images at width 512 instead of 100,000 steps of 1024 at width 2048. These are our choices,
 # as in the recipes for UniGrad: the balance is scaled down by the same factor; decay and bank cover only a few steps.
 SHORT = {"balance": 10.0, "decay": 0.8, "correlation_source": "online"}
-FEW_KEYS, FEW_BATCHES = {"bank_size": 1024}, {"decay": 0.8}
+# DINO's target moves fast, too: with a teacher less sharp or a slower centre, all distributions become the same.
+FEW_KEYS, FEW_BATCHES, FEW_PROTOTYPES = {"bank_size": 1024}, {"decay": 0.8}, {"prototypes": 512}
 EVERY = {"eigen_every": "every"}
 
 # Settings that several forms share.
 Shared = dict[str, Any]
+COLLAPSES: Shared = {"refused": {"weight_sharing": COLLAPSE}}
 BRANCH: Shared = {"negative_target": "target"}
 UNIGRAD: Shared = {"balance": 100.0, "decay": 0.99, **BRANCH, "placement": "auto", "short": SHORT}
 SOFTMAX: Shared = {"balance": 1.0, "temperature": 0.2, "positive_factor": 1.0, **BRANCH}
 BANK: Shared = {"bank_size": 65536, "short": FEW_KEYS}
-PREDICTOR: Shared = {"predictor_hidden": None, "collapses": True, "built_as": {"predictor_hidden": "hidden"}}
-EIGEN: Shared = {"decay": 0.99, "epsilon": 0.3, "eigen_every": 1, "collapses": True, "short": FEW_BATCHES}
+PREDICTOR: Shared = {"predictor_hidden": None, **COLLAPSES, "built_as": {"predictor_hidden": "hidden"}}
+EIGEN: Shared = {"decay": 0.99, "epsilon": 0.3, "eigen_every": 1, **COLLAPSES, "short": FEW_BATCHES}
 DIRECT: Shared = {"balance": "dynamic", **EIGEN, **BRANCH, "built_as": EVERY | {"eigen_predictor": "predictor"}}
 PULL: Shared = {"positive_factor": 1.0, "mixes_samples": True}
 HINGE: Shared = {"floor": 1.0, "variance_epsilon": 1e-4, "mixes_samples": True}
@@ -392,3 +427,45 @@ declare("vicreg", **PULL, balance=25.0, short={"balance": 2.5})  # the authors p
 declare("vicreg", row="i", **HINGE, balance=4e-5, positive_factor=1.0, variance=1.0)
 declare("vicreg", row="j", **PULL, balance=25.0, short={"balance": 2.5})
 declare("vicreg", "original", **HINGE, invariance=25.0, variance=25.0, covariance=1.0)
+
+declare(
+    "dino",
+    "original",
+    prototypes=65536,
+    freeze_epochs=1.0,
+    norm_last_layer=True,
+    temperature=0.1,
+    teacher_temperature=0.07,
+    first_teacher_temperature=0.04,
+    teacher_warmup_epochs=30.0,
+    centre_momentum=0.9,
+    refused={"stop_gradient": COPIED, "weight_sharing": COPIED},
+    short=FEW_PROTOTYPES | {"teacher_temperature": 0.02, "teacher_warmup_epochs": 0.0, "centre_momentum": 0.5},
+)
+
+declare(
+    "twist",
+    "original",
+    prototypes=4096,
+    entropy=1.0,
+    diversity=1.0,
+    target="weight_sharing",
+    refused={"momentum": TWINS, "stop_gradient": TWINS},
+    mixes_samples=True,
+    short=FEW_PROTOTYPES,
+)
+
+declare(
+    "swav",
+    "original",
+    prototypes=3000,
+    freeze_epochs=1.0,
+    temperature=0.1,
+    sinkhorn_epsilon=0.05,
+    sinkhorn_iterations=3,
+    queue_size=3840,
+    queue_start_epoch=15.0,
+    target="stop_gradient",
+    refused={"weight_sharing": NO_CODES},
+    short=FEW_PROTOTYPES,
+)

@@ -55,7 +55,7 @@ def build(
     value = GRADIENTS[catalogue.name_of(chosen.names)]
     if chosen.names["method"] != "unigrad":
         return _of_row(value, width, sorted(chosen.built()), name, settings)
-    catalogue.require_target(name, settings.get("target", "momentum"), collapses=False)
+    catalogue.require_target(name, settings.get("target", "momentum"), refused={})
     branches: dict[str, Any] = {
         key: settings[key] for key in ("negative_target", "correlation_source") if key in settings
     }

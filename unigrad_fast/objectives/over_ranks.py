@@ -161,6 +161,18 @@ class OverRanks(nn.Module):
         """Whether several ranks share one batch, which they do in training mode."""
         return self.training and self._ranks() > 1
 
+    def after_step(self, momentum: float | Tensor, skip: Tensor | None = None) -> list[Tensor]:
+        """Call after each optimizer step: what a method changes then, nothing for most.
+
+        Args:
+            momentum: of the target branch's update after this step; a float64 scalar if on the device.
+            skip: a scalar on the device; if it is not 0, the step was dropped, and nothing changes.
+
+        Returns:
+            The trained parameters that it changes.
+        """
+        return []
+
     def spare(self, views: int, images: int, like: Tensor) -> int:
         """Number of rows that `unit_embeddings` has to append so that the views can be sent; 0 if they are not sent."""
         if not self.over_ranks:

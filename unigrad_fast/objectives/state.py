@@ -6,11 +6,14 @@ Every rank computes the same values by itself. Code that broadcasts, averages or
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+Kept = TypeVar("Kept", bound="KeptState")
 
 
 class KeptState(nn.Module):
@@ -24,6 +27,21 @@ class KeptState(nn.Module):
     """
 
     kept: tuple[str, ...] = ()
+
+    def ready(self: Kept, like: Tensor) -> Kept:
+        """The state on the device and, as far as it is floating, in the dtype of `like`.
+
+        In evaluation mode it is a converted copy, if one is needed.
+        """
+        own = [getattr(self, name) for name in self.kept]
+        with torch.inference_mode(False), torch.no_grad():
+            there = [each.to(like if each.is_floating_point() else like.device) for each in own]
+        if all(one is other for one, other in zip(own, there, strict=True)):
+            return self
+        state = self if self.training else copy.copy(self)
+        for name, tensor in zip(self.kept, there, strict=True):
+            setattr(state, name, tensor)
+        return state
 
     @torch.no_grad()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeptState:

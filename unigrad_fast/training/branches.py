@@ -1,4 +1,4 @@
-"""The branches of a step besides the online encoder: the source of targets, and a trained predictor.
+"""The branches of a step besides the online encoder: the source of targets, and an objective's trained heads.
 
 momentum        a momentum copy of the online encoder embeds the unmixed global views
 stop_gradient   the online encoder's own embeddings of the global views; under CutMix it also embeds the unmixed views,
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from unigrad_fast.config import Config
 from unigrad_fast.networks.encoder import Encoder
 from unigrad_fast.networks.lockstep import Steps, alone, together
-from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.training import needs
 from unigrad_fast.training.target import embed, make_copies, make_target, update_target_
 
@@ -75,16 +74,18 @@ def build_branch(config: Config, encoder: Encoder, dtype: torch.dtype | None) ->
     return MomentumBranch(encoder, dtype) if config.objective.target == "momentum" else OnlineBranch(encoder)
 
 
-class WithPredictor(nn.Module):
-    """An encoder and its predictor as one module, so that one engine trains and one checkpoint holds both.
+class WithHeads(nn.Module):
+    """An encoder and an objective's heads as one module, so that one engine trains and one checkpoint holds all.
 
-    Its forward pass is the encoder's; the objective, which holds the same predictor, makes the predictions.
+    Its forward pass is the encoder's; the objective, which holds the same heads, applies them.
     """
 
-    def __init__(self, encoder: Encoder, predictor: Predictor):
+    def __init__(self, encoder: Encoder, heads: Mapping[str, nn.Module]):
         super().__init__()
-        # The encoder's parts keep the names they have without a predictor.
-        self.backbone, self.projector, self.predictor = encoder.backbone, encoder.projector, predictor
+        # The encoder's parts keep the names they have without heads.
+        self.backbone, self.projector = encoder.backbone, encoder.projector
+        for name, head in heads.items():
+            self.add_module(name, head)
         self._encode = encoder.forward
 
     def forward(self, views: Sequence[Tensor], run: Callable[[Steps], Any] = alone) -> Any:
@@ -92,12 +93,10 @@ class WithPredictor(nn.Module):
         return self._encode(views, run)
 
 
-def build_predictor(config: Config, device: torch.device) -> Predictor | None:
-    """The trained predictor, initialised from the seed; None for methods without one."""
-    if not config.objective.takes("predictor_hidden"):
-        return None
-    width = config.model.projector.width
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        predictor = Predictor(width, config.objective.predictor_hidden or max(1, width // 4))
-    return predictor.to(device).train()
+def heads_of(objective: nn.Module) -> dict[str, nn.Module]:
+    """The objective's parts with weights that an optimizer must train, by name; empty for most methods."""
+    return {
+        name: part
+        for name, part in objective.named_children()
+        if any(parameter.requires_grad for parameter in part.parameters())
+    }

@@ -10,8 +10,9 @@ from the fragments of the ZeRO stage, F from its placement; each rank writes a s
 alike. So a checkpoint can be read at any stage, placement and number of ranks, bit for bit. The one exception is an F
 that was sharded and is now replicated: only its upper triangle is read, because shards are symmetric only to rounding.
 
-Methods other than UniGrad keep other state, instead of F or in addition: a bank, W_h, a predictor's running statistics
-(its weights are among `online.*`). Without a momentum target there is no `target.*`.
+Methods other than UniGrad keep other state, instead of F or in addition: a bank or queue, W_h, a predictor's running
+statistics, DINO's centre and its teacher's head. Trained heads are among `online.*`. Without a momentum target there is
+no `target.*`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def size(trainer: Trainer) -> int:
 
 def _of_objective(objective: nn.Module) -> Iterator[Fragment]:
     shards = {name: module for name, module in objective.named_modules() if isinstance(module, ShardedCorrelation)}
-    trained = {name for name, _ in objective.named_parameters()}  # the predictor's; the engine trains and saves them
+    trained = {name for name, p in objective.named_parameters() if p.requires_grad}  # the engine trains and saves them
     for name, tensor in objective.state_dict().items():
         if name in trained:
             continue

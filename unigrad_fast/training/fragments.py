@@ -8,7 +8,7 @@ code that needs layer norms or state by name builds on it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate
@@ -68,6 +68,9 @@ class WholeFragments:
     def refresh(self) -> None:
         """Update the network's weights after the parameters' fragments were written."""
 
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Update the parameters' fragments after these weights of the network were written, the same on all ranks."""
+
 
 class PartitionedFragments:
     """Stages 1 and 2: optimizer state and master weights are split over the ranks, in a flat tensor per group.
@@ -118,6 +121,14 @@ class PartitionedFragments:
                     offset = stretch.place - starts[part]
                     found.append(parts[part].reshape(-1)[offset : offset + stretch.numel])
         return found
+
+    @torch.no_grad()
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        written = {id(parameter) for parameter in parameters}
+        for stretch, start in zip(self.stretches, self.starts, strict=True):
+            _, parameter = self.named[stretch.number]
+            if id(parameter) in written:
+                stretch.of(stretch.flat).copy_(parameter.reshape(-1)[start : start + stretch.numel])
 
     def _fragments(self, of_flat: Callable[[Tensor], Tensor]) -> Iterator[Fragment]:
         for stretch, start in zip(self.stretches, self.starts, strict=True):

@@ -48,6 +48,10 @@ def objective(config: Config, shards: int) -> AbstractContextManager[None]:
         keys = config.objective.bank_size
         less = f"a smaller objective.bank_size needs less; {remedy}"
         return memory_for(f"the bank, [{keys}, {width}]", 4 * keys * width, less)
+    if config.objective.takes("prototypes"):
+        count = config.objective.prototypes
+        less = f"a smaller objective.prototypes needs less; {remedy}"
+        return memory_for(f"prototypes, [{count}, {width}]", 4 * count * width, less)
     if not config.objective.takes("decay"):
         return memory_for("the objective", None, remedy)
     if config.objective.takes("eigen_every"):

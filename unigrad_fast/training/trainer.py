@@ -20,7 +20,6 @@ from unigrad_fast.networks.encoder import build_encoder, joined
 from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
 from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
-from unigrad_fast.objectives.predictor import Predictor
 from unigrad_fast.optimization.loss_scale import LossScale
 from unigrad_fast.optimization.schedules import learning_rate, target_momentum
 from unigrad_fast.pipelines import Batch, CutMix, Loader, Manifest
@@ -29,7 +28,7 @@ from unigrad_fast.runtime.precision import autocast_dtype
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.training import needs, step_graph
 from unigrad_fast.training.bad_images import BadImages
-from unigrad_fast.training.branches import MomentumBranch, WithPredictor, build_branch, build_predictor
+from unigrad_fast.training.branches import MomentumBranch, WithHeads, build_branch, heads_of
 from unigrad_fast.training.engine import build_engine
 from unigrad_fast.training.fragments import build_fragments
 from unigrad_fast.training.gate import StepGate
@@ -53,7 +52,7 @@ class Trainer:
         goes_on: the run is resumed, so images that it could not use earlier count.
 
     Attributes:
-        online: the DeepSpeed engine around the online encoder and, if there is one, its predictor.
+        online: the DeepSpeed engine around the online encoder and the objective's heads, if it has any.
         objective: the objective, including F.
         branch: the source of targets; target: its momentum copy of the encoder, an empty module if it keeps none.
         in_lockstep: the branches run layer by layer, so that their norms share their collectives.
@@ -97,10 +96,11 @@ class Trainer:
         self.in_lockstep = shares and isinstance(self.branch, MomentumBranch)
         if config.engine.recompute_projector:
             encoder.recompute_projector()
-        predictor = build_predictor(config, world.device)
-        online = encoder if predictor is None else WithPredictor(encoder, predictor)
-        constant = predictor is not None and config.objective.predictor_rate == "constant"
-        self.optimizer = build_optimizer(online, config.optimizer, predictor if constant else None)
+        self.objective = build_objective(config, world)
+        heads = heads_of(self.objective)
+        online = WithHeads(encoder, heads) if heads else encoder
+        constant = config.objective.takes("predictor_rate") and config.objective.predictor_rate == "constant"
+        self.optimizer = build_optimizer(online, config.optimizer, heads["predictor"] if constant else None)
         self.loss_scale = LossScale(world.device) if self.dtype == torch.float16 else None
         self.optimizer.loss_scale = self.loss_scale
         with needs.optimizer(online, self.optimizer):
@@ -119,19 +119,17 @@ class Trainer:
             # In place: names stay the same, and the backbone, which is evaluated on its own, stays uncompiled.
             self.online.module.compile()
             self.target.compile()
-        self.objective = build_objective(config, world, predictor)
-        if set(self.objective.parameters()) - set(online.parameters()):
+        if {p for p in self.objective.parameters() if p.requires_grad} - set(online.parameters()):
             name = type(self.objective).__name__
-            raise TypeError(
-                f"{name} has parameters that no optimizer trains and no checkpoint holds; see WithPredictor"
-            )
+            raise TypeError(f"{name} has parameters that no optimizer trains; put them into a module of its own")
+        if isinstance(self.objective, OriginalLoss):
+            self.objective.epoch = self.rates.epoch
         is_sharded = isinstance(self.objective, UniGrad) and self.objective.placement == "sharded"
         self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
         has_negative = not isinstance(self.objective, OriginalLoss)
         self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
         self.reported += [] if self.loss_scale is None else ["loss_scale"]
-        parts = [encoder, self.target, *([] if predictor is None else [predictor])]
-        self.gate = StepGate(parts, config.engine.max_skipped_steps, world.device)
+        self.gate = StepGate([encoder, self.target, *heads.values()], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
         self.phases = PhaseClock(world.device)
         self.compute: step_graph.Compute = self.on_device
@@ -140,7 +138,8 @@ class Trainer:
 
     def step(self, step: int, batches: Iterator[Batch]) -> float:
         """One optimizer step; returns the seconds spent waiting for data."""
-        self.rates.send(self.learning_rate(step), self.peak_rate, self.momentum(step + 1))
+        epoch = step / self.steps_per_epoch
+        self.rates.send(self.learning_rate(step), self.peak_rate, self.momentum(step + 1), epoch)
         self.phases.start(step)
         self._waited = 0.0
         output = self.compute(self._taken(batches))
@@ -158,6 +157,7 @@ class Trainer:
             output = self.micro_step(batch)
         skip = self.optimizer.nonfinite
         self.branch.update_(self.rates.target_momentum, skip)
+        self.fragments.take(self.objective.after_step(self.rates.target_momentum, skip))
         self.gate.close(skip, None if self.loss_scale is None else self.loss_scale.update(skip))
         return output
 
@@ -332,21 +332,15 @@ def require_compiler(config: Config, ranks: int) -> None:
         )
 
 
-def build_objective(config: Config, world: World, predictor: Predictor | None = None) -> nn.Module:
-    """The objective of a configuration.
-
-    Args:
-        predictor: the predictor of BYOL and SimSiam, which the engine trains.
-    """
+def build_objective(config: Config, world: World) -> nn.Module:
+    """The objective of a configuration; its heads are initialised from the seed."""
     width, images = config.model.projector.width, config.images_at_once(world.size)
     arguments = config.objective.arguments()
     placement = "replicated"
     if config.objective.method == "unigrad":
         placement = arguments["placement"] = choose_placement(config, world)
-    elif predictor is not None:
-        arguments.pop("hidden", None)
-        arguments["predictor"] = predictor
-    with needs.objective(config, world.size if placement == "sharded" else 1):
+    with needs.objective(config, world.size if placement == "sharded" else 1), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
         return build(width=width, most_images=images, **arguments).to(world.device)
 
 

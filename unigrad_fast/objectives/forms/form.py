@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unigrad_fast.kernels import attach_gradient, functional
 from unigrad_fast.objectives.bank import Bank
-from unigrad_fast.objectives.catalogue import require_target
+from unigrad_fast.objectives.catalogue import COLLAPSES, require_target
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
 from unigrad_fast.objectives.forms import negatives, reported
@@ -58,7 +58,9 @@ class GradientForm(OverRanks):
         most_images: int | None = None,
     ):
         super().__init__(width, process_group, most_images)
-        require_target("gradient form with a predictor", target, collapses=row.positive == "predictor")
+        require_target(
+            "gradient form with a predictor", target, COLLAPSES["refused"] if row.positive == "predictor" else {}
+        )
         if row.both_terms and target == "momentum":
             raise ValueError("both_terms needs shared weights; use target='weight_sharing'")
         self.row, self.target = row, target

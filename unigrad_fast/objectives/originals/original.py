@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,10 +76,15 @@ class OriginalLoss(OverRanks):
         process_group, most_images: see `OverRanks`.
         settings: the settings that the catalogue declares for the method, with its defaults; they become attributes.
 
+    Attributes:
+        epoch: epochs done so far, a number or a float64 scalar on the device, for methods with settings in epochs. Set
+            it before each step; at first it is infinite, as if all these epochs were over.
+
     A subclass names the `method` whose original form it is.
     """
 
     declared: ClassVar[type[Objective]] = Objective
+    epoch: float | Tensor = math.inf
 
     def __init_subclass__(cls, method: str | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -96,7 +102,7 @@ class OriginalLoss(OverRanks):
     ):
         super().__init__(width, process_group, most_images)
         self.target = target or self.declared.model_fields["target"].default
-        require_target(type(self).__name__, self.target, self.declared.collapses)
+        require_target(type(self).__name__, self.target, self.declared.refused)
         for name, value in self.declared.checked(settings).items():
             setattr(self, name, value)
 
@@ -147,6 +153,12 @@ class OriginalLoss(OverRanks):
     def predicted(self, online_VNC: Tensor) -> Sequence[Tensor] | Tensor:
         """The input of the loss: the online embeddings, unless a subclass predicts; runs in autocast if that is on."""
         return online_VNC
+
+    def epoch_on(self, device: torch.device) -> Tensor:
+        """`epoch` as a float64 scalar on the device."""
+        if isinstance(self.epoch, Tensor):
+            return self.epoch
+        return torch.full((), self.epoch, dtype=torch.float64, device=device)
 
     def loss_of(self, views: Views) -> Tensor:
         """The loss, a scalar."""
