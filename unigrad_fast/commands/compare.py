@@ -96,6 +96,8 @@ def compare(options: Compare) -> None:
 
     where = options.folder or absolute(Path("runs", f"compare-{options.table}" if options.table else "compare"))
     before = session.recorded(where)
+    if before is None and options.tables_only:
+        raise UserError(f"tables_only = true: no comparison in {where}; leave it out")
     if not options.names_members():
         if before is None:
             raise UserError(

@@ -144,12 +144,12 @@ class Row:
 
     Attributes:
         line: the line.
-        members: by seed; none if nothing is trained.
+        runs: the members' folders by seed; none if nothing is trained.
         ended: by seed, as far as each is.
     """
 
     line: Line
-    members: Mapping[int, Member]
+    runs: Mapping[int, Path]
     ended: Mapping[int, Ended]
 
     def over(self, figure: str) -> Over:
@@ -208,7 +208,7 @@ def differences(rows: Sequence[Row], figure: str, reported: str) -> list[Differe
         for other in rows[place + 1 :]:
             first, second = one.over(figure).values, other.over(figure).values
             seeds = [seed for seed in first if seed in second]
-            if not seeds or one.members == other.members:
+            if not seeds or one.runs == other.runs:
                 continue
             each = [first[seed] - second[seed] for seed in seeds]
             half = None
@@ -220,10 +220,15 @@ def differences(rows: Sequence[Row], figure: str, reported: str) -> list[Differe
     return found
 
 
-def judging(rows: Sequence[Row]) -> str:
-    """The figure that orders the lines: the best one that every member that ended has."""
+def judging(rows: Sequence[Row], reported: Sequence[str]) -> str:
+    """The figure that orders the lines: the best one that every member that ended has.
+
+    Args:
+        reported: figures of the paper's table.
+    """
     all_ended = [each for row in rows for each in row.ended.values() if each.figures]
-    return next((name for name in BEST_FIRST if all(name in each.figures for each in all_ended)), KNN)
+    candidates = (*reported, *BEST_FIRST) if all_ended else ()
+    return next((name for name in candidates if all(name in each.figures for each in all_ended)), KNN)
 
 
 @cache
@@ -252,8 +257,8 @@ def _within(t: float, freedom: int) -> float:
 
 def missing(rows: Sequence[Row], figure: str) -> list[Path]:
     """Runs that ended without a figure."""
-    each = [(row.members[seed], at) for row in rows for seed, at in row.ended.items() if at.done and at.failure is None]
-    return list(dict.fromkeys(member.config.output for member, at in each if figure not in at.figures))
+    every = [(row.runs[seed], at) for row in rows for seed, at in row.ended.items()]
+    return list(dict.fromkeys(run for run, at in every if at.done and at.failure is None and figure not in at.figures))
 
 
 def columns(rows: Sequence[Row], reported: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ the product of axes: methods and their forms, target branches, and the values of
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 
 from unigrad_fast.comparison.paper_values import ROWS, TABLES, Line, of_form, of_method, of_target, trained
 from unigrad_fast.config import Config, resolve
-from unigrad_fast.objectives.catalogue import FORMS, chosen, methods
+from unigrad_fast.objectives.catalogue import FORMS, methods
 from unigrad_fast.recipes import current_names, recipe_names
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import BARE, nested
 from unigrad_fast.runtime.validation import absolute, leaves, shown
 
-OWN = {"seed": "seeds", "output": "FOLDER"}  # keys of a run that a comparison sets, and what sets them
+OWN = {"seed": "--seeds", "output": "FOLDER"}  # keys of a run that a comparison sets, and what sets them
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class Asked:
         if self.table is not None:
             if named:
                 raise UserError(f"table = {self.table}: says what is compared; leave {', '.join(named)} out")
-            return list(TABLES[self.table].lines)
+            common = flat(current_names(nested(self.common or {})))
+            size = common.get("data.image_size") or resolve(common.get("recipe")).data.image_size
+            return [line.at(int(size)) for line in TABLES[self.table].lines]
         if not named:
             raise UserError(
                 "nothing to compare; give --methods, --targets, --sweep.KEY VALUES, or --table NAME, which is one of "
@@ -98,21 +101,24 @@ class Asked:
             if key in common:
                 raise UserError(f"{key} = {shown(common[key])}: a comparison sets it; use {instead}")
         given, found, problems = flat(common), [], dict[str, list[str]]()
-        for seed, line in itertools.product(self.seeds, lines):
-            output = folder / f"{line.name}-seed-{seed}"
+        for line in lines:
             try:
                 _refuse_double(given, line)
-                config = resolve(overrides={**given, **line.keys, "seed": seed, "output": output})
+                config = resolve(overrides={**given, **line.keys})
             except UserError as error:
                 for problem in str(error).split("\n"):
-                    problems.setdefault(problem, []).append(output.name)
+                    problems.setdefault(problem, []).append(line.name)
                 continue
-            keys = {**written(common, config), **line.keys, "seed": seed, "output": output}
-            words = [word for key, value in keys.items() for word in (f"--{key}", as_typed(value))]
-            found.append(Member(line, seed, config, ("pretrain", *words)))
+            shared = {**written(common, config), **line.keys}
+            for seed in self.seeds:
+                output = folder / f"{line.name}-seed-{seed}"
+                keys = {**shared, "seed": seed, "output": output}
+                words = [word for key, value in keys.items() for word in (f"--{key}", as_typed(value))]
+                own = config.model_copy(update={"seed": seed, "output": output})
+                found.append(Member(line, seed, own, ("pretrain", *words)))
         if problems:
             raise UserError("\n".join(f"{problem} ({_named(names)})" for problem, names in problems.items()))
-        return found
+        return sorted(found, key=lambda member: self.seeds.index(member.seed))
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,33 +163,35 @@ def swept(tree: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _grid(asked: Asked) -> Iterator[Line]:
-    """The product of the axes."""
-    axes = [_methods(asked.methods, asked.forms), asked.targets or (None,)]
-    last = [key.rpartition(".")[2] for key in asked.sweep or {}]
-    short = {key: key if last.count(name) > 1 else name for key, name in zip(asked.sweep or {}, last, strict=True)}
-    values = [[(key, value) for value in given] for key, given in (asked.sweep or {}).items()]
-    for form, target, *settings in itertools.product(*axes, *values):
-        keys = of_form(form) if form else {}
-        words = [_spoken(form)] if form else []
-        paper = of_method(form, target or FORMS[form].model_fields["target"].default) if form and not settings else {}
-        if target is not None:
-            words.append(target)
-            try:
-                keys |= of_target(target, FORMS[form] if form else chosen(_objective(asked)))
-            except ValueError as error:
-                raise UserError(str(error)) from None
-        for key, value in settings:
-            if key in keys:
-                raise UserError(f"sweep.{key}: is also set by --methods or --targets; leave one of the two out")
-            keys[key] = value
-            words.append(f"{short[key]} {as_typed(value)}")
-        name = "-".join(word.replace(" ", "-").replace("/", "_") for word in words)
-        yield Line(", ".join(words), name, keys, paper)
+    """The product of the axes; with two axes or more, the last one gives the columns."""
+    sweep = asked.sweep or {}
+    forms, targets = _methods(asked.methods, asked.forms), asked.targets or (None,)
+    last = [key.rpartition(".")[2] for key in sweep]
+    short = [key if last.count(name) > 1 else name for key, name in zip(sweep, last, strict=True)]
+    axes = [forms, targets, *sweep.values()]
+    several = [place for place, axis in enumerate(axes) if len(axis) > 1]
+    across = several[-1] if len(several) > 1 else None
+    for form, target, *values in itertools.product(*axes):
+        keys = {**(of_form(form) if form else {}), **(_of_target(target, form, asked) if target else {})}
+        if double := next((key for key in sweep if key in keys), None):
+            raise UserError(f"sweep.{double}: is also set by --methods or --targets; leave one of the two out")
+        keys |= dict(zip(sweep, values, strict=True))
+        settings = [f"{name} {as_typed(value)}" for name, value in zip(short, values, strict=True)]
+        words = [form and _spoken(form), target, *settings]
+        yield Line(
+            ", ".join(word for place, word in enumerate(words) if word and place != across),
+            "-".join(re.sub(r"[ /]", "-", word) for word in words if word),
+            keys,
+            of_method(form, target or FORMS[form].model_fields["target"].default) if form and not sweep else {},
+            "" if across is None else words[across],
+        )
 
 
-def _objective(asked: Asked) -> Mapping[str, Any]:
-    """What chooses the form that all members train."""
-    return dict(resolve(overrides=asked.common or {}).objective)
+def _of_target(target: str, form: str | None, asked: Asked) -> dict[str, Any]:
+    try:
+        return of_target(target, FORMS[form] if form else type(resolve(overrides=asked.common or {}).objective))
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _methods(names: Sequence[str], forms: Sequence[str]) -> Sequence[str | None]:

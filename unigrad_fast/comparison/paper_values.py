@@ -7,11 +7,12 @@ paper took from elsewhere. Methods that the catalogue lacks are such lines, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unigrad_fast.objectives.catalogue import FORMS, methods
 
+LOCAL_SIZE = "data.local_views.size"
 LINEAR = "linear"  # figures of a member; see `figures.py`
 FEW = ("1 % top-1", "1 % top-5", "10 % top-1", "10 % top-5")
 DETECTION = (
@@ -40,6 +41,13 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.row}, {self.column}" if self.column else self.row
+
+    def at(self, image_size: int) -> Line:
+        """The line for global views of another size than the paper's 224 pixels, with local views in proportion."""
+        if self.keys is None or LOCAL_SIZE not in self.keys:
+            return self
+        size = max(16, round(self.keys[LOCAL_SIZE] * image_size / 224))
+        return replace(self, keys={**self.keys, LOCAL_SIZE: size})
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,7 @@ def _published(method: str, row: str, paper: Mapping[str, float], **keys: Any) -
 
 
 SHARED = {"objective.target": "weight_sharing"}  # as the methods were published
-CROPS = {"data.preset": "multicrop"}
+CROPS = {"data.preset": "multicrop", LOCAL_SIZE: 96}
 MIXED = {"data.cutmix.probability": 1.0}
 UNMIXED = {"objective.method": "unigrad", "objective.correlation_source": "target"}  # F from unmixed images
 

@@ -15,7 +15,7 @@ from unigrad_fast.comparison import running, tables
 from unigrad_fast.comparison.figures import Row, ended
 from unigrad_fast.comparison.folder import STATUS, ComparisonFolder
 from unigrad_fast.comparison.members import Asked, Member, written
-from unigrad_fast.comparison.paper_values import TABLES
+from unigrad_fast.comparison.paper_values import TABLES, PaperTable
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.files import write_whole
@@ -145,21 +145,30 @@ class Session:
         found = []
         for line in self.asked.lines():
             own_members = by_keys[_key(line.keys)] if line.keys is not None else {}
-            found.append(Row(line, own_members, {seed: self.ended(each) for seed, each in own_members.items()}))
+            runs = {seed: member.config.output for seed, member in own_members.items()}
+            found.append(Row(line, runs, {seed: self.ended(member) for seed, member in own_members.items()}))
         return found
 
     def write_files(self) -> dict[str, bytes]:
         """Write the tables, of what has ended so far."""
         paper = TABLES[self.asked.table] if self.asked.table is not None else None
-        title = paper.title if paper is not None else f"comparison of {self.where.name}"
-        contents = tables.contents(tables.Comparison(title, self.rows(), paper))
+        contents = tables.contents(tables.Comparison(self._title(paper), self.rows(), paper))
         for kind, path in self.folder.tables.items():
             write_whole(path, contents[kind])
         return contents
 
+    def _title(self, paper: PaperTable | None) -> str:
+        """What is compared, and what all members have in common of what matters most."""
+        configs = [member.config for member in self.members]
+        common = {
+            f"recipe {self.asked.common['recipe']}" if "recipe" in (self.asked.common or {}) else "": 0,
+            **dict.fromkeys(count(config.schedule.epochs, "epoch") for config in configs),
+            **dict.fromkeys(f"images of {config.data.train}" for config in configs),
+        }
+        return ", ".join([paper.title if paper is not None else self.where.name, *filter(None, common)])
+
     def write_tables(self) -> None:
         """Write and show the tables."""
-        self.where.mkdir(parents=True, exist_ok=True)
         self.say(self.write_files()["md"].decode())
         self.say(f"written: {', '.join(map(str, self.folder.tables.values()))}")
 

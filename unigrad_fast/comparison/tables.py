@@ -59,14 +59,19 @@ class Comparison:
 
     @property
     def judged_by(self) -> str:
-        return judging(self.rows)
+        return judging(self.rows, self.reported)
+
+    @property
+    def ordered_by(self) -> str:
+        """The paper's figure that is compared with `judged_by`."""
+        return self.judged_by if self.judged_by in self.reported else next(iter(self.reported), LINEAR)
 
     def untrained(self) -> list[float]:
         """kNN accuracies of the members before their first step."""
         return [each.untrained for row in self.rows for each in row.ended.values() if each.untrained is not None]
 
     def differences(self) -> list[Difference]:
-        return differences(self.rows, self.judged_by, self.reported[0] if self.reported else LINEAR)
+        return differences(self.rows, self.judged_by, self.ordered_by)
 
 
 def contents(of: Comparison) -> dict[str, bytes]:
@@ -89,33 +94,43 @@ def _markdown(of: Comparison, found: Sequence[Difference]) -> str:
 
 
 def _table(of: Comparison) -> str:
+    """A line for each setting."""
     figures = of.columns
     has_column = any(row.line.column for row in of.rows)
-    head = ["", *([""] * has_column), *figures, *(f"paper: {name}" for name in of.reported), "seeds", "remark"]
+    titles = [f"{name} (paper)" if name in of.reported else name for name in figures]
+    head = ["", *([""] * has_column), *titles, "seeds", "remark"]
     lines = []
     for row in of.rows:
         named = [row.line.row, *([row.line.column] * has_column)]
-        ours = [_shown(row, figure) for figure in figures]
-        papers = [_number(row.line.paper.get(name), 1) for name in of.reported]
         seeds = f"{sum(at.done and at.failure is None for at in row.ended.values())} of {len(row.ended)}"
-        lines.append([*named, *ours, *papers, seeds if row.ended else NOTHING, _remark(row)])
+        cells = [_cell(row, name, name if name in of.reported else None) for name in figures]
+        lines.append([*named, *cells, seeds if row.ended else NOTHING, _remark(row)])
     return _aligned(head, lines, texts=1 + has_column, remark=True)
 
 
 def _two_dimensions(of: Comparison) -> str:
-    """The figure that judges, by row and column, with the paper's beside it."""
-    rows = list(dict.fromkeys(row.line.row for row in of.rows))
+    """The figure that judges, by row and column."""
+    names = list(dict.fromkeys(row.line.row for row in of.rows))
     titles = list(dict.fromkeys(row.line.column for row in of.rows))
     cells = {(row.line.row, row.line.column): row for row in of.rows}
-    head = [f"{of.judged_by}, % (paper: {of.reported[0]})", *titles]
+    paper = of.ordered_by if of.reported else None
+    head = [of.judged_by + (f" (paper: {paper})" if paper else ""), *titles]
+    lines = [
+        [
+            name,
+            *(
+                _cell(cells[name, title], of.judged_by, paper) if (name, title) in cells else NOTHING
+                for title in titles
+            ),
+        ]
+        for name in names
+    ]
+    return _aligned(head, lines, texts=1)
 
-    def cell(row: str, column: str) -> str:
-        at = cells.get((row, column))
-        return (
-            NOTHING if at is None else f"{_shown(at, of.judged_by)} ({_number(at.line.paper.get(of.reported[0]), 1)})"
-        )
 
-    return _aligned(head, [[row, *(cell(row, column) for column in titles)] for row in rows], texts=1)
+def _cell(row: Row, figure: str, paper: str | None) -> str:
+    """A figure over seeds, with the paper's in brackets."""
+    return _shown(row, figure) + (f" ({_number(row.line.paper.get(paper), 1)})" if paper else "")
 
 
 def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], texts: int, remark: bool = False) -> str:
@@ -142,8 +157,8 @@ def _foot(of: Comparison, found: Sequence[Difference]) -> list[str]:
 def _about_figures(of: Comparison) -> Iterator[str]:
     yield (
         "Accuracies in %, on the validation images: mean over seeds, ± standard deviation of a sample. kNN is the "
-        "run's own last evaluation; linear, on frozen features, is by the paper's protocol. All members of a seed begin with "
-        "the same backbone and see the same images in the same order."
+        "run's own last evaluation; linear, on frozen features, is by the paper's protocol. All members of a seed "
+        "begin with the same backbone and see the same images in the same order."
     )
     if untrained := of.untrained():
         yield f"kNN of the untrained encoder: {fmean(untrained):.2f}."
@@ -179,7 +194,7 @@ def _about_orders(of: Comparison, found: Sequence[Difference]) -> Iterator[str]:
         return
     numbers = Counter(each.verdict for each in ordered)
     yield (
-        f"The paper orders {count(len(ordered), 'pair')}, by {of.reported[0]}, without deviations. Of these, by "
+        f"The paper orders {count(len(ordered), 'pair')}, by {of.ordered_by}, without deviations. Of these, by "
         f"{of.judged_by}: " + ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if numbers[each]) + "."
     )
     for each in ordered:
