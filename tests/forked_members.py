@@ -53,6 +53,7 @@ def _fork(words: Sequence[str], environment: Mapping[str, str], log: Path) -> Fo
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(environment)
+        os.closerange(3, 1 << 12)  # as an interpreter that is started does: among them is the lock of the folder
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(file, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import strategies as some
 from unigrad_fast import cli
 from unigrad_fast.commands.compare import Compare
 from unigrad_fast.comparison.members import Asked
-from unigrad_fast.comparison.paper_values import ROWS, TABLES, TARGETS, of_method
+from unigrad_fast.comparison.paper_values import ROWS, TABLES, of_method
+from unigrad_fast.comparison.session import Session
 from unigrad_fast.config import resolve
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.objectives.catalogue import FORMS
 from unigrad_fast.pipelines import order
+from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.trees import parse_arguments
 from unigrad_fast.runtime.validation import leaves, validate
 
@@ -93,29 +96,30 @@ def test_every_table_of_the_paper_can_be_asked_for(table):
 def test_the_tables_train_what_the_paper_names():
     forms = {member.line.name: member.config.objective for member in Asked(table="methods").members(HERE)}
     assert [form.row for form in forms.values()] == list(ROWS)
-    lines = {(line.column[1], line.row): line for line in TABLES["target"].lines}
-    assert len(lines) == 9
-    by_keys = {str(member.line.keys): member.config.objective for member in Asked(table="target").members(HERE)}
-    for (row, _), line in lines.items():
-        objective = by_keys.get(str(line.keys))
-        if "mixed" in line.name and row != "j":
-            assert (objective.row, objective.target, objective.negative_target) == (row, "momentum", "stop_gradient")
-        elif objective is not None:
-            assert objective.row == row
-            assert objective.target == ("stop_gradient" if "stop_gradient" in line.name else "momentum")
-    assert len(by_keys) == 8  # the negatives of row j come from the online branch in any case
+    members = {member.line.name: member.config.objective for member in Asked(table="target").members(HERE)}
+    assert len(members) == 8  # the negatives of row j come from the online branch, with momentum as mixed
+    for name, objective in members.items():
+        _, row, target = name.split("-")
+        assert objective.row == row
+        assert objective.target == ("stop_gradient" if target == "stop_gradient" else "momentum")
+        if row != "j" and target != "stop_gradient":
+            assert objective.negative_target == ("stop_gradient" if target == "mixed" else "target")
+        if row == "e" and target != "stop_gradient":
+            assert objective.correlation_source == ("online" if target == "mixed" else "target")
     both, one, full, paper = Asked(table="simplified").members(HERE)
     assert [member.config.objective.both_terms for member in (both, one)] == [True, False]
     assert [member.config.objective.eigen_predictor for member in (full, paper)] == ["full", "paper"]
 
 
 def test_the_papers_value_of_a_method_is_that_of_its_row():
-    assert of_method("unigrad", "momentum") == of_method("e", "momentum") == {"linear": 70.3}
+    """In the table of target branches if one is given, and in that of methods otherwise."""
+    assert of_method("unigrad", None) == of_method("e", None) == of_method("e", "mixed") == {"linear": 70.3}
+    assert of_method("unigrad", "momentum") == {"linear": 70.2}
     assert of_method("original barlow_twins", "momentum") == {"linear": 69.0}
-    assert of_method("barlow_twins", "momentum") == {"linear": 70.0}
-    assert of_method("vicreg", "stop_gradient") == {"linear": TARGETS["stop_gradient"]["j"]}
-    assert of_method("original simclr", "stop_gradient") == of_method("original simsiam", "momentum") == {}
-    assert of_method("a", "mixed") == {}
+    assert of_method("barlow_twins", None) == of_method("barlow_twins", "momentum") == {"linear": 70.0}
+    assert of_method("vicreg", "stop_gradient") == {"linear": 67.6}
+    assert of_method("original simclr", "stop_gradient") == of_method("original simsiam", None) == {}
+    assert of_method("a", "mixed") == of_method("b", "weight_sharing") == {}
 
 
 def test_all_methods_with_both_forms_are_all_forms_of_the_catalogue_but_the_rows():
@@ -190,3 +194,27 @@ def test_what_is_kept_in_a_folder_gives_the_same_members_from_anywhere(recipe, t
     kept = asked.kept(written(asked.asked().common, found[0].config))
     monkeypatch.chdir(tmp_path)
     assert [each.config for each in validate(Compare, kept).asked().members(HERE)] == [each.config for each in found]
+
+
+@pytest.mark.parametrize(
+    ("visible", "jobs", "places"), [(None, 2, ["0", "1"]), ("5,7,2", 3, ["5", "7", "2"]), ("5,7", 1, ["5"])]
+)
+def test_members_side_by_side_have_a_gpu_each(visible, jobs, places, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    this = Session(tmp_path, Asked(methods=("moco",)), members(methods=("moco",)), jobs)
+    assert this._places() == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in places]
+    with pytest.raises(UserError, match=r"jobs = 9: this machine has \d GPUs; give at most \d"):
+        replace(this, jobs=9)._places()
+
+
+def test_all_members_compute_with_the_same_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    this = Session(tmp_path, Asked(methods=("moco",)), members(methods=("moco",)), jobs=2)
+    assert this._threads({}, None) == {"engine.threads": max(1, torch.get_num_threads() // 2)}
+    assert this._threads({}, {"engine.threads": 5}) == {"engine.threads": 5}
+    assert this._threads({"engine.threads": 3}, {"engine.threads": 5}) == {}

@@ -84,6 +84,7 @@ def disturb(folder: Path, chance: random.Random, kills: int, words: tuple[object
         wanted = began + chance.randint(1, STEPS)
         wait_for(process, lambda: logged(folder) >= wanted)  # noqa: B023
         time.sleep(chance.uniform(0, 0.3))
+        assert not process.has_ended(), process.end()
         members = children(process) if kill % 2 else []
         process.signal(signal.SIGKILL)
         for member in members:

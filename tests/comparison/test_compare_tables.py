@@ -64,7 +64,7 @@ def test_the_quantile_is_students(freedom, confidence):
     assert t_quantile(freedom, confidence) == pytest.approx(student.ppf((1 + confidence) / 2, freedom), rel=1e-9)
 
 
-@given(some.lists(some.tuples(some.floats(0, 100), some.floats(0, 100)), min_size=2, max_size=6), some.randoms())
+@given(some.lists(some.tuples(some.floats(0, 100), some.floats(0, 100)), min_size=3, max_size=6), some.randoms())
 def test_a_difference_turns_its_sign_with_the_lines_and_does_not_depend_on_the_order_of_seeds(
     pairs, chance: random.Random
 ):
@@ -77,21 +77,23 @@ def test_a_difference_turns_its_sign_with_the_lines_and_does_not_depend_on_the_o
     assert back.mean == pytest.approx(-there.mean, abs=1e-9) and back.half == pytest.approx(there.half, abs=1e-9)
 
 
-def test_one_seed_says_nothing_about_differences():
-    one, other = row("one", {0: 50}, 70.0), row("other", {0: 40}, 69.0)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_too_few_seeds_say_nothing_about_differences(seeds):
+    one, other = (
+        row(name, dict.fromkeys(range(seeds), value), paper)
+        for name, value, paper in (("one", 50, 70.0), ("other", 40, 69.0))
+    )
     (found,) = figures.differences([one, other], KNN, "linear")
     assert found.exceeds is None and found.half is None and found.verdict == figures.SAME
     text = contents(Comparison("title", [one, other]))["md"].decode()
-    assert (
-        "One seed: differences of kNN cannot be told from those between seeds" in text
-        and "±" not in text.split("- ")[0]
-    )
+    assert "Too few seeds: differences of kNN can be told from those between seeds with at least 3" in text
+    assert "1 as in the paper, too few seeds" in text
 
 
 def test_only_seeds_that_both_have_are_compared():
-    one, other = row("one", {0: 50, 1: 90, 2: 52}), row("other", {0: 49, 1: None, 2: 51})
+    one, other = row("one", {0: 50, 1: 90, 2: 52, 3: 54}), row("other", {0: 49, 1: None, 2: 51, 3: 53})
     (found,) = figures.differences([one, other], KNN, "linear")
-    assert (found.seeds, found.mean, found.half) == (2, 1, 0)
+    assert (found.seeds, found.mean, found.half) == (3, 1, 0)
     assert found.exceeds
 
 

@@ -24,13 +24,14 @@ from unigrad_fast.runtime.run_folder import RunFolder
 
 KNN = "kNN"
 CONFIDENCE = 0.95
-# The order of two lines beside the paper's, where the difference exceeds those between seeds, where not, with one seed.
+LEAST_SEEDS = 3  # with two, an interval is a matter of luck: accuracies are multiples of one image
+# The order of two lines beside the paper's: the difference exceeds those between seeds, does not, or has too few seeds.
 VERDICTS = (
     AGREES := "as in the paper",
     CONTRADICTS := "in the other order",
     UNDECIDED := "within the differences between seeds",
-    SAME := "as in the paper for one seed",
-    OTHER := "not as in the paper for one seed",
+    SAME := "as in the paper, too few seeds",
+    OTHER := "not as in the paper, too few seeds",
 )
 
 
@@ -170,7 +171,7 @@ class Difference:
         one, other: the lines.
         seeds: number of seeds that both have.
         mean: mean of one − other over these.
-        half: half of the width of its interval; None with fewer than two seeds.
+        half: half of the width of its interval; None with fewer than `LEAST_SEEDS`.
         paper: the same difference in the paper; None if it does not have both.
     """
 
@@ -183,7 +184,7 @@ class Difference:
 
     @property
     def exceeds(self) -> bool | None:
-        """Whether its interval excludes 0; None with fewer than two seeds."""
+        """Whether its interval excludes 0; None without one."""
         return None if self.half is None else abs(self.mean) > self.half
 
     @property
@@ -212,7 +213,7 @@ def differences(rows: Sequence[Row], figure: str, reported: str) -> list[Differe
                 continue
             each = [first[seed] - second[seed] for seed in seeds]
             half = None
-            if len(each) > 1:
+            if len(each) >= LEAST_SEEDS:
                 half = t_quantile(len(each) - 1) * stdev(each) / math.sqrt(len(each))
             papers = one.line.paper.get(reported), other.line.paper.get(reported)
             paper = None if None in papers else round(papers[0] - papers[1], 9)

@@ -182,7 +182,7 @@ def _grid(asked: Asked) -> Iterator[Line]:
             ", ".join(word for place, word in enumerate(words) if word and place != across),
             "-".join(re.sub(r"[ /]", "-", word) for word in words if word),
             keys,
-            of_method(form, target or FORMS[form].model_fields["target"].default) if form and not sweep else {},
+            of_method(form, target) if form and not sweep else {},
             "" if across is None else words[across],
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unigrad_fast.objectives.catalogue import FORMS, methods
+from unigrad_fast.objectives.catalogue import FORMS, Objective, methods
 
 LOCAL_SIZE = "data.local_views.size"
 LINEAR = "linear"  # figures of a member; see `figures.py`
@@ -108,32 +108,40 @@ def row_of(form: str) -> str | None:
     return ORIGINALS.get(form.removeprefix("original ")) if form.startswith("original ") else GRADIENTS.get(form)
 
 
-def of_method(form: str, target: str) -> dict[str, float]:
-    """The paper's figures for a form of the catalogue with a target branch; none if it has not tried this."""
+def of_method(form: str, target: str | None) -> dict[str, float]:
+    """The paper's figures for a form of the catalogue; none if it has not tried this.
+
+    Args:
+        target: a target branch, as of `of_target`; None is the paper's for its table of methods.
+    """
     row = row_of(form)
     if row is None:
         return {}
-    if target == "momentum":
-        return _linear(ROWS[row][1])
-    value = TARGETS.get(target, {}).get(row) if not form.startswith("original ") else None
+    if target is not None and not form.startswith("original ") and row in TARGETS["mixed"]:
+        value = TARGETS.get(target, {}).get(row)
+    else:
+        value = ROWS[row][1] if target in (None, "momentum") else None
     return {} if value is None else _linear(value)
 
 
-def of_target(target: str, form: Any) -> dict[str, Any]:
+def of_target(target: str, form: type[Objective]) -> dict[str, Any]:
     """The keys that choose a target branch for a form of the catalogue.
 
-    "mixed" takes the positives from the momentum branch and the negatives from the online one. A gradient form that
-    does not take `objective.negative_target` takes its negatives from the online branch in any case.
+    "momentum" takes positives and negatives from the momentum branch, F too; "mixed" takes only the positives from it,
+    and the negatives from the online branch. Gradient forms that do not take `objective.negative_target` have them from
+    the online branch in any case.
 
     Raises:
         ValueError: "mixed" with an original loss, which has no separate negatives.
     """
-    if target != "mixed":
-        return {"objective.target": target}
-    if form.names["form"] == "original":
+    keys = {"objective.target": "momentum" if target == "mixed" else target}
+    if target == "mixed" and form.names["form"] == "original":
         raise ValueError(f"targets = mixed: {form.spoken()} has no separate negative samples; leave one of the two out")
-    mixed = {"objective.negative_target": "stop_gradient"} if "negative_target" in form.model_fields else {}
-    return {"objective.target": "momentum", **mixed}
+    if target == "mixed" and "negative_target" in form.model_fields:
+        keys["objective.negative_target"] = "stop_gradient"
+    if target == "momentum" and "correlation_source" in form.model_fields:
+        keys["objective.correlation_source"] = "target"
+    return keys
 
 
 def of_form(form: str) -> dict[str, Any]:

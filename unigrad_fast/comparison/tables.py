@@ -16,6 +16,7 @@ from unigrad_fast.comparison.figures import (
     CONFIDENCE,
     CONTRADICTS,
     FIGURES,
+    LEAST_SEEDS,
     VERDICTS,
     Difference,
     Row,
@@ -171,8 +172,11 @@ def _about_differences(of: Comparison, found: Sequence[Difference]) -> Iterator[
     if not found:
         return
     most, judged = max(each.seeds for each in found), of.judged_by
-    if most < 2:
-        yield f"One seed: differences of {judged} cannot be told from those between seeds; give --seeds 0,1,2."
+    if most < LEAST_SEEDS:
+        yield (
+            f"Too few seeds: differences of {judged} can be told from those between seeds with at least {LEAST_SEEDS}; "
+            "give --seeds 0,1,2."
+        )
         return
     exceeding = sorted((each for each in found if each.exceeds), key=lambda each: -abs(each.mean))
     yield (
@@ -217,8 +221,17 @@ def _commands(of: Comparison) -> list[str]:
     loops = []
     for evaluation, runs in made.items():
         before, after = own("evaluate", *evaluation).split(" RUN", 1)
-        loops.append(f'for run in {typed(*map(_relative, runs))}; do\n    {before} "$run"{after}\ndone')
+        loops.append(f'for run in {_named(runs, of)}; do\n    {before} "$run"{after}\ndone')
     return loops
+
+
+def _named(runs: Sequence[Path], of: Comparison) -> str:
+    """Runs as words of a shell."""
+    every = {run for row in of.rows for run in row.runs.values()}
+    folders = {run.parent for run in every}
+    if set(runs) == every and len(every) > 1 and len(folders) == 1:
+        return f"{typed(_relative(folders.pop()))}/*-seed-*"
+    return typed(*map(_relative, runs))
 
 
 def _relative(path: Path) -> Path:
