@@ -183,7 +183,7 @@ def test_a_failed_member_is_a_line_with_its_reason_and_the_rest_goes_on(recipe, 
     words = ("--recipe", recipe, "--engine.max_skipped_steps", "1", "--sweep.optimizer.base_lr", "1e30,0.1")
     done = comparison(tmp_path / "cmp", *words)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "stopped: 1 of 2 members failed: base_lr-1e30-seed-0; the same command tries them again" in done.stderr
+    assert "stopped: 1 of 2 members failed: base_lr-1e30-seed-0; the same command tries again" in done.stderr
     failed, other = json.loads((tmp_path / "cmp/table.json").read_text())["rows"]
     assert failed["row"] == "base_lr 1e30" and "values" in failed["failed"]["0"]
     assert failed["figures"]["kNN"]["mean"] is None and other["figures"]["kNN"]["mean"] > 0

@@ -117,7 +117,7 @@ class Asked:
                 own = config.model_copy(update={"seed": seed, "output": output})
                 found.append(Member(line, seed, own, ("pretrain", *words)))
         if problems:
-            raise UserError("\n".join(f"{problem} ({_named(names)})" for problem, names in problems.items()))
+            raise UserError("\n".join(f"{problem} (in {some(names)})" for problem, names in problems.items()))
         return sorted(found, key=lambda member: self.seeds.index(member.seed))
 
 
@@ -238,5 +238,6 @@ def _require_once(key: str, values: Sequence[Any]) -> None:
         raise UserError(f"{key} = {','.join(map(str, values))}: {double} is given twice; give it once")
 
 
-def _named(names: Sequence[str]) -> str:
-    return f"in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def some(names: Sequence[str]) -> str:
+    """The first of several names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -41,7 +41,7 @@ class Running:
 
     Attributes:
         place: which of the jobs side by side it is.
-        began: how much of it was trained before.
+        began: share of it that was trained before.
     """
 
     member: Member
@@ -51,36 +51,44 @@ class Running:
 
 
 class Progress:
-    """How much of all members is trained, and the time left if what is left goes on as fast as so far."""
+    """How much of all members is trained, and the time left if what is left goes on as fast as so far.
 
-    def __init__(self, members: Sequence[Member], done: int, console: Console, clock: Callable[[], float]) -> None:
-        self.total, self.done, self.console, self.clock = len(members), done, console, clock
+    Args:
+        total, done: members, and those that ended before.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, total: int, done: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.done, self.console, self.clock = total, done, console, clock
         self.begun = self.said = clock()
         self.trained = 0.0  # by this process, in members that have ended
         self.status = console.status("") if console.is_terminal else None
 
-    def line(self, running: Sequence[Running]) -> str:
-        parts = [(each.member, trained_share(each.member)) for each in running]
-        now = sum(max(0.0, share - each.began) for (_, share), each in zip(parts, running, strict=True))
-        fraction = (self.done + sum(share for _, share in parts)) / self.total
-        speed = (self.trained + now) / max(self.clock() - self.begun, 1e-9)
-        left = duration(self.total * (1 - fraction) / speed if speed > 0 else None)
-        training = ", ".join(f"{member.name} {100 * share:.0f} %" for member, share in parts)
-        return f"{self.done} of {count(self.total, 'member')} done, {100 * fraction:.0f} %, left {left}" + (
-            f"; training {training}" if training else ""
-        )
-
-    def tell(self, running: Sequence[Running], now: bool = False) -> None:
+    def __enter__(self) -> None:
         if self.status is not None:
-            self.status.update(self.line(running))
             self.status.start()
-        elif now or self.clock() - self.said >= PROGRESS_SECONDS:
-            self.said = self.clock()
-            self.console.print(self.line(running), soft_wrap=True)
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.status is not None:
             self.status.stop()
+
+    def line(self, running: Sequence[Running]) -> str:
+        shares = [trained_share(each.member) for each in running]
+        fraction = (self.done + sum(shares)) / self.total
+        here = self.trained + sum(max(0.0, share - each.began) for share, each in zip(shares, running, strict=True))
+        speed = here / max(self.clock() - self.begun, 1e-9)
+        left = duration(self.total * (1 - fraction) / speed if speed > 0 else None)
+        names = ", ".join(f"{each.member.name} {100 * at:.0f} %" for at, each in zip(shares, running, strict=True))
+        done = f"{self.done} of {count(self.total, 'member')} done, {100 * fraction:.0f} %, left {left}"
+        return f"{done}; training {names}" if names else done
+
+    def tell(self, running: Sequence[Running], changed: bool) -> None:
+        """Show the line: always on a terminal, elsewhere when members begin or end, and every minute."""
+        if self.status is not None:
+            self.status.update(self.line(running))
+        elif changed or self.clock() - self.said >= PROGRESS_SECONDS:
+            self.said = self.clock()
+            self.console.print(self.line(running), soft_wrap=True)
 
 
 def trained_share(member: Member) -> float:
@@ -117,84 +125,99 @@ def _end_with_parent() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def run(
-    members: Sequence[Member],
-    folder: ComparisonFolder,
-    places: Sequence[Mapping[str, str]],
-    extra: Sequence[str],
-    ended: Callable[[Member], Ended],
-    report: Callable[[], None],
-    console: Console,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Train all members that are not done.
+class Runner:
+    """Trains the members that are not done.
 
     Args:
         places: for each job side by side, variables of its environment.
         extra: words for every command.
         ended: how far a member is.
         report: called when a member has ended.
-
-    Raises:
-        Preempted: a signal was received, and the members have saved.
     """
-    waiting = [member for member in members if not ended(member).done]
-    progress = Progress(members, len(members) - len(waiting), console, clock)
-    running: list[Running] = []
-    forwarded = None
-    waited_for: set[str] = set()
-    with Preemption() as preemption:
-        try:
-            while waiting or running:
-                if preemption.asked is not None and forwarded is None:
-                    forwarded, waiting = preemption.asked, []
-                    for each in running:
-                        each.process.send_signal(forwarded)
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    _note_end(each, folder)
-                    progress.done += 1
-                    progress.trained += 1 - each.began
-                    _tell_end(each.member, folder, ended(each.member), console)
-                    report()
-                    progress.tell(running, now=True)
-                for place in sorted({*range(len(places))} - {each.place for each in running}):
-                    member = next((each for each in waiting if not _occupied(each, waited_for, console)), None)
-                    if member is None:
-                        break
-                    waiting.remove(member)
-                    if ended(member).done:  # by another process, meanwhile
-                        progress.done += 1
-                        continue
-                    began = trained_share(member)
-                    process = start((*member.words, *extra), {**os.environ, **places[place]}, folder.log(member))
-                    running.append(Running(member, process, place, began))
-                    progress.tell(running, now=True)
-                progress.tell(running)
-                time.sleep(POLL_SECONDS)
-        finally:
-            progress.stop()
-            for each in running:  # after an error of our own
-                each.process.send_signal(signal.SIGTERM)
-        if preemption.asked is not None:
-            status = INTERRUPTED if preemption.asked == signal.SIGINT else PREEMPTED
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        folder: ComparisonFolder,
+        places: Sequence[Mapping[str, str]],
+        extra: Sequence[str],
+        ended: Callable[[Member], Ended],
+        report: Callable[[], None],
+        console: Console,
+    ) -> None:
+        self.folder, self.places, self.extra, self.ended, self.report = folder, places, extra, ended, report
+        self.console = console
+        self.waiting = [member for member in members if not ended(member).done]
+        self.running: list[Running] = []
+        self.waited_for: set[str] = set()
+        self.progress = Progress(len(members), len(members) - len(self.waiting), console)
+
+    def run(self) -> None:
+        """Returns when all have ended.
+
+        Raises:
+            Preempted: a signal was received, and the members have saved.
+        """
+        asked = None
+        with Preemption() as preemption, self.progress:
+            try:
+                while self.waiting or self.running:
+                    if asked is None and preemption.asked is not None:
+                        asked, self.waiting = preemption.asked, []
+                        self._signal(asked)
+                    changed = self._finish() + self._begin()
+                    self.progress.tell(self.running, changed > 0)
+                    time.sleep(POLL_SECONDS)
+            except BaseException:
+                self._signal(signal.SIGTERM)
+                raise
+        if asked is not None:
+            status = INTERRUPTED if asked == signal.SIGINT else PREEMPTED
             raise Preempted("the members have saved; the same command continues the comparison", status)
 
+    def _signal(self, number: signal.Signals) -> None:
+        for each in self.running:
+            each.process.send_signal(number)
 
-def _occupied(member: Member, waited_for: set[str], console: Console) -> bool:
-    """Whether another process trains a member: a job of an array, or what a killed comparison left, which saves."""
-    occupied = RunFolder(member.config.output).is_occupied()
-    if occupied and member.name not in waited_for:
-        waited_for.add(member.name)
-        console.print(f"{member.name} is being trained by another process; waiting for it", soft_wrap=True)
-    return occupied
+    def _finish(self) -> int:
+        """Note the end of members that have ended; their number."""
+        gone = [each for each in self.running if each.process.poll() is not None]
+        for each in gone:
+            self.running.remove(each)
+            log = self.folder.log(each.member)
+            with open(log, "ab") as file:
+                file.write(f"\n{STATUS} {each.process.returncode}\n".encode())
+            self.progress.done += 1
+            self.progress.trained += 1 - each.began
+            if (failure := self.ended(each.member).failure) is not None:
+                self.console.print(f"{each.member.name} failed: {failure} ({log})", soft_wrap=True)
+            self.report()
+        return len(gone)
 
+    def _begin(self) -> int:
+        """Start members in the places that are free; their number."""
+        free = sorted({*range(len(self.places))} - {each.place for each in self.running})
+        begun = 0
+        for member in list(self.waiting):
+            if begun == len(free):
+                break
+            if self._occupied(member):
+                continue
+            self.waiting.remove(member)
+            if self.ended(member).done:  # by another process, meanwhile
+                self.progress.done += 1
+                continue
+            place, began = free[begun], trained_share(member)
+            environment = {**os.environ, **self.places[place]}
+            process = start((*member.words, *self.extra), environment, self.folder.log(member))
+            self.running.append(Running(member, process, place, began))
+            begun += 1
+        return begun
 
-def _note_end(ended: Running, folder: ComparisonFolder) -> None:
-    with open(folder.log(ended.member), "ab") as file:
-        file.write(f"\n{STATUS} {ended.process.returncode}\n".encode())
-
-
-def _tell_end(member: Member, folder: ComparisonFolder, at: Ended, console: Console) -> None:
-    if at.failure is not None:
-        console.print(f"{member.name} failed: {at.failure} ({folder.log(member)})", soft_wrap=True)
+    def _occupied(self, member: Member) -> bool:
+        """Whether another process trains a member: a job of an array, or what a killed comparison left, which saves."""
+        occupied = RunFolder(member.config.output).is_occupied()
+        if occupied and member.name not in self.waited_for:
+            self.waited_for.add(member.name)
+            self.console.print(f"{member.name} is being trained by another process; waiting for it", soft_wrap=True)
+        return occupied

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from unigrad_fast.benchmarks.harness.processes import require_one_process
 from unigrad_fast.comparison import running, tables
 from unigrad_fast.comparison.figures import Row, ended
 from unigrad_fast.comparison.folder import STATUS, ComparisonFolder
-from unigrad_fast.comparison.members import Asked, Member, written
+from unigrad_fast.comparison.members import Asked, Member, some, written
 from unigrad_fast.comparison.paper_values import TABLES, PaperTable
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.outputs import require_file, require_free
-from unigrad_fast.runtime.process_group import launch_environment
 from unigrad_fast.runtime.processors import compute_threads
 from unigrad_fast.runtime.shell import own, typed
 from unigrad_fast.runtime.wording import count
@@ -64,16 +64,14 @@ class Session:
         Args:
             earlier: the members of the folder's comparison.
         """
-        if launch_environment(os.environ).size > 1:
-            raise UserError("compare starts a process for each member; run it without torchrun, deepspeed or srun")
+        require_one_process("compare", "starts a process for each member")
         data = self.members[0].config.data
         self.folder.require({"data.train": data.train, "data.val": data.val})
         now = {member.name: member for member in self.members}
         if lacking := [member.name for member in earlier or () if member.name not in now]:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise UserError(
-                f"folder = {self.where}: its comparison has {lacking[0]}{more}, which this one lacks; add them, "
-                "or give another folder"
+                f"folder = {self.where}: its comparison has {some(lacking)}, which this one lacks; add what is "
+                "missing, or give another folder"
             )
         whose, problems = f"the comparison in {self.where}", dict[str, None]()
         for before in earlier or ():
@@ -106,13 +104,12 @@ class Session:
             threads = common.get("engine.threads")
             extra = () if threads is None else ("--engine.threads", str(threads))
             self.say(f"{count(len(self.members), 'member')}, {self.jobs} at a time, in {self.where}")
-            running.run(self.members, self.folder, places, extra, self.ended, self.write_files, self.console)
+            running.Runner(self.members, self.folder, places, extra, self.ended, self.write_files, self.console).run()
         self.write_tables()
-        failed = [member.name for member in self.members if self.ended(member).failure is not None]
-        if failed:
+        every = [(member.name, self.ended(member)) for member in self.members]
+        if failed := [name for name, at in every if at.failure is not None or not at.done]:
             raise RunStopped(
-                f"{len(failed)} of {count(len(self.members), 'member')} failed: {', '.join(failed)}; the same command "
-                "tries them again"
+                f"{len(failed)} of {count(len(every), 'member')} failed: {some(failed)}; the same command tries again"
             )
 
     def _places(self) -> list[dict[str, str]]:
@@ -128,7 +125,7 @@ class Session:
     def _threads(self, common: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, int]:
         """The compute threads of all members, which decide rounding: as given, as the comparison began, or that fit."""
         key = "engine.threads"
-        if common.get(key) is not None:
+        if common.get(key) is not None or key in (self.asked.sweep or {}):
             return {}
         if (kept := (before or {}).get(key)) is not None:
             return {key: kept}
@@ -160,12 +157,14 @@ class Session:
     def _title(self, paper: PaperTable | None) -> str:
         """What is compared, and what all members have in common of what matters most."""
         configs = [member.config for member in self.members]
-        common = {
-            f"recipe {self.asked.common['recipe']}" if "recipe" in (self.asked.common or {}) else "": 0,
-            **dict.fromkeys(count(config.schedule.epochs, "epoch") for config in configs),
-            **dict.fromkeys(f"images of {config.data.train}" for config in configs),
-        }
-        return ", ".join([paper.title if paper is not None else self.where.name, *filter(None, common)])
+        recipe = (self.asked.common or {}).get("recipe")
+        epochs = {count(config.schedule.epochs, "epoch") for config in configs}
+        images = {f"images of {config.data.train}" for config in configs}
+        shared = [
+            *([f"recipe {recipe}"] if recipe else []),
+            *(each.pop() for each in (epochs, images) if len(each) == 1),
+        ]
+        return ", ".join([self.where.name if paper is None else paper.title, *shared])
 
     def write_tables(self) -> None:
         """Write and show the tables."""
@@ -211,7 +210,6 @@ def script(members: Sequence[Member], folder: ComparisonFolder) -> str:
 #SBATCH --ntasks=1
 #SBATCH --array=0-{len(members) - 1}
 #SBATCH --output=/dev/null
-#SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@120
 # SLURM's output goes to a log of each member. Two minutes before the time limit a member is asked to save; submit the
 # script again to continue what has not ended.
