@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from unigrad_fast.commands.requirements import require_dali, require_folders
-from unigrad_fast.comparison.members import Asked, as_typed, swept
+from unigrad_fast.comparison.members import Asked, Member, as_typed, swept
 from unigrad_fast.comparison.paper_values import ROWS, TABLES
 from unigrad_fast.objectives.catalogue import methods
 from unigrad_fast.runtime.errors import UserError
@@ -108,20 +108,8 @@ def compare(options: Compare) -> None:
         options = validate(Compare, merge(before, given))
     asked = options.asked()
     members = asked.members(where)
-    told = set[str]()
-    for member in members:
-        try:
-            require_folders(member.config)
-            if member.config.data.val is None:
-                raise UserError(
-                    "data.val = null: a comparison needs labelled validation images; give --data.val IMAGES"
-                )
-            member.config.check_world(1)
-        except UserError as error:
-            told |= set(str(error).split("\n"))
-    if told:
-        raise UserError("\n".join(sorted(told)))
-    require_dali()
+    if not options.tables_only:
+        _require_startable(members)
     earlier = None if before is None else validate(Compare, before).asked().members(where)
     this = session.Session(where, asked, members, options.jobs)
     this.require_same(earlier)
@@ -133,3 +121,21 @@ def compare(options: Compare) -> None:
         this.write_tables()
     else:
         this.train(options.kept, before)
+
+
+def _require_startable(members: Sequence[Member]) -> None:
+    """Raises UserError unless every member could start here."""
+    told = dict[str, None]()
+    for config in (member.config for member in members):
+        try:
+            require_folders(config)
+            config.check_world(1)
+            if config.data.val is None:
+                raise UserError(
+                    "data.val = null: a comparison needs labelled validation images; give --data.val IMAGES"
+                )
+        except UserError as error:
+            told |= dict.fromkeys(str(error).split("\n"))
+    if told:
+        raise UserError("\n".join(told))
+    require_dali()
