@@ -18,10 +18,13 @@ from command_process import CommandProcess
 from comparisons import comparison, start_comparison
 from interrupted_run import DEADLINE, steps_logged
 
+from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import Reader, latest
-from unigrad_fast.comparison import session
+from unigrad_fast.comparison import session, timing
 from unigrad_fast.comparison.folder import ComparisonFolder
 from unigrad_fast.comparison.members import Asked
+from unigrad_fast.config import resolve
+from unigrad_fast.runtime.shell import typed
 
 STEPS = 6
 THREE = ("--methods", "unigrad,moco,byol")
@@ -210,8 +213,6 @@ def test_a_second_comparison_in_a_folder_is_refused(recipe, tmp_path):
     ],
 )
 def test_other_peoples_files_are_not_replaced(name, said, undisturbed, recipe, tmp_path, capsys):
-    from unigrad_fast import cli
-
     content = (undisturbed / NAMES[0] / "config.yaml").read_text() if name == "config.yaml" else "mine"
     (tmp_path / name).write_text(content)
     assert cli.main(["compare", str(tmp_path), "--recipe", str(recipe), *THREE]) == 2
@@ -263,8 +264,6 @@ def test_a_slurm_script_has_an_index_for_each_member_and_logs_its_status(recipe,
 
 
 def test_the_script_is_written_and_nothing_runs(recipe, tmp_path, capsys):
-    from unigrad_fast import cli
-
     words = ["compare", str(tmp_path / "cmp"), "--recipe", str(recipe), *THREE, "--slurm", str(tmp_path / "array.sh")]
     assert cli.main(words) == 0
     assert (tmp_path / "array.sh").read_text().count("command=(") == 3
@@ -289,3 +288,23 @@ def test_a_member_that_another_process_trains_is_waited_for(recipe, undisturbed,
     assert alone.end().returncode == 0 and ended.returncode == 0, ended.stdout + ended.stderr
     assert "unigrad-seed-0 is being trained by another process; waiting for it" in ended.stdout
     require_same(folder, undisturbed, NAMES)
+
+
+def test_a_dry_run_lists_members_commands_and_times_and_writes_nothing(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "seconds", lambda config: 60.0 * config.model.projector.depth)
+    words = ["--recipe", str(recipe), "--sweep.model.projector.depth", "1,3", "--seeds", "0,1", "--dry_run", "true"]
+    assert cli.main(["compare", str(tmp_path / "cmp"), *words]) == 0
+    said = capsys.readouterr().out
+    for member in Asked(
+        sweep={"model.projector.depth": ["1", "3"]}, seeds=(0, 1), common={"recipe": str(recipe)}
+    ).members(tmp_path / "cmp"):
+        assert f"{member.name}: " in said and typed(*member.words) in said
+    assert "depth-1: about 0:01:00 per member" in said and "depth-3: about 0:03:00 per member" in said
+    assert "4 members: about 0:08:00 one after another" in said
+    assert not (tmp_path / "cmp").exists()
+
+
+@pytest.mark.slow  # a fresh interpreter
+def test_the_time_of_a_member_grows_with_its_epochs(recipe):
+    short, long = (resolve(recipe, {"schedule.epochs": epochs}) for epochs in (2, 2000))
+    assert 0 < timing.seconds(short) < timing.seconds(long)
