@@ -31,6 +31,7 @@ LONGEST = (
     "training/test_pretrain.py",
     "training/test_checkpoint.py",
     "benchmarks/test_device_check.py",
+    "comparison/test_compare_running.py",
     "training/test_gate.py",
     "training/test_bad_images_in_training.py",
 )

@@ -27,6 +27,7 @@ FLOORS = (
     ("dry_run",),
     ("planning",),
     ("doctor", "benchmarks"),
+    ("comparison",),
     ("commands",),
     ("cli",),
     ("__main__",),

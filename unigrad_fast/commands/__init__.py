@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unigrad_fast.commands import bench, checkpoint, completion, data, doctor, evaluate, plan, pretrain, weights
+from unigrad_fast.commands import (
+    bench,
+    checkpoint,
+    compare,
+    completion,
+    data,
+    doctor,
+    evaluate,
+    plan,
+    pretrain,
+    weights,
+)
 from unigrad_fast.runtime.validation import Node
 
 COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "pretrain": (pretrain.Pretrain, pretrain.pretrain),
+    "compare": (compare.Compare, compare.compare),
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
     "evaluate linear": (evaluate.EvaluateLinear, evaluate.evaluate_linear),
     "evaluate finetune": (evaluate.EvaluateFinetune, evaluate.evaluate_finetune),

@@ -222,6 +222,21 @@ class RunFolder:
         with suppress(OSError), open(self.log, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(log_line(f"stopped: {said}"))
 
+    def reason_of_stop(self) -> str | None:
+        """Why the last attempt stopped itself; None if it did not."""
+        ended = _ending(self.stopped)
+        return None if ended is None else ended[1]
+
+    def is_occupied(self) -> bool:
+        """Whether a process is training in the folder."""
+        try:
+            with ExitStack() as stack:
+                if self.lock.exists():
+                    stack.enter_context(locked(self.lock, "occupied"))
+        except UserError:
+            return True
+        return False
+
     def complete_checkpoints(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first; copies under other names are ignored."""
         found = self.checkpoints.glob("step-*")
@@ -245,10 +260,30 @@ def log_line(message: str) -> str:
     return f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {message}\n"
 
 
-def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
-    """Makes the folder and locks it until the stack ends; the system releases the lock however this process ends."""
+@contextmanager
+def locked(path: Path, otherwise: str) -> Iterator[None]:
+    """Holds the lock of a file, which is made, while inside; the system releases it however this process ends.
+
+    Raises:
+        UserError: with the text `otherwise`, if another process holds it.
+    """
     import fcntl  # not on every system; the package can be imported without it
 
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(otherwise) from None
+            # A file system without locks: go on without one.
+        yield
+    finally:
+        os.close(lock)
+
+
+def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
+    """Makes the folder and locks it until the stack ends."""
     if not numbered and (problem := RunFolder(wanted).problem()):
         raise UserError(f"output = {wanted}: {problem}")
     absent = [folder for folder in (wanted, *wanted.parents) if not folder.exists()]
@@ -257,27 +292,22 @@ def _occupy(wanted: Path, numbered: bool, stack: ExitStack) -> Path:
     made = [run.path, *(folder for folder in absent if folder != wanted)] if numbered else absent
     if not run.lock.exists():
         made = [run.lock, *made]
-    lock = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(lock)
-            raise UserError(
-                f"output = {run}: another process is training in this folder; end it first, or give another folder"
-            ) from None
-        # A file system without locks: go on without one.
-    stack.callback(_leave, run, lock, made)
+    stack.enter_context(
+        locked(
+            run.lock,
+            f"output = {run}: another process is training in this folder; end it first, or give another folder",
+        )
+    )
+    stack.callback(_leave, run, made)
     return run.path
 
 
-def _leave(run: RunFolder, lock: int, made: list[Path]) -> None:
-    """Unlocks the folder; if nothing was written, removes what was made, innermost first."""
+def _leave(run: RunFolder, made: list[Path]) -> None:
+    """If nothing was written, removes what was made, innermost first; the folder is still locked."""
     if not run.configuration.exists():
         with suppress(OSError):
             for path in made:
                 path.unlink() if path == run.lock else path.rmdir()
-    os.close(lock)
 
 
 def _make_numbered(wanted: Path) -> Path:
