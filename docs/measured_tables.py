@@ -187,6 +187,19 @@ def loader(found: Rows) -> Table:
     return table
 
 
+def sources(found: Rows) -> Table:
+    """A row per source of images."""
+    table = [["source", "batches: images/s", "over files", "bytes alone, µs per image", "time of files over its own"]]
+    for what in ("files", "hf", "parquet", "dataset", "pixels"):
+        ratios = ["", ""]
+        if what != "files":
+            ratios = [spread(one(found, what=f"images/s, {what} / files"))]
+            ratios.append(spread(one(found, what=f"bytes alone, time of files / {what}")))
+        speed, alone = one(found, what=what), one(found, what=f"{what}, bytes alone")
+        table.append([f"`{what}`", f"{speed['median']:,.0f}", ratios[0], f"{alone['median']:,.0f}", ratios[1]])
+    return table
+
+
 def objective(found: Rows) -> Table:
     """A row per width and number of images."""
     table = [
@@ -387,6 +400,7 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "step": step,
     "beside": beside,
     "loader": loader,
+    "sources": sources,
     "objective": objective,
     "small_convolution": small_convolution,
     "dry_step": dry_step,

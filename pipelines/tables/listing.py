@@ -1,10 +1,13 @@
 """Lists the images of a table: from the cache, or by reading its files once."""
 
+import fcntl
 import os
 import shutil
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -13,11 +16,11 @@ from ..files.headers import reason
 from ..files.tar_format import text_of
 from ..files.whole_files import whole
 from ..listing.shards import index_in
-from ..shards.archives import Shards
+from ..shards.archives import Shards, digests_of_ends
 from ..shards.index import Index
 from .columns import choose_columns, labels_of
 from .finding import Tables
-from .rows import NotInPlace, Rows, copied_rows, rows_in_place, schema_of
+from .rows import NotCopied, NotInPlace, Rows, copied_rows, rows_in_place, schema_of
 
 COPY_ENDS = "copy_ends"  # cached digest of the ends of the copy; empty if there is none
 
@@ -85,30 +88,48 @@ def _with_copy(own: Shards, copy: Path) -> Shards:
 
 def _read(tables: Tables, images: str, labels: str | None, copy: Path | None) -> list[Rows]:
     """The rows of every file; the files whose images are compressed share one copy."""
-    found = []
-    with ExitStack() as stack:
-        draft = None
-        for path in tables.paths():
-            try:
-                found.append(rows_in_place(path, tables.is_arrow, images, labels))
-                continue
-            except NotInPlace:
-                pass
-            try:
-                if draft is None:
-                    _announce(tables, copy)
-                    draft = stack.enter_context(whole(copy))
-                found.append(copied_rows(path, tables.is_arrow, images, labels, draft))
-            except OSError as error:
-                raise DataError(f"{copy} cannot be written: {reason(error)}; {_REMEDY}") from error
+    found: list[Rows] = []
+    columns = (tables.is_arrow, images, labels)
+    try:
+        with ExitStack() as stack:
+            file: BinaryIO | None = None
+            for path in tables.paths():
+                try:
+                    found.append(rows_in_place(path, *columns))
+                except NotInPlace:
+                    if file is None:
+                        file = stack.enter_context(_copying(_announced(tables, copy)))
+                    found.append(copied_rows(path, *columns, file))
+    except (OSError, NotCopied) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise DataError(f"{copy} cannot be written: {why}; {_REMEDY}") from error
     return found
+
+
+@contextmanager
+def _copying(copy: Path) -> Iterator[BinaryIO]:
+    """The file of a copy, which takes the place of another one unless that is equal: a run may be reading it."""
+    with open(f"{copy}.lock", "ab") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same copy
+        new = copy.with_name(f"{copy.name}.new")
+        with whole(new) as file:
+            yield file
+        if copy.exists() and len({(each.stat().st_size, _ends(each)) for each in (copy, new)}) == 1:
+            new.unlink()
+        else:
+            os.replace(new, copy)
+
+
+def _ends(file: Path) -> bytes:
+    return digests_of_ends(os.fspath(file.parent), [file.name]).tobytes()
 
 
 _REMEDY = "name a folder with more room in UNIGRAD_CACHE, or save the table without compression"
 
 
-def _announce(tables: Tables, copy: Path | None) -> None:
-    """Says that the images are copied, or raises DataError if they cannot be."""
+def _announced(tables: Tables, copy: Path | None) -> Path:
+    """The path of the copy, which the user is told of. Raises DataError if there is none, or too little room."""
     size = sum(os.path.getsize(path) for path in tables.paths())
     if copy is None:
         raise DataError(f"{tables.source}: is compressed, and there is no folder to copy its images to; {_REMEDY}")
@@ -123,6 +144,7 @@ def _announce(tables: Tables, copy: Path | None) -> None:
         f"{tables.source} is compressed, so its images are copied once, to {copy} ({size / 1e9:.1f} GB or more)",
         stacklevel=4,
     )
+    return copy
 
 
 def _index(tables: Tables, found: list[Rows], names: list[str] | None) -> Index:

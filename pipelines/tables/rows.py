@@ -55,6 +55,10 @@ class NotInPlace(Exception):
     """A file does not hold the bytes of its images as they are."""
 
 
+class NotCopied(Exception):
+    """A copy cannot be written."""
+
+
 @dataclass
 class _Found:
     at: list[np.ndarray] = field(default_factory=list)
@@ -103,20 +107,21 @@ def rows_in_place(path: str, is_arrow: bool, images: str, labels: str | None) ->
     return _arrow_in_place(path, images, labels) if is_arrow else _parquet_in_place(path, images, labels)
 
 
-def copied_rows(path: str, is_arrow: bool, images: str, labels: str | None, copy: BinaryIO) -> Rows:
-    """Writes the images of a file behind each other into a copy, and returns where they are in it."""
-    found = _Found()
-    for chunk in _decoded(path, is_arrow, images, labels):
-        found.add(copy.tell() + np.cumsum(chunk.length) - chunk.length, chunk)
-        for row in range(len(chunk.length)):
-            copy.write(chunk.image(row))
-    return found.rows(is_copied=True)
-
-
 @_intact
-def _decoded(path: str, is_arrow: bool, images: str, labels: str | None) -> Iterator[Chunk]:
+def copied_rows(path: str, is_arrow: bool, images: str, labels: str | None, copy: BinaryIO) -> Rows:
+    """Writes the images of a file behind each other into a copy, and returns where they are in it.
+
+    Raises NotCopied if that cannot be written.
+    """
+    found = _Found()
     batches = _arrow(path) if is_arrow else _parquet(path).iter_batches(_BATCH, columns=_columns(images, labels))
-    return _chunks(path, batches, images, labels)
+    for chunk in _chunks(path, batches, images, labels):
+        found.add(copy.tell() + np.cumsum(chunk.length) - chunk.length, chunk)
+        try:
+            copy.writelines(chunk.image(row) for row in range(len(chunk.length)))
+        except OSError as error:
+            raise NotCopied(reason(error)) from error
+    return found.rows(is_copied=True)
 
 
 def _arrow(path: str) -> "pyarrow.RecordBatchStreamReader":

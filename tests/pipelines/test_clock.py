@@ -17,6 +17,7 @@ from unigrad_fast.pipelines.errors import DataError
 from unigrad_fast.pipelines.reading.damage import Damaged
 from unigrad_fast.pipelines.reading.source import Source
 from unigrad_fast.pipelines.reading.timed import TimedReader
+from unigrad_fast.pipelines.storage import Storage
 
 TIMEOUT = 1.0
 
@@ -37,7 +38,7 @@ class Files:
     """Four images, in place of a manifest; each answers once a file exists."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.sizes, self.index = folder, np.ones((4, 2), np.int32), np.zeros(4)
+        self.folder, self.sizes, self.storage = folder, np.ones((4, 2), np.int32), Storage()
 
     def __len__(self) -> int:
         return 4

@@ -14,6 +14,7 @@ from unigrad_fast.pipelines.reading.attempts import Reading, Turn
 from unigrad_fast.pipelines.reading.damage import Damaged
 from unigrad_fast.pipelines.reading.replacement import BLANK, substitute
 from unigrad_fast.pipelines.reading.source import THREADS, Source
+from unigrad_fast.pipelines.storage import Storage
 
 COUNT = 40
 
@@ -22,7 +23,7 @@ class Files:
     """In place of a manifest: every image is its number, and reading some of them does something else."""
 
     def __init__(self, **odd):
-        self.sizes = np.ones((COUNT, 2), np.int32)
+        self.sizes, self.storage = np.ones((COUNT, 2), np.int32), Storage()
         self.odd = {int(name.removeprefix("image")): act for name, act in odd.items()}
         self.asked = []
 

@@ -1,5 +1,8 @@
 """Images in Arrow and Parquet files: the batches of the same files, and each mistake by name."""
 
+import contextlib
+import errno
+import io
 import json
 import os
 import pickle
@@ -226,6 +229,34 @@ def test_damaged_and_cut_off_tables_are_named(sources, tmp_path):
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(DataError, match=r"\.arrow cannot be read: .*; copy or save the file again"):
         Manifest.open(f"hf:{folder}")
+
+
+def test_damage_in_a_compressed_column_is_named_and_so_is_a_full_disk(sources, tmp_path, monkeypatch):
+    folder = Path(sources["compressed"].removeprefix("parquet:").split(":")[0])
+    content = bytearray((folder / "train-00000-of-00002.parquet").read_bytes())
+    content[1000:9000] = bytes(8000)
+    (tmp_path / "0.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"0\.parquet cannot be read: .*; copy or save the file again"):
+        Manifest.open(tmp_path / "0.parquet")
+
+    class Full(io.BytesIO):
+        def writelines(self, lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(listing, "_copying", lambda copy: contextlib.nullcontext(Full()))
+    with pytest.raises(
+        DataError, match=r"\.images cannot be written: no space left on device; name a folder with more"
+    ):
+        Manifest.open(sources["compressed"], tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:.*is compressed")
+def test_a_copy_that_another_process_made_meanwhile_is_kept(sources, tmp_path, manifest):
+    first = Manifest.open(sources["compressed"], tmp_path)
+    os.unlink(next(tmp_path.glob("*.npz")))  # as a process sees it that began before
+    second = Manifest.open(sources["compressed"], tmp_path)
+    assert first.place(5) == second.place(5) and first.read(5) == manifest.read(5)
+    assert not list(tmp_path.glob("*.new"))
 
 
 def test_files_with_other_columns_are_refused(manifest, tmp_path):
