@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from unigrad_fast.evaluation.unfinished import Series, Unfinished
 from unigrad_fast.images.manifests import evaluated
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.files import write_whole
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
 Row: TypeAlias = "dict[str, Any]"  # seed, rates, accuracy, top5 and number of validation images of one training
@@ -51,7 +53,7 @@ class FewLabels:
     seeds: int
 
 
-def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
+def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written:
     """Print the accuracy of a run's online backbone, fine-tuned on few labels.
 
     Write it to RUN/evaluation/finetune-PROTOCOL-FRACTION-epochE.json, and the sample, if one was drawn, to a list of
@@ -108,12 +110,10 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
         for number, seed in enumerate(about["seeds"], start=len(candidates)):
             seeded = replace(encoder, config=this.config.model_copy(update={"seed": seed}))
             rows.append(_trained(seeded, settings, series, number, this))
-        if this.world.rank != 0:
-            return
         names = few.subset
         if names is None and len(labelled) < len(train):
             names = folder / f"finetune-{fraction:.3g}-{about['sample'][:8]}.txt"
-            write_whole(names, samples.as_list(labelled))
+            on_first(partial(write_whole, names, samples.as_list(labelled)))
             this.say(f"the labelled images are listed in {names}; --subset {names} takes the same ones")
         figures = {key: _over_seeds([row[key] for row in rows]) for key in ("accuracy", "top5")}
         protocol = finetune_protocols.described(few.protocol, fraction, few.changes, few.search)
@@ -123,24 +123,27 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
         )
         name = f"trained encoder, {this.name}"
         print_table(this.console, title, [(name, *(_shown(*each) for each in figures.values()))], 2)
-        written = write_result(
-            folder,
-            stem,
-            {**about, "images": rows[0]["images"]},
-            {
-                **this.paths,
-                "counts": encoder.counts(),
-                "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
-                **{key: mean for key, (mean, _) in figures.items()},
-                "deviation": {key: deviation for key, (_, deviation) in figures.items()},
-                "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
-                "candidates": candidates,
-                "results": rows,
-                "remarks": told,
-            },
+        written = on_first(
+            lambda: write_result(
+                folder,
+                stem,
+                {**about, "images": rows[0]["images"]},
+                {
+                    **this.paths,
+                    "counts": encoder.counts(),
+                    "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
+                    **{key: mean for key, (mean, _) in figures.items()},
+                    "deviation": {key: deviation for key, (_, deviation) in figures.items()},
+                    "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
+                    "candidates": candidates,
+                    "results": rows,
+                    "remarks": told,
+                },
+            )
         )
-        unfinished.delete()
-        this.say(written)
+        on_first(unfinished.delete)
+        this.say(written.line)
+        return written
 
 
 def _positions(encoder: FrozenEncoder, few: FewLabels) -> np.ndarray:

@@ -35,9 +35,10 @@ from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import DataError, UserError
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World
+from unigrad_fast.runtime.process_group import World, on_first
 from unigrad_fast.runtime.processors import compute_threads
 
 SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
@@ -142,7 +143,7 @@ class Opened(FrozenEncoder):
             self.say(line)
 
 
-def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
+def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> Written:
     """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
 
     Args:
@@ -171,8 +172,6 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             for kind, images in this.images().items()
         )
         rows["trained encoder"] = probe.judge(bank, queries)
-        if this.world.rank != 0:
-            return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
         this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
@@ -188,24 +187,27 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
         table[-1] = (f"trained encoder, {this.name}", table[-1][1])
         print_table(this.console, title, table, 1)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
-        written = write_result(
-            folder,
-            this.stem("knn"),
-            {"protocol": PROTOCOL, **this.settings, **settings},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": {name: row.accuracy for name, row in rows.items()},
-                "top5": {name: row.top5 for name, row in rows.items()},
-            },
+        written = on_first(
+            lambda: write_result(
+                folder,
+                this.stem("knn"),
+                {"protocol": PROTOCOL, **this.settings, **settings},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": {name: row.accuracy for name, row in rows.items()},
+                    "top5": {name: row.top5 for name, row in rows.items()},
+                },
+            )
         )
-        this.say(written)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def evaluate_linear(
     run: Path | None, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked
-) -> None:
+) -> Written:
     """Print the accuracy of a linear classifier on a frozen backbone.
 
     Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
@@ -259,8 +261,6 @@ def evaluate_linear(
             done = "the trained classifier is saved; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             judged = judge()
-        if this.world.rank != 0:
-            return
         branch = this.settings["branch"]
         title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
         shown = f"{judged.accuracy:.2f}", "–" if judged.top5 is None else f"{judged.top5:.2f}"
@@ -268,24 +268,27 @@ def evaluate_linear(
         print_table(this.console, title, [row], 2)
         if judged.said:
             this.say(judged.said)
-        written = write_result(
-            folder,
-            stem,
-            {**about, "images": judged.images},
-            {
-                **this.paths,
-                "counts": this.counts(),
-                "accuracy": judged.accuracy,
-                "top5": judged.top5,
-                **judged.figures,
-            },
-            {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
-            classes,
+        written = on_first(
+            lambda: write_result(
+                folder,
+                stem,
+                {**about, "images": judged.images},
+                {
+                    **this.paths,
+                    "counts": this.counts(),
+                    "accuracy": judged.accuracy,
+                    "top5": judged.top5,
+                    **judged.figures,
+                },
+                {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
+                classes,
+            )
         )
         if unfinished is not None:
-            unfinished.delete()
-        this.say(written)
+            on_first(unfinished.delete)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:

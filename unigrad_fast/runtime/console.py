@@ -88,8 +88,18 @@ class _Console(Console):
 
 
 def new_console(**settings: Any) -> Console:
-    """A console that prints text literally, because a folder's name may look like markup or contain control codes."""
-    return _Console(**{"markup": False, "highlight": False, **settings})
+    """A console that prints text literally, because a folder's name may look like markup or contain control codes.
+
+    In a notebook it prints text, too, so that a cell's output is one piece.
+    """
+    return _Console(**{"markup": False, "highlight": False, "force_jupyter": False, **settings})
+
+
+def in_notebook() -> bool:
+    """Whether this process computes the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
 
 
 def table_of_figures(*headers: str, **style: object) -> Table:
