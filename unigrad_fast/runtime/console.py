@@ -90,9 +90,11 @@ class _Console(Console):
 def new_console(**settings: Any) -> Console:
     """A console that prints text literally, because a folder's name may look like markup or contain control codes.
 
-    In a notebook it prints text, too, so that a cell's output is one piece.
+    In a notebook it prints plain text, so that the output of a cell is one piece.
     """
-    return _Console(**{"markup": False, "highlight": False, "force_jupyter": False, **settings})
+    # A notebook says that its output is a terminal, but shows no bar that moves.
+    place = {"force_jupyter": False, "force_terminal": False} if in_notebook() else {}
+    return _Console(**{"markup": False, "highlight": False, **place, **settings})
 
 
 def in_notebook() -> bool:

@@ -186,8 +186,7 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
         RunStopped: every step was dropped.
     """
     skipped = trainer.gate.check(trainer.total_steps)
-    if trainer.world.rank == 0:
-        show_end(trainer, telemetry, probe, skipped)
+    on_first(lambda: show_end(trainer, telemetry, probe, skipped))  # all ranks end with a finished folder
     if skipped == trainer.total_steps:
         raise RunStopped(
             f"all {count(skipped, 'step')} had NaN or infinite values and were dropped, so the encoder is untrained; "
