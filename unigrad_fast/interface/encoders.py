@@ -58,6 +58,10 @@ class ImageEncoder(nn.Module):
         for name, value in (("mean", MEAN), ("deviation", DEVIATION)):
             self.register_buffer(name, torch.tensor(value).view(3, 1, 1), persistent=False)
 
+    def __call__(self, images: Images) -> Tensor:
+        """As `forward`, with the hooks of the module."""
+        return super().__call__(images)
+
     def forward(self, images: Images) -> Tensor:
         """The features of images, fp32 [N, D] on the encoder's device.
 
@@ -137,7 +141,8 @@ def load_encoder(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     encoder = build_encoder(found.config.model, found.config.seed, place)
     found.load(encoder.backbone)
-    network, width = encoder.backbone, encoder.backbone.feature_dim
+    network: nn.Module = encoder.backbone
+    width: Any = encoder.backbone.feature_dim
     if output == "embedding":
         fill(encoder.projector, _projector(found), found.path)
         network, width = nn.Sequential(encoder.backbone, encoder.projector), found.config.model.projector.width

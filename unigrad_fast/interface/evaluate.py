@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from unigrad_fast.commands import COMMANDS
 from unigrad_fast.interface.calls import Function, function_of
+from unigrad_fast.interface.results import Result, Table
 
 __all__ = [name.removeprefix("evaluate ") for name in COMMANDS if name.startswith("evaluate ")]
 globals().update({name: function_of(f"evaluate {name}") for name in __all__})
 
 
-def __getattr__(name: str) -> Function[Any]:
-    raise AttributeError(f"evaluate.{name}: no such evaluation; there are {', '.join(__all__)}")
+if TYPE_CHECKING:
+    list: Function[Table]
+
+    def __getattr__(name: str) -> Function[Result]: ...
+else:
+
+    def __getattr__(name):
+        raise AttributeError(f"evaluate.{name}: no such evaluation; there are {', '.join(__all__)}")
