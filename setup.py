@@ -62,7 +62,8 @@ setup(
             "scikit-learn>=1.4",  # the nearest neighbours that ours are compared with
             "torchmetrics>=1.4",  # accuracies that ours are compared with
             "scipy>=1.11",  # the Beta distribution that CutMix is compared with
-            "datasets>=3",  # the folders and Parquet files that the loader reads
+            "datasets>=3",  # writes the folders and Parquet files that the loader reads
+            "lightning>=2.4",  # one of examples/pieces
             "nbclient>=0.10",  # runs the notebook of examples/
             "ipykernel>=6.29",
             "setuptools>=77",  # builds the wheel that the packaging tests look into
@@ -73,11 +74,10 @@ setup(
             "mkdocstrings[python]>=0.30",
             "ruff>=0.9",  # breaks long signatures of the reference
         ],
-        "parquet": ["pyarrow>=15"],  # Parquet files of images, and `evaluate features --output F.parquet`
-        "huggingface": ["datasets>=3"],  # images of `datasets` folders, `data.train hf:PATH`
+        "parquet": ["pyarrow>=15"],  # images in `hf:` and `parquet:`, and `evaluate features --output F.parquet`
         "notebook": ["nbclient>=0.10", "ipykernel>=6.29"],
         "umap": ["umap-learn>=0.5"],  # `evaluate map --method umap`
-        "lightning": ["lightning>=2.4"],  # for the test of the example in docs/methods.md, which is skipped without it
+        "lightning": ["lightning>=2.4"],  # examples/pieces/lightning_module.py
     },
     entry_points={"console_scripts": ["unigrad-fast = unigrad_fast.__main__:main"]},
 )

@@ -5,8 +5,8 @@
     n, mean and Σ (y − mean)² per group and channel             epilogue
 
 x is read once and y is written once. Separate kernels would also read and write x′, and read y for its statistics. A
-program computes one tile of y; the statistics of tiles are merged like those of chunks in `batch_norm`. Programs that
-need the same rows of x run at the same time, so that all but the first find them in the cache.
+program computes one tile of y; the statistics of tiles are merged like those of chunks, by `batch_norm_merges`.
+Programs that need the same rows of x run at the same time, so that all but the first find them in the cache.
 
 Shape suffixes: G groups, C channels of y, K channels of x, S = 2C + 1 statistics.
 """
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm import dense, factors, finish_statistics, rows_in, tickets_for
+from .batch_norm import dense, factors, rows_in
+from .batch_norm_merges import finish_statistics, tickets_for
 from .dispatch import precision_of
 from .heuristics import norm_product_on, tiled
 

@@ -1,11 +1,14 @@
-"""JPEG files on disk to augmented views on the device.
+"""Images, in files or in memory, to augmented views on the device.
 
     listing images           manifest, with the modules of listing, which cache results
     images of a step         order, and parameters for their augmentation, both from the random bits of philox
     reading                  reading, apart in another process; damage finds unusable images, replacement others
     decoding, augmenting     stream runs a DALI graph, on a CPU followed by cpu_views; cutmix mixes; presets
     batches                  loader, evaluation_loader; shortened prints them
+    where images are         storage; spelling has the prefixes of sources
     tar shards               shards, which reads, packs and verifies them
+    Arrow and Parquet        tables, which finds the images in them
+    Datasets                 items, which turns what they return into encoded bytes
     checking every image     scan
     files on the disk        files
     time-outs                clock, which notices that the process was suspended

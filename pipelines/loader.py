@@ -160,7 +160,7 @@ class Loader:
         self.cutmix, self.growth, self.photometric = cutmix, growth, photometric
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.device_id = device_number(device)
-        self.apart = self.device_id is not None  # read in another process
+        self.apart = self.device_id is not None and manifest.storage.on_disk  # read in another process
         self.hw_decoder_load = hw_decoder_load
         self.threads = thread_count(threads)
         self.prefetch, self.timeout, self.outlasts = prefetch, timeout, outlasts

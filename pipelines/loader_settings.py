@@ -38,7 +38,9 @@ def check_types(manifest: object, **integers: object) -> None:
     if not isinstance(manifest, Manifest):
         root = getattr(manifest, "root", None)  # torchvision's data sets have one
         folder = repr(str(root)) if isinstance(root, (str, PathLike)) else "FOLDER"
-        raise DataError(f"a {type(manifest).__name__} is not a Manifest; use Manifest.from_folder({folder})")
+        is_dataset = hasattr(manifest, "__getitem__") and root is None and not isinstance(manifest, (str, PathLike))
+        use = "open(DATASET)" if is_dataset else f"from_folder({folder})"
+        raise DataError(f"a {type(manifest).__name__} is not a Manifest; use Manifest.{use}")
     for name, value in integers.items():
         if not isinstance(value, Integral):
             raise DataError(f"{name} {value!r} is not an integer; use an int")

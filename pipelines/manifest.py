@@ -4,17 +4,18 @@ Names are relative to the root and concatenated in one array of bytes; a million
 """
 
 import contextlib
-import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from . import items
 from .errors import DataError
-from .files.headers import EXTENSIONS, read_size, reason, size_in
-from .files.places import Place, read_place
+from .files.headers import EXTENSIONS, reason
+from .files.places import Place
 from .files.slow_storage import CHUNK, file_states, spread
 from .listing.cache import cache_file, digest, fits, recall, remember, sizes_in
 from .listing.folders import holds_images, list_folder
@@ -22,9 +23,11 @@ from .listing.labels import number_labels
 from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
 from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
-from .shards.index import Index
-
-_HEAD = 1 << 16  # bytes to read of an image in a shard for its header; if they do not suffice, all are read
+from .spelling import DATASET, HUGGING_FACE, PARQUET, absolute_source, kind_of
+from .storage import Files, Ranges, Storage, names_at
+from .tables.finding import ENDING as PARQUET_ENDING
+from .tables.finding import Tables, find_hugging_face, find_parquet
+from .tables.listing import list_tables
 
 
 def _absolute(path: str | os.PathLike) -> str:
@@ -33,19 +36,19 @@ def _absolute(path: str | os.PathLike) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """The images of a folder, a list or tar shards, in a fixed order.
+    """The images of a folder, a list, tar shards, tables or a Dataset, in a fixed order.
 
     Attributes:
         root: the folder that names are relative to.
         names: uint8, all names, relative to the root and concatenated.
         offsets: int64 [n + 1], where each name starts in `names`.
         sizes: int32 [n, 2], width and height from the file's header; 0, 0 if it cannot be read, which the next
-            start tries again; -1, -1 for images that were found unusable.
+            start tries again; -1, -1 for images that were found unusable. Of a Dataset 0, 0 until an item is read.
         labels: int64 [n] positions in `classes`, or None without labels.
         classes: names of the classes: names of folders and other texts are sorted, integer labels are in order.
         fingerprint: hex digest of all names, file sizes and modification times, and of the ends of shards.
         lengths: int64 [n], size of each encoded image, bytes; -1 for a file that is gone.
-        index: positions of the images in shards; None for files.
+        storage: where the images are.
     """
 
     root: str
@@ -56,28 +59,31 @@ class Manifest:
     classes: list[str] = field(repr=False)
     fingerprint: str
     lengths: np.ndarray = field(repr=False)
-    index: Index | None = field(default=None, repr=False)
-    shards: Shards | None = field(default=None, repr=False)
+    storage: Storage = field(repr=False)
     _store: Path | None = field(default=None, repr=False)
     _marked: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # sizes of unusable images
-    _kept: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # other cached arrays
 
     @classmethod
-    def open(cls, path: str | os.PathLike, cache: str | os.PathLike | None = None) -> "Manifest":
-        """Lists the images at a path: a folder, a text file with a list, or tar shards.
+    def open(cls, source: Any, cache: str | os.PathLike | None = None) -> "Manifest":
+        """Lists the images of a source: a path or what `spelling.py` lists, as text; or a Dataset.
 
-        A folder with .tar files and no images holds shards. Image sizes, and for shards the index, are read from the
-        headers and cached until a name, size or modification time, or an end of a shard, changes.
+        A folder with .tar files and no images holds shards. Image sizes, and for shards and tables the index, are read
+        from the headers and cached until a name, size or modification time, or an end of a shard, changes.
 
         Args:
-            path: as in `from_folder`, `from_list` or `from_shards`.
+            source: as in `from_folder`, `from_list`, `from_shards`, `from_hugging_face` (behind `hf:`), `from_parquet`
+                (behind `parquet:`) or `from_dataset`.
             cache: folder of the cache; None for `$UNIGRAD_CACHE`, or `~/.cache/unigrad-fast`. If it cannot be
                 written, nothing is cached.
 
         Raises:
             DataError: the path does not exist, has a mistake, or holds no image that can be read.
         """
-        source = _absolute(path)
+        if not isinstance(source, (str, os.PathLike)):
+            return cls.from_dataset(source)
+        kind, source = kind_of(absolute_source(source))
+        if kind:
+            return _OPENERS[kind](source, cache)
         if os.path.isdir(source):
             is_shards = tar_files(source) and not holds_images(source)
             return cls.from_shards(source, cache) if is_shards else cls.from_folder(source, cache)
@@ -85,6 +91,8 @@ class Manifest:
             raise DataError(f"{source} does not exist; give a folder of images, a list of them, or .tar shards")
         if source.lower().endswith(EXTENSIONS):
             raise DataError(f"{source} is an image; give the folder that holds the images, or a list of them")
+        if source.lower().endswith(PARQUET_ENDING):
+            return cls.from_parquet(source, cache)
         is_tar = source.lower().endswith((ENDING, *COMPRESSED))
         return cls.from_shards(source, cache) if is_tar else cls.from_list(source, cache)
 
@@ -162,8 +170,90 @@ class Manifest:
         fingerprint = digest(names, shards.states, shards.ends)
         store = cache_file(source, cache)
         index, content, known = list_shards(source, shards, recall(store, fingerprint))
+        kept = {LEFT_OUT: content[LEFT_OUT]}
+        return cls._of_ranges(Ranges(shards, index, kept), fingerprint, store, content, changed=not known)
+
+    @classmethod
+    def from_hugging_face(cls, rest: str, cache: str | os.PathLike | None = None) -> "Manifest":
+        """Reads what `datasets` saved with `save_to_disk`, or a folder of Parquet files as on Hugging Face's hub.
+
+        Encoded images are read as they are, without `datasets`. Their order is that of the rows; classes are those of
+        the ClassLabel.
+
+        Args:
+            rest: PATH[:SPLIT[:IMAGES[:LABELS]]], where IMAGES and LABELS are names of columns.
+            cache: as in `open`; images that are compressed are copied there once.
+
+        Raises:
+            DataError: pyarrow is not installed; the folder, the split or a column does not exist, or there are several;
+                or a file is damaged.
+        """
+        return cls._of_tables(f"{HUGGING_FACE}:{rest}", find_hugging_face(rest), cache)
+
+    @classmethod
+    def from_parquet(cls, rest: str, cache: str | os.PathLike | None = None) -> "Manifest":
+        """Reads a Parquet file, or a folder of them, with a column of encoded images.
+
+        Args:
+            rest: PATH[:IMAGES[:LABELS]], where IMAGES and LABELS are names of columns.
+            cache: as in `open`; images that are compressed are copied there once.
+
+        Raises:
+            DataError: as `from_hugging_face`.
+        """
+        return cls._of_tables(f"{PARQUET}:{rest}", find_parquet(rest), cache)
+
+    @classmethod
+    def from_dataset(cls, dataset: Any) -> "Manifest":
+        """Takes the images of a Dataset in this process: anything with a length and `dataset[i]`.
+
+        Items are as `items.py` describes them. They are read by several threads at once, when a batch needs them; only
+        `items.SAMPLED` evenly spaced ones are read now, whose digest and number are the fingerprint. Nothing is cached.
+
+        Raises:
+            DataError: as `items.give`.
+        """
+        return cls._of_items(items.give(dataset).removeprefix(f"{DATASET}:"))
+
+    @classmethod
+    def _of_items(cls, rest: str, cache: str | os.PathLike | None = None) -> "Manifest":
+        source = f"{DATASET}:{rest}"
+        dataset = items.given(source)
+        count = len(dataset)
+        if not (mean := items.mean_bytes(source)):
+            raise DataError(f"{source}: none of {items.SAMPLED} evenly spaced items can be read; repair the Dataset")
+        labels, classes = items.labels_of(dataset)
+        names = [b"%07d" % place for place in range(count)]
+        return cls(
+            root=source,
+            names=np.frombuffer(b"".join(names), np.uint8),
+            offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, count))]),
+            sizes=np.zeros((count, 2), np.int32),
+            labels=labels,
+            classes=classes,
+            fingerprint=digest(source.encode(), b"" if labels is None else labels, "\0".join(classes).encode()),
+            lengths=np.full(count, mean),
+            storage=items.Items(source, np.arange(count)),
+        )
+
+    @classmethod
+    def _of_tables(cls, source: str, tables: Tables, cache: str | os.PathLike | None) -> "Manifest":
+        files = Shards.of(tables.root, tables.files)
+        named = "\0".join([*tables.files, tables.images, tables.labels]).encode("utf-8", "surrogateescape")
+        fingerprint = digest(named, files.states, files.ends)
+        store = cache_file(source, cache)
+        content = recall(store, fingerprint)
+        index, shards, kept, known = list_tables(tables, files, content, store)
+        ranges = Ranges(shards, index, kept)
+        return cls._of_ranges(ranges, fingerprint, store, content if known else {}, changed=not known)
+
+    @classmethod
+    def _of_ranges(
+        cls, storage: Ranges, fingerprint: str, store: Path | None, content: dict[str, np.ndarray], changed: bool
+    ) -> "Manifest":
+        index = storage.index
         manifest = cls(
-            root=shards.root,
+            root=storage.shards.root,
             names=index.names,
             offsets=index.offsets,
             sizes=sizes_in(content, len(index.shard)),
@@ -171,12 +261,10 @@ class Manifest:
             classes=index.classes.tolist(),
             fingerprint=fingerprint,
             lengths=index.length,
-            index=index,
-            shards=shards,
+            storage=storage,
             _store=store,
-            _kept={LEFT_OUT: content[LEFT_OUT]},
         )
-        return manifest._ready(content, changed=not known)
+        return manifest._ready(content, changed)
 
     @classmethod
     def _of_files(
@@ -200,15 +288,16 @@ class Manifest:
         content = recall(store, fingerprint)
         if not fits(content, len(names)):
             content = {}
+        names_and_offsets = np.frombuffer(joined, np.uint8), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         manifest = cls(
-            root=root,
-            names=np.frombuffer(joined, np.uint8),
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+            root,
+            *names_and_offsets,
             sizes=sizes_in(content, len(names)),
             labels=labels,
             classes=classes,
             fingerprint=fingerprint,
             lengths=states[:, 0].copy(),
+            storage=Files(root, *names_and_offsets),
             _store=store,
         )
         return manifest._ready(content)
@@ -219,7 +308,7 @@ class Manifest:
         if self._read_missing_sizes() or changed:
             self._remember()
         if not (self.sizes > 0).any():
-            where = self.root if self.shards is None else self.shards.path(0)
+            where = self.root if isinstance(self.storage, Files) else os.fsdecode(self.storage.file(0))
             raise DataError(f"none of the {len(self)} images in {where} can be read; {self.complaint(0)}")
         return self
 
@@ -250,29 +339,37 @@ class Manifest:
         """Path of one image; `SHARD/MEMBER` in a shard."""
         return os.fsdecode(self.path_bytes(index))
 
-    def read(self, index: int) -> bytes:
-        """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes."""
-        return read_place(self.place(index))
+    def read(self, index: int) -> bytes | memoryview:
+        """The encoded image. Raises OSError if it cannot be read. Safe in threads and forked processes.
+
+        The size of an item of a Dataset is known from here on. Raises DataError if it has changed.
+        """
+        index = range(len(self))[index]
+        data = self.storage.read(index)
+        if not self.storage.on_disk:
+            self._learn(index, items.size_of(data))
+        return data
+
+    def _learn(self, index: int, size: tuple[int, int]) -> None:
+        known = tuple(self.sizes[index].tolist())
+        if known not in ((0, 0), size):
+            raise DataError(
+                f"{self.path(index)}: had {known[0]}x{known[1]} pixels and has {size[0]}x{size[1]}; an item must be "
+                "the same each time: remove random transforms from the Dataset"
+            )
+        self.sizes[index] = size
 
     def place(self, index: int) -> Place:
         """Where the encoded image is, for `read_place`."""
-        if self.index is None or self.shards is None:
-            return self.path_bytes(index)
-        index = range(len(self))[index]
-        shard, at, length = (int(values[index]) for values in (self.index.shard, self.index.at, self.index.length))
-        return (*self.shards.place(shard), at, length)
+        return self.storage.place(range(len(self))[index])
 
     def state(self, index: int) -> tuple[int, int]:
         """Current bytes and modification time in ns of an image's file or shard. Raises OSError if it is gone."""
-        if self.index is None or self.shards is None:
-            found = os.stat(self.path_bytes(index))
-        else:
-            found = os.stat(self.shards.path(self.index.shard[index]))
-        return found.st_size, found.st_mtime_ns
+        return self.storage.state(range(len(self))[index])
 
     def unreadable(self) -> np.ndarray:
         """Positions (int64) of images whose header could not be read or that were found unusable."""
-        return np.flatnonzero(self.sizes[:, 0] <= 0)
+        return np.flatnonzero(self.sizes[:, 0] <= 0) if self.storage.on_disk else np.zeros(0, np.int64)
 
     def mark_unusable(self, positions: Iterable[int]) -> None:
         """Sets sizes to -1, -1, and caches that until the fingerprint changes."""
@@ -283,8 +380,8 @@ class Manifest:
         self._remember()
 
     def header_sizes(self) -> np.ndarray:
-        """Sizes (int32 [n, 2]) from the headers, including images that were found unusable."""
-        sizes = self.sizes.copy()
+        """Sizes (int32 [n, 2]) from the headers, including images that were found unusable; 0 for a Dataset."""
+        sizes = self.sizes.copy() if self.storage.on_disk else np.zeros_like(self.sizes)
         for position, size in self._marked.items():
             sizes[position] = size
         return sizes
@@ -294,19 +391,10 @@ class Manifest:
         if self.sizes[index, 0] < 0:
             return f"{self.path(index)}: a scan found it unusable"
         try:
-            self._read_size(index)
+            self.storage.size(index)
         except OSError as error:
             return f"{self.path(index)}: {reason(error)}"
         return f"{self.path(index)}: it has changed since it was listed"
-
-    def _read_size(self, index: int) -> tuple[int, int]:
-        if self.index is None:
-            return read_size(self.path_bytes(index))
-        *shard, at, length = self.place(index)
-        head = read_place((*shard, at, min(_HEAD, length)))
-        with contextlib.suppress(OSError):
-            return size_in(io.BytesIO(head))
-        return size_in(io.BytesIO(self.read(index)))
 
     def _read_missing_sizes(self) -> int:
         """Reads the headers of images without a size, and returns how many sizes it found."""
@@ -315,7 +403,7 @@ class Manifest:
         def read(start: int) -> None:
             for index in missing[start : start + CHUNK].tolist():
                 with contextlib.suppress(OSError):
-                    self.sizes[index] = self._read_size(index)
+                    self.sizes[index] = self.storage.size(index)
 
         spread(read, range(0, len(missing), CHUNK))
         return int((self.sizes[missing, 0] > 0).sum())
@@ -327,15 +415,20 @@ class Manifest:
             self.sizes[position] = -1
 
     def _remember(self) -> None:
-        arrays = {} if self.index is None else vars(self.index)
         remember(
             self._store,
             fingerprint=self.fingerprint,
             sizes=self.header_sizes(),
             unusable=np.array(sorted(self._marked), np.int64),
-            **self._kept,
-            **arrays,
+            **self.storage.cached(),
         )
+
+
+_OPENERS = {
+    HUGGING_FACE: Manifest.from_hugging_face,
+    PARQUET: Manifest.from_parquet,
+    DATASET: Manifest._of_items,
+}
 
 
 def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes: list[str]) -> Manifest:
@@ -347,15 +440,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         labels: int64 [n], positions in `classes`.
         classes: names of the classes.
     """
-    lengths = np.diff(manifest.offsets)[positions]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    names = manifest.names[np.repeat(manifest.offsets[positions] - offsets[:-1], lengths) + np.arange(offsets[-1])]
-    index = manifest.index
-    if index is not None:
-        at = {key: getattr(index, key)[positions] for key in ("shard", "at", "length")}
-        index = replace(
-            index, names=names, offsets=offsets, labels=labels, classes=np.array(classes, dtype=np.str_), **at
-        )
+    names, offsets = names_at(manifest.names, manifest.offsets, positions)
     place = {position: number for number, position in enumerate(positions.tolist())}
     return replace(
         manifest,
@@ -365,7 +450,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         lengths=manifest.lengths[positions],
         labels=labels,
         classes=classes,
-        index=index,
+        storage=manifest.storage.part(positions),
         _store=None,
         _marked={place[position]: size for position, size in manifest._marked.items() if position in place},
     )

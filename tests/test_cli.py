@@ -319,7 +319,7 @@ def test_errors_of_other_ranks_name_the_rank(capsys, monkeypatch):
 def test_evaluate_knn_calls_the_evaluation(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     calls = []
-    monkeypatch.setattr("unigrad_fast.evaluation.runs.evaluate_knn", lambda *given: calls.append(given))
+    monkeypatch.setattr("unigrad_fast.evaluation.knn_run.evaluate_knn", lambda *given: calls.append(given))
     assert cli.main(["evaluate", "knn", str(tmp_path), "--baselines", "true"]) == 0
     asked = ["--checkpoint", "30", "--k", "5", "--temperature", "0.2", "--data.val", "/v"]
     assert cli.main(["evaluate", "knn", str(tmp_path), *asked]) == 0

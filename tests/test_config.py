@@ -639,7 +639,7 @@ OF_AN_EVALUATION = {
 }
 OF_ANOTHER_MACHINE = {
     *{"data.decode", "data.threads", "data.read_threads", "data.read_ahead", "data.read_timeout"},
-    *{"data.max_bad_fraction", "evaluation.batch_size", "engine.device"},
+    *{"data.max_bad_fraction", "evaluation.batch_size", "engine.device", "engine.zero_stage"},
 }
 
 

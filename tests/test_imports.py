@@ -32,7 +32,7 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-THIRD_PARTIES = {"kernels": {"torch", "triton"}, "pipelines": {"numpy", "torch", "nvidia", "PIL"}}
+THIRD_PARTIES = {"kernels": {"torch", "triton"}, "pipelines": {"numpy", "torch", "nvidia", "PIL", "pyarrow"}}
 
 
 def name_of(path: Path) -> str:

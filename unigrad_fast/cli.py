@@ -1,7 +1,7 @@
 """The command `unigrad-fast`: finds the sub-command, checks its arguments, and turns errors into an exit status.
 
-Exit status: 0 done, 1 a bug (with a traceback), 2 wrong input, 3 the run stopped itself, 75 preempted after saving,
-130 Ctrl-C, also after saving if there is something to save. It does not depend on whether standard output is read.
+Exit status: 0 done, 1 a bug (with a traceback), 2 wrong input, 3 the run stopped itself, 75 preempted, 130 Ctrl-C, both
+after saving if there is something to save. It does not depend on whether standard output is read.
 """
 
 from __future__ import annotations

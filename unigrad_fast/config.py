@@ -23,7 +23,7 @@ from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.trees import BARE, merge, nested, parse_arguments
-from unigrad_fast.runtime.validation import AbsolutePath, Node, group, leaves, shown, validate
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node, group, leaves, shown, validate
 from unigrad_fast.runtime.wording import count
 
 
@@ -99,9 +99,10 @@ class Progressive(Node):
 
 
 class Data(Node):
-    train: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
-    """Training images: a tree CLASS/*.jpg, a flat folder, a text file that lists them, or .tar shards."""
-    val: Annotated[AbsolutePath | None, RANK | JUDGMENT] = None
+    train: Annotated[ImageSource | None, RANK | JUDGMENT] = None
+    """Training images: a tree CLASS/*.jpg, a flat folder, a text file that lists them, .tar shards, a .parquet file,
+    hf:FOLDER[:SPLIT[:IMAGES[:LABELS]]] of Hugging Face `datasets`, or parquet:FOLDER[:IMAGES[:LABELS]]."""
+    val: Annotated[ImageSource | None, RANK | JUDGMENT] = None
     """Labelled validation images for kNN, given like data.train; null turns evaluation off."""
     preset: Literal["simsiam", "byol", "dino", "swav", "multicrop"] = "simsiam"
     """Augmentation preset, see `unigrad-fast data presets` (paper: as in SimSiam; multicrop adds local crops)."""
@@ -240,7 +241,7 @@ class Engine(Node):
     """Compute threads of a rank, which decide rounding; null fits a new run's to the free cores, and is kept in it."""
     timeout: Annotated[float, MACHINE] = Field(default=10.0, ge=0.01, le=1440)
     """Minutes that ranks wait for a slow or lost rank in a step before they stop and name it (10: NCCL's default)."""
-    zero_stage: Annotated[int, MACHINE] = Field(default=0, ge=0, le=2)
+    zero_stage: Annotated[int, LOCAL] = Field(default=0, ge=0, le=2)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards momentum and master weights over the ranks, 2 gradients too."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], JUDGMENT] = "auto"
     """Precision of the networks; auto is bf16 where the hardware has it, else fp16 on a GPU and fp32 on a CPU."""

@@ -19,6 +19,8 @@ exactly the images taken. The wall clock starts when the batches already in the 
 in a fresh process of ours, after each epoch over a small manifest in small batches: DALI's buffers grow to the largest
 image seen at each position in a batch, which takes long with large batches and would look like a leak.
 
+With `--source`, sources of images are compared instead, in `loader_sources.py`.
+
 The images are files in a temporary folder, in the page cache before measuring starts. Rows are appended to
 OUTPUT/loader.jsonl.
 """
@@ -41,6 +43,7 @@ from rich.console import Console
 from unigrad_fast.benchmarks.harness.images import ENTRIES, find_images, link_images, spread_evenly
 from unigrad_fast.benchmarks.harness.record import append, make_folder
 from unigrad_fast.benchmarks.harness.turns import median_and_range, ratio_row, spread
+from unigrad_fast.benchmarks.measures import loader_sources
 from unigrad_fast.benchmarks.measures.loader_blocks import Block, measure, measure_memory
 from unigrad_fast.benchmarks.peers.loader import DALI, OURS, PILLOW, QUEUE, TORCHVISION, Setting
 from unigrad_fast.pipelines import preset_views
@@ -116,6 +119,7 @@ def main(
     rounds: int,
     steps: int,
     epochs: int,
+    source: tuple[str, ...],
     output: Path,
 ) -> None:
     """Measure, print the tables and append the rows, with the options of `unigrad-fast bench loader`.
@@ -129,6 +133,11 @@ def main(
     presets = {name: preset_views(name, image_size) for name in ([preset] if preset else PRESETS)}
     threads = threads or len(os.sched_getaffinity(0))
     steps = -(-steps // threads) * threads
+    if source:
+        chosen = preset or PRESETS[0]
+        options = (photographs, chosen, device, batch_size, image_size, threads, rounds, steps, output, versions)
+        loader_sources.main(source, *options)
+        return
     make_folder(output)
     console = new_console()
     if photographs is None:

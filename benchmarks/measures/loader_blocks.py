@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from unigrad_fast.benchmarks.harness.memory import give_back_free_memory, process_bytes
 from unigrad_fast.benchmarks.harness.processes import cpu_seconds, in_processes, rest
 from unigrad_fast.benchmarks.harness.turns import seconds, take_turns
-from unigrad_fast.benchmarks.peers.loader import VARIANTS, Setting
+from unigrad_fast.benchmarks.peers.loader import NAMED, Batches, Setting
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Block:
 class LoaderWorker:
     """A variant in its own process."""
 
-    def __init__(self, what: str, setting: Setting):
+    def __init__(self, variant: Callable[[Setting], Batches], setting: Setting):
         self.setting = setting
-        self.batches = VARIANTS[what](setting)
+        self.batches = variant(setting)
         next(self.batches)
         rest()
 
@@ -48,10 +48,17 @@ class LoaderWorker:
         self.batches.close()
 
 
-def measure(setting: Setting, rounds: int, steps: int, report: Callable[[str], None]) -> dict[str, list[Block]]:
+def measure(
+    setting: Setting,
+    rounds: int,
+    steps: int,
+    report: Callable[[str], None],
+    variants: Mapping[str, Callable[[Setting], Batches]] = NAMED,
+) -> dict[str, list[Block]]:
     """The blocks of every variant, one per round."""
     report("starting")
-    with in_processes({what: partial(LoaderWorker, what, setting) for what in VARIANTS}, new_process) as blocks:
+    made = {what: partial(LoaderWorker, variant, setting) for what, variant in variants.items()}
+    with in_processes(made, new_process) as blocks:
         return take_turns({what: partial(block, steps) for what, block in blocks.items()}, rounds, report=report)
 
 

@@ -183,3 +183,10 @@ TORCHVISION: dict[str, Callable[[Setting], Batches]] = {
     "torchvision v2, tensors": partial(torchvision, v2, read_tensor, blur_tensor, [TO_FLOAT]),
 }
 VARIANTS = {OURS: ours, **TORCHVISION, DALI: dali_decoding, PILLOW: pillow_decoding}
+
+
+def variant(what: str, setting: Setting) -> Batches:
+    return VARIANTS[what](setting)
+
+
+NAMED: dict[str, Callable[[Setting], Batches]] = {what: partial(variant, what) for what in VARIANTS}

@@ -11,6 +11,8 @@ from . import marks
 from .classes import classes_of, is_left_alone
 from .left_out import ending, ignored, runs_ignored, tell
 
+TABLES = {b".arrow", b".parquet"}
+
 
 def list_folder(root: str) -> tuple[list[str], list[int], list[bytes]]:
     """Class names (none for a flat folder), images of each, and all names by class; warns of what is ignored."""
@@ -115,6 +117,8 @@ def _no_image(root: str, others: Counter[bytes]) -> str:
     if not others:
         return f"{root} holds no files; {wanted}"
     kinds = ", ".join(os.fsdecode(kind) or "no extension" for kind, _ in others.most_common(3))
+    if others.keys() & TABLES:
+        wanted = f"give hf:{root} if `datasets` saved it or it is of the hub, or parquet:{root}"
     return f"{root} holds no images, only {others.total()} other files ({kinds}); {wanted}"
 
 

@@ -49,7 +49,7 @@ def list_shards(
     Raises:
         DataError: as `_walk` and `Shards.classes`; or shards that the index lists are missing.
     """
-    index, told = _index_in(content, shards), from_array(content.get(LEFT_OUT))
+    index, told = index_in(content, shards), from_array(content.get(LEFT_OUT))
     if index is not None and told is not None:
         tell(told)
         return index, content, True
@@ -60,7 +60,7 @@ def list_shards(
             "copy them again, or remove that file to continue without them"
         )
     content = load(beside, shards) or {}
-    index = _index_in(content, shards)
+    index = index_in(content, shards)
     if index is not None:  # `data shard` wrote the shards, which hold nothing else
         return index, {**content, LEFT_OUT: to_array([])}, False
     if os.path.isdir(source) and os.path.exists(beside):
@@ -70,7 +70,7 @@ def list_shards(
     return index, {LEFT_OUT: to_array(told)}, False
 
 
-def _index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
+def index_in(content: dict[str, np.ndarray], shards: Shards) -> Index | None:
     """The cached index, if it and the other cached arrays are valid."""
     with suppress(KeyError, SystemError):
         index = Index(**{key: content[key] for key in Index.__dataclass_fields__})

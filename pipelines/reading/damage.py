@@ -43,7 +43,7 @@ class Damaged:
     def reason(self, image: int, step: int = 0) -> str | None:
         """Why an image counts as bad at a step; None if it does not, or its file has changed since."""
         width = self.manifest.sizes[image, 0]
-        if width <= 0:
+        if width < 0 or (width == 0 and self.manifest.storage.on_disk):
             return "its header cannot be read" if width == 0 else "a scan found it unusable"
         if image in self._silent and self._silent[image][0] <= step:
             return self._silent[image][1]

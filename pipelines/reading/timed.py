@@ -9,6 +9,7 @@ from .. import clock
 from ..errors import DataError
 from ..files.headers import require_regular
 from ..manifest import Manifest
+from ..storage import Files
 from .threads import Threads
 
 LOST = 8  # images in a row that do not answer before the storage counts as lost
@@ -64,7 +65,7 @@ class TimedReader:
 
 def _read(manifest: Manifest, image: int) -> bytes | BaseException:
     try:
-        if manifest.index is None:  # opening a named pipe would block
+        if isinstance(manifest.storage, Files):  # opening a named pipe would block
             path = manifest.path_bytes(image)
             require_regular(path, os.stat(path))
         return manifest.read(image)

@@ -58,6 +58,11 @@ class Shards:
             files = [files]
         if os.path.exists(os.path.join(root, CLASSES)):
             files.append(CLASSES)
+        return cls.of(root, files)
+
+    @classmethod
+    def of(cls, root: str, files: list[str]) -> "Shards":
+        """Files with images that are read by offset. Raises DataError if one is gone or cannot be read."""
         return cls(root, files, _states(root, files), digests_of_ends(root, files))
 
     def found_again(self) -> "Shards":

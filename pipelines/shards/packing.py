@@ -34,6 +34,7 @@ from ..files.whole_files import write_whole
 from ..manifest import Manifest
 from ..order import epoch_order
 from ..reading.timed import TimedReader
+from ..storage import Ranges
 from .archives import CLASSES, UNFINISHED, digests_of_ends
 from .index import INDEX
 from .writing import ROW, ahead, prepare, read_part, shard_name, write_shard
@@ -224,18 +225,18 @@ def _require_space(manifest: Manifest, folder: Path, images: int) -> None:
 
 def _keys(manifest: Manifest) -> list[bytes]:
     """The name of each image in its shard, without extension: unique, without dots, from its path."""
-    keys, seen = [], set()
+    keys, seen, copies = [], set(), dict[bytes, int]()
     root = os.path.join(os.fsencode(manifest.root), b"")
     for image in range(len(manifest)):
         name = os.path.normpath(manifest.path_bytes(image)).removeprefix(root)
-        if manifest.index is not None:
+        if isinstance(manifest.storage, Ranges):
             name = name.partition(b"/")[2]
         folder, base = os.path.split(name.lstrip(b"/"))
         stem = os.path.join(folder, os.path.splitext(base)[0].replace(b".", b"_"))
-        key, copies = stem, 1
+        key = stem
         while key in seen:
-            copies += 1
-            key = b"%s-%d" % (stem, copies)
+            copies[stem] = copies.get(stem, 1) + 1
+            key = b"%s-%d" % (stem, copies[stem])
         seen.add(key)
         keys.append(key)
     return keys

@@ -18,6 +18,7 @@ from unigrad_fast import cli
 from unigrad_fast.benchmarks.harness import images
 from unigrad_fast.benchmarks.measures import loader as bench_loader
 from unigrad_fast.benchmarks.measures import loader_blocks as loader_measure
+from unigrad_fast.benchmarks.measures import loader_sources
 from unigrad_fast.benchmarks.peers import loader as loader_variants
 from unigrad_fast.images import drawing
 from unigrad_fast.images.drawn_pictures import draw_pictures
@@ -76,9 +77,8 @@ def test_every_preset_has_the_views_of_ours(what, preset, drawn):
     assert [tuple(view.shape) for view in made] == [(4, 3, view.size, view.size) for view in views]
 
 
-def test_processor_time_counts_the_worker_processes(drawn, monkeypatch):
-    monkeypatch.setitem(loader_variants.VARIANTS, "burning", lambda chosen: loader_variants.torch_batches(chosen, burn))
-    worker = loader_measure.LoaderWorker("burning", setting(drawn, ()))
+def test_processor_time_counts_the_worker_processes(drawn):
+    worker = loader_measure.LoaderWorker(lambda chosen: loader_variants.torch_batches(chosen, burn), setting(drawn, ()))
     block = worker.block(2)
     worker.close()
     assert block.cpu_ms > 10  # of the 20 that each image burns there
@@ -164,6 +164,35 @@ def test_every_variant_is_measured_and_recorded(drawn, tmp_path, monkeypatch, ca
         assert row.keys() >= {"commit", "processor", "torch", "torchvision", "dali", "pillow"}
     shown = capsys.readouterr().out
     assert "CPU ms" in shown and "MiB per epoch" in shown
+
+
+def test_sources_are_compared_with_files(drawn, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loader_sources, "ENTRIES", 20)
+    monkeypatch.setattr(loader_measure, "new_process", forked.new_pool)
+    words = f"--photographs {drawn} --image_size 16 --batch_size 4 --threads 1 --rounds 1 --steps 1".split()
+    every = ",".join(loader_sources.SOURCES)
+    assert cli.main(["bench", "loader", "--source", every, *words, "--output", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "loader.jsonl").read_text().splitlines()]
+    assert [row["what"] for row in rows if row["unit"] == "images/s"] == list(loader_sources.SOURCES)
+    ratios = {row["what"] for row in rows if row["unit"] == "ratio"}
+    assert "images/s, parquet / files" in ratios and "bytes alone, time of files / hf" in ratios and len(ratios) == 8
+    assert all(row["least"] > 0 and row["measure"] == "sources" and "dali" in row for row in rows)
+    assert "images/s, pixels / files" in capsys.readouterr().out
+    assert cli.main(["bench", "loader", "--source", "tar"]) == 2
+    assert "source = tar: must be one of files, hf" in capsys.readouterr().err
+
+
+def test_sources_give_the_same_images(drawn, tmp_path):
+    files = images.link_images(sorted(drawn.glob("*/*.jpg")), tmp_path / "images")
+    loader_sources.write_tables(files, tmp_path / "tables")
+    found = {
+        kind: Manifest.open(loader_sources.source_of(kind, files, tmp_path / "tables"), tmp_path / "cache")
+        for kind in loader_sources.SOURCES
+    }
+    whole = [found["files"].read(image) for image in range(10)]
+    for kind in ("hf", "parquet"):
+        assert [found[kind].read(image) for image in range(10)] == whole
+    assert [bytes(found["dataset"].read(i)) for i in range(10)] == [bytes(found["pixels"].read(i)) for i in range(10)]
 
 
 def test_gpu_is_refused_where_there_is_none(monkeypatch, capsys):

@@ -222,7 +222,7 @@ def test_a_file_without_a_backbone_or_with_several_unknown_ones_is_refused(state
         "patch_embed.proj.weight"
     )
     assert "holds nothing" in refused(tmp_path, {})
-    assert refused(tmp_path, [1, 2]) == "holds a list; expected a dictionary of weights"
+    assert refused(tmp_path, [1, 2]) == "holds a list; expected a dictionary of weights; save a state_dict()"
     assert refused(tmp_path, under("left.", states[0]) | under("right.", states[1])).startswith(
         "holds several backbones, left., right.; "
     )

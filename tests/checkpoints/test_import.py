@@ -322,7 +322,7 @@ def test_folders_are_checked_first(tmp_path, capsys):
 
 def test_a_failure_leaves_no_half_run(state, tmp_path, monkeypatch):
     torch.save(state, tmp_path / "weights.pth")
-    monkeypatch.setattr("unigrad_fast.checkpoints.authors.write_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr("unigrad_fast.checkpoints.files.write_weights", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["import", str(tmp_path / "weights.pth"), str(tmp_path / "run")])
     assert [entry.name for entry in tmp_path.iterdir()] == ["weights.pth"]

@@ -48,7 +48,7 @@ def commands(line: str) -> list[list[str]]:
         words = shlex.split(line)
     except ValueError:  # no line of a shell
         return []
-    ended = [place for place, word in enumerate(words) if word in ("|", "&&", ";", "...", "2>&1")]
+    ended = [place for place, word in enumerate(words) if word in ("|", ">", "&&", ";", "...", "2>&1")]
     choices = [word.split("|") for word in words[: ended[0] if ended else None]]
     return [list(chosen) for chosen in itertools.product(*choices)]
 

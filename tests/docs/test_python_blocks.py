@@ -7,7 +7,11 @@ from drawn_images import draw_tree
 from pages import PAGES, ROOT, kept_from_git, python_blocks
 
 # Blocks that want more than to be run are run by tests of their own.
-ELSEWHERE = {"own_loop.md": "tests/objectives/test_own_loop.py", "methods.md": "tests/objectives/test_rows.py"}
+ELSEWHERE = {
+    "own_loop.md": "tests/objectives/test_own_loop.py",
+    "methods.md": "tests/objectives/test_rows.py",
+    "pieces.md": "tests/docs/test_pieces.py",
+}
 BLOCKS = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT
 
-FOLDERS = ("benchmarks", "docs", "kernels", "pipelines", "tests", "unigrad_fast")
+FOLDERS = ("benchmarks", "docs", "examples", "kernels", "pipelines", "tests", "unigrad_fast")
 FILES = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*")) if file.is_file()]
 FILES += [file for file in sorted(ROOT.iterdir()) if file.is_file()]
 TEXTS = [file for file in FILES if file.suffix in (".md", ".py")]

@@ -43,7 +43,7 @@ class MeanColour(nn.Module):
 
 def extract(
     backbone: nn.Module, manifest: Manifest, autocast_dtype=None, max_bad_fraction: float = 0.0, **settings
-) -> tuple[torch.Tensor, torch.Tensor, LeftOut]:
+) -> tuple[torch.Tensor, LeftOut]:
     """What the backbone makes of a rank's share of the images."""
     loader = EvaluationLoader(manifest, **({"image_size": 16, "batch_size": 2, "threads": 1} | settings))
     return features_module.extract(backbone, loader, torch.device("cpu"), autocast_dtype, max_bad_fraction)
@@ -54,11 +54,10 @@ def expected_colours() -> torch.Tensor:
     return (torch.tensor(COLOURS) / 255 - mean) / deviation
 
 
-def test_features_and_labels_come_in_manifest_order(folder):
+def test_features_come_in_manifest_order(folder):
     backbone = MeanColour()
-    features, labels, left_out = extract(backbone, Manifest.from_folder(folder))
+    features, left_out = extract(backbone, Manifest.from_folder(folder))
     torch.testing.assert_close(features, expected_colours(), atol=0.05, rtol=0)
-    assert labels.tolist() == [0, 0, 0, 1, 1]
     assert [count for count, _, _ in backbone.calls] == [2, 2, 1]
     assert left_out.count == 0 and left_out.told("training") == []
 
@@ -67,7 +66,7 @@ def test_backbone_is_evaluated_without_gradient_and_left_as_it_was(folder):
     backbone = nn.Sequential(MeanColour(), nn.Dropout(), nn.Linear(3, 4)).train()
     backbone[1].eval()
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
-    features, _, _ = extract(backbone, Manifest.from_folder(folder))
+    features, _ = extract(backbone, Manifest.from_folder(folder))
     assert {(training, gradient) for _, training, gradient in backbone[0].calls} == {(False, False)}
     assert [module.training for module in backbone.modules()] == [True, True, True, False, True]
     assert not features.requires_grad
@@ -79,7 +78,7 @@ def test_autocast_computes_in_the_given_type_and_returns_fp32(folder):
     seen = []
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     backbone.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    features, _, _ = extract(backbone, Manifest.from_folder(folder), autocast_dtype=torch.bfloat16)
+    features, _ = extract(backbone, Manifest.from_folder(folder), autocast_dtype=torch.bfloat16)
     assert set(seen) == {torch.bfloat16}
     assert features.dtype == torch.float32
 
@@ -110,11 +109,10 @@ def listed_before_damage(folder: Path, *damaged: str) -> Manifest:
     return manifest
 
 
-def test_images_that_cannot_be_used_are_left_out_of_features_and_labels(folder):
+def test_images_that_cannot_be_used_are_left_out_of_features(folder):
     manifest = listed_before_damage(folder, "a/0.jpg", "b/3.jpg")
-    features, labels, left_out = extract(MeanColour(), manifest, max_bad_fraction=0.4)
+    features, left_out = extract(MeanColour(), manifest, max_bad_fraction=0.4)
     torch.testing.assert_close(features, expected_colours()[[1, 2, 4]], atol=0.05, rtol=0)
-    assert labels.tolist() == [0, 0, 1]
     assert (left_out.count, left_out.images, left_out.first.image) == (2, 5, 0)
     (line,) = left_out.told("training")
     start = f"2 of 5 training images could not be used and were left out, first {folder}/a/0.jpg: "
@@ -162,9 +160,8 @@ def test_an_image_that_one_rank_cannot_use_is_left_out_on_both(folder, workers, 
     listed_before_damage(folder, f"a/{bad}.jpg")
     kept = [number for number in range(5) if number != bad]
     results = workers(2).run(damaged_share_of_two, folder)
-    features, labels, left_out = zip(*(result["made"] for result in results), strict=True)
+    features, left_out = zip(*(result["made"] for result in results), strict=True)
     assert are_the_rows(torch.cat(features), expected_colours()[kept])
-    assert sorted(torch.cat(labels).tolist()) == [0, 0, 1, 1]
     for each in left_out:
         assert each.count == 1 and each.first.path == str(folder / f"a/{bad}.jpg")
     assert results[0]["message"] == results[1]["message"]

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from command_process import start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from test_linear import AskedToLeave, probe
 from thin import smooth_, thin
 from torch import Tensor, nn
 
 from unigrad_fast import cli
+from unigrad_fast.checkpoints.export import metadata
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
-from unigrad_fast.evaluation import crop_training, finetune_protocols, samples
+from unigrad_fast.evaluation import crop_training, finetune_protocols, finetune_run, results, runs, samples
 from unigrad_fast.evaluation.finetune import FineTuning, fine_tune, fitted, judge
 from unigrad_fast.evaluation.finetune_protocols import PROTOCOLS, PUBLISHED, Settings
+from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.unfinished import Series, Unfinished
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.errors import Preempted, RunStopped, UserError
+from unigrad_fast.runtime.files import write_whole
 
 SETTINGS = Settings(epochs=3, batch_size=48, backbone_lr=0.05, head_lr=0.2)
 
 
-def made(data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256):
+def made(
+    data: Path, lines: list[str] | None = None, dtype: torch.dtype | None = None, at_once: int = 256, stage: int = 0
+) -> FrozenEncoder:
     """An encoder with smooth random weights, the same on all ranks, of a run whose ranks kept their statistics."""
-    encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append)
+    encoder = probe(data, images_at_once=at_once, say=([] if lines is None else lines).append, stage=stage)
     with thin():
         apart = encoder.config.model.model_copy(update={"sync_batch_norm": False})
         backbone = build_encoder(apart, 0, torch.device("cpu")).backbone
@@ -55,11 +65,11 @@ def off(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return sum((found[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
 
 
-def tuned(data: Path, parts: int) -> tuple:
+def tuned(data: Path, parts: int, stage: int = 0, settings: Settings = SETTINGS) -> tuple:
     lines: list[str] = []
-    encoder = made(data, lines, at_once=48 // parts)
+    encoder = made(data, lines, at_once=48 // parts, stage=stage)
     before = state_of(encoder.backbone)
-    network = fine_tune(encoder, SETTINGS)
+    network = fine_tune(encoder, settings)
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.backbone.state_dict().items())
     return state_of(network), judge(encoder, network), lines
 
@@ -102,11 +112,11 @@ def witness(request, data, workers) -> tuple[int, dict[str, Tensor], float]:
     return parts, exact, off(single, exact)
 
 
-def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks(data, workers, witness):
+def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks_at_each_stage(data, workers, witness):
     """In micro-batches too: batch norm has the statistics of each over all ranks."""
     parts, exact, rounding = witness
-    for ranks in (1, 2, 3):
-        one, *others = workers(ranks).run(tuned, data, parts)
+    for ranks, stage in ((1, 0), (2, 1), (3, 0), (3, 2)):
+        one, *others = workers(ranks).run(tuned, data, parts, stage)
         state, (accuracy, top5, images), lines = one
         # Ours rounds in another order, as often; a random walk of as many steps is seldom four times as long.
         assert off(state, exact) <= 4 * rounding
@@ -119,28 +129,70 @@ def test_it_is_a_plain_loop_with_torchs_optimizer_on_any_number_of_ranks(data, w
             assert other[1] == one[1]
 
 
-def in_two_calls(data: Path, folder: Path, interrupted: bool, dtype: torch.dtype | None) -> tuple:
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_stages_have_the_same_bits_on_one_and_two_ranks(data, workers, ranks, optimizer):
+    """A tensor's owner does what every rank does at stage 0, and a sum of two numbers has one rounding."""
+    settings = replace(SETTINGS, optimizer=optimizer, epochs=2)
+    whole, *sharded = (workers(ranks).run(tuned, data, 1, stage, settings) for stage in (0, 1, 2))
+    for found in sharded:
+        for (state, *judged), (expected, *others) in zip(found, whole, strict=True):
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+            assert judged == others
+
+
+def kept(data: Path, stage: int) -> tuple[int, int, int, dict]:
+    """Elements of all weights, of this rank's gradients after backward, and of its momentum; and the state to save."""
+    training = FineTuning(made(data, stage=stage), SETTINGS, 48, 2)
+    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    batches = Loader(training.encoder.train, preset="linear", image_size=16, batch_size=48, threads=1, **ranks)
+    weights = list(training.network.parameters())
+    for batch in batches.iterate(0, 1):
+        training.add(batch)
+    gradients = sum(weight.grad.numel() for weight in weights if weight.grad is not None)
+    training.step()
+    momentum = sum(each["momentum_buffer"].numel() for each in training.optimizer.state.values() if each)
+    return sum(weight.numel() for weight in weights), gradients, momentum, training.state()
+
+
+def test_stage_1_shares_momentum_and_stage_2_also_gradients_and_the_first_rank_saves_all(data, workers):
+    by_stage = [workers(2).run(kept, data, stage) for stage in (0, 1, 2)]
+    numel, _, _, expected = by_stage[0][0]
+    for stage, found in enumerate(by_stage):
+        gradients, momentum = (sum(each[part] for each in found) for part in (1, 2))
+        assert gradients == (numel if stage == 2 else 2 * numel)
+        assert momentum == (numel if stage else 2 * numel)
+        state = found[0][3]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], each) for name, each in expected.items() if isinstance(each, Tensor))
+
+
+def in_calls(data: Path, folder: Path, stages: tuple[int, ...], dtype: torch.dtype | None) -> tuple:
+    """A training in one call, or interrupted in one and continued in another, each at its stage."""
     lines: list[str] = []
-    encoder = made(data, lines, dtype)
     unfinished = Unfinished(folder, "tuned", {}, lines.append)
-    Series(unfinished).end({"accuracy": 1.0})
-    if interrupted:
+    Series(unfinished).end({"accuracy": 1.0}, {})
+    for stage in stages[:-1]:
         with pytest.raises(Preempted, match="saved after step 3 of 6 of the network; repeat the command to continue"):
-            fine_tune(encoder, SETTINGS, Series(unfinished), AskedToLeave())
+            fine_tune(made(data, lines, dtype, stage=stage), SETTINGS, Series(unfinished), AskedToLeave())
     series = Series(unfinished)
     assert series.done == [{"accuracy": 1.0}]
-    return state_of(fine_tune(encoder, SETTINGS, series)), lines
+    return state_of(fine_tune(made(data, lines, dtype, stage=stages[-1]), SETTINGS, series)), lines
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float16), (2, None)])
-def test_an_interrupted_training_goes_on_bit_for_bit(data, workers, tmp_path, ranks, dtype):
-    whole = workers(ranks).run(in_two_calls, data, tmp_path / "whole", False, dtype)
-    parts = workers(ranks).run(in_two_calls, data, tmp_path / "parts", True, dtype)
-    for (expected, lines), (found, said) in zip(whole, parts, strict=True):
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert [line for line in said if not line.startswith("continuing")] == lines
-        assert "continuing an interrupted call after epoch 1.5 of 3" in said
-    _, moved = workers(3).run(in_two_calls, data, tmp_path / "moved", True, None)[0]
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "others"),
+    [(1, torch.float16, [(0, 0)]), (2, torch.float16, [(2, 2)]), (2, None, [(1, 1), (2, 0)])],
+)
+def test_an_interrupted_training_goes_on_bit_for_bit_at_any_stage(data, workers, tmp_path, ranks, dtype, others):
+    whole = workers(ranks).run(in_calls, data, tmp_path / "whole", (0,), dtype)
+    for stages in others:
+        parts = workers(ranks).run(in_calls, data, tmp_path / f"{stages}", stages, dtype)
+        for (expected, lines), (found, said) in zip(whole, parts, strict=True):
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            assert [line for line in said if not line.startswith("continuing")] == lines
+            assert "continuing an interrupted call after epoch 1.5 of 3" in said
+    _, moved = workers(3).run(in_calls, data, tmp_path / "moved", (0, 1), None)[0]
     assert "continuing an interrupted call after epoch 1.5 of 3" in moved
 
 
@@ -372,6 +424,11 @@ def the_result(folder: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def the_weights(folder: Path) -> Path:
+    (path,) = folder.glob("finetune-*.safetensors")
+    return path
+
+
 def test_the_command_says_and_writes_what_it_did(run, data, tmp_path, capsys, slim):
     options = ("--epochs", 2, "--seeds", 2, "--head_lr", 0.3)
     printed = said(capsys, run, "--fraction", 0.5, *options, "--output", tmp_path)
@@ -422,6 +479,56 @@ def test_the_command_says_and_writes_what_it_did(run, data, tmp_path, capsys, sl
     assert repeated["sample_seed"] is None and not list((tmp_path / "again").glob("*.txt"))
 
 
+def judged_again(data: Path, file: Path) -> tuple[float, float | None, int]:
+    """The accuracy of torchvision's network with the weights of a file."""
+    encoder = made(data)
+    with thin():
+        network = build_backbone(encoder.config.model.backbone, encoder.config.model.stem)
+    network.fc = nn.Linear(network.feature_dim, 6)
+    network.load_state_dict(load_file(file))
+    classifier, network.fc = network.fc, nn.Identity()
+    return replace(encoder, backbone=network).judge(classifier)
+
+
+def test_the_last_network_is_written_as_torchvision_and_every_evaluation_read_it(
+    run, data, workers, tmp_path, capsys, slim
+):
+    options = ("--fraction", 0.5, "--epochs", 2, "--seeds", 2, "--output", tmp_path)
+    printed = said(capsys, run, *options)
+    written, file = the_result(tmp_path), the_weights(tmp_path)
+    assert f", weights in {file.name} ({file.stat().st_size / 1e6:.1f} MB)" in printed
+    assert file == (tmp_path / "finetune-twist-0.5-epoch1.safetensors")
+    last = written["results"][-1]
+    ((accuracy, top5, images),) = workers(1).run(judged_again, data, file)
+    assert (accuracy, top5, images) == (last["accuracy"], last["top5"], last["images"])
+    _, about = metadata(file)
+    assert about["classes"] == [f"class{number}" for number in range(6)]
+    assert (about["seed"], about["accuracy"], about["branch"]) == (1, last["accuracy"], "fine-tuned")
+    given = ("--weights", file, "--backbone", "resnet18", "--data.train", data / "train", "--data.val", data / "val")
+    assert cli.main([str(word) for word in ("evaluate", "knn", *given, "--k", 3, "--output", tmp_path / "knn")]) == 0
+    assert f"{file}: resnet18 under no prefix; left out: fc" in capsys.readouterr().out
+    (judged,) = (json.loads(path.read_text()) for path in (tmp_path / "knn").glob("*.json"))
+    assert (judged["branch"], judged["epoch"], judged["image_size"]) == ("fine-tuned backbone", 1.0, 16)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 6 MiB, where the system lets us mount one; a training here takes 5."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> None:
+    with suppress(OSError), open(folder / "others", "ab", buffering=0) as file:
+        while True:
+            file.write(b"0" * 4096)
+
+
 def test_a_killed_command_goes_on_in_the_training_in_which_it_was(run, tmp_path, capsys, monkeypatch, slim):
     options = ("--fraction", 0.5, "--epochs", 2, "--batch_size", 24, "--seeds", 2, "--output")
     said(capsys, run, *options, tmp_path / "whole")
@@ -442,6 +549,8 @@ def test_a_killed_command_goes_on_in_the_training_in_which_it_was(run, tmp_path,
     assert "continuing an interrupted call after epoch 1 of 2" in printed
     whole, parts = the_result(tmp_path / "whole"), the_result(tmp_path / "parts")
     assert whole["results"] == parts["results"] and not list((tmp_path / "parts").glob("*.pt"))
+    expected, found = (load_file(the_weights(tmp_path / name)) for name in ("whole", "parts"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_search_on_the_labelled_images_does_not_see_the_validation_labels(run, data, tmp_path, capsys, slim):
@@ -510,3 +619,98 @@ def test_rates_of_ones_own_take_the_place_of_those_that_a_source_lacks():
     found = finetune_protocols.settings("barlow_twins", 0.1, changes, False)
     assert found == replace(SETTINGS, epochs=20, batch_size=256, **changes)
     assert "but backbone_lr 0.01, head_lr 0.3" in finetune_protocols.described("barlow_twins", 0.1, changes, False)
+
+
+FEW = ("--fraction", 0.5, "--epochs", 2, "--batch_size", 24, "--output")
+
+
+def test_a_result_without_room_is_printed_and_written_once_there_is_room(run, small_disk, capsys, monkeypatch, slim):
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_run, "print_table", lambda *given: (runs.print_table(*given), fill(small_disk)))
+        assert cli.main(["evaluate", "finetune", str(run), *map(str, FEW), str(small_disk)]) == 3
+    printed = capsys.readouterr()
+    assert "top-1 accuracy, %" in printed.out
+    assert printed.err.startswith(f"stopped: {small_disk}/finetune-0.5-") and printed.err.rstrip().endswith(
+        ".txt cannot be written: No space left on device; free disk space, then repeat the command. Its result is "
+        "printed above, and the finished trainings are saved"
+    )
+    (small_disk / "others").unlink()
+    again = said(capsys, run, *FEW, small_disk)
+    assert "epoch 2/2" not in again and not list(small_disk.glob("*.pt"))
+    assert the_weights(small_disk).exists() and f"{the_result(small_disk)['accuracy']:.2f}" in printed.out
+
+
+def test_a_network_without_room_leaves_the_figures_and_comes_later_under_the_same_name(
+    run, tmp_path, capsys, monkeypatch, slim
+):
+    def no_weights(path: Path, content: bytes) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_whole(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_whole", no_weights)
+        error = said(capsys, run, *FEW, tmp_path, status=3)
+    assert error.startswith(f"stopped: {tmp_path}/finetune-twist-0.5-epoch1.safetensors cannot be written: No space")
+    before = the_result(tmp_path)
+    said(capsys, run, *FEW, tmp_path)
+    assert the_result(tmp_path) == before and the_weights(tmp_path).stem == "finetune-twist-0.5-epoch1"
+
+
+def test_a_training_on_a_full_disk_goes_on_to_its_result(run, small_disk, capsys, monkeypatch, slim):
+    def filling(training: FineTuning, end_epoch=crop_training.CropTraining.end_epoch) -> None:
+        end_epoch(training)
+        if training.steps_done == training.steps:
+            fill(small_disk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuning, "end_epoch", filling)
+        assert cli.main(["evaluate", "finetune", str(run), *map(str, FEW), str(small_disk)]) == 3
+    printed = capsys.readouterr()
+    assert printed.out.count("pt cannot be written: No space left on device; free disk space. The training goes") == 1
+    assert "top-1 accuracy, %" in printed.out
+    assert printed.err.rstrip().endswith(
+        "Its result is printed above, and the finished trainings are not saved, and would be trained again"
+    )
+    (small_disk / "others").unlink()
+    again = said(capsys, run, *FEW, small_disk)
+    assert "continuing an interrupted call after epoch 1 of 2" in again
+    assert f"{the_result(small_disk)['accuracy']:.2f}" in printed.out
+
+
+def unsaved(data: Path, folder: Path) -> str:
+    with pytest.raises(OSError) as caught:
+        fine_tune(made(data), SETTINGS, Unfinished(folder, "tuned", {}, print), AskedToLeave())
+    return str(caught.value)
+
+
+def test_a_preempted_training_that_cannot_be_saved_does_not_say_that_it_is(data, workers, tmp_path):
+    folder = tmp_path / "file"
+    folder.touch()
+    assert workers(2).run(unsaved, data, folder) == [f"[Errno 17] File exists: '{folder}'"] * 2
+
+
+def test_a_disk_without_room_for_the_training_is_refused_before_it(run, tmp_path, capsys, monkeypatch, slim):
+    usage = shutil.disk_usage(tmp_path)._replace(free=9_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        printed = said(capsys, run, *FEW, tmp_path / "results", status=2)
+    assert printed.startswith(f"error: output = {tmp_path}/results: progress and weights take up to ")
+    assert printed.endswith("8.79 KiB are free on its disk; free some, or give another folder with --output\n")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [("knn", "--k", 3), ("knn", "--grid", "true"), ("linear",), ("linear", "--protocol", "paper", *FEW[2:6])]
+)
+def test_other_results_without_room_are_printed_too(run, small_disk, capsys, monkeypatch, slim, words):
+    monkeypatch.setattr(results, "write_whole", lambda path, content: write_whole(path, bytes(8 << 20)))
+    command = ("evaluate", *words, run, "--output", small_disk)
+    assert cli.main([str(word) for word in command]) == 3
+    printed = capsys.readouterr()
+    assert "top-1 accuracy, %" in printed.out or "chosen on" in printed.out
+    saved = ", and the trained classifier is saved" if "paper" in words else ""
+    assert printed.err.endswith(
+        f".json cannot be written: No space left on device; free disk space, then repeat the command. Its result is "
+        f"printed above{saved}\n"
+    )

@@ -5,11 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import top_k_accuracy_score
 from sklearn.neighbors import KNeighborsClassifier
+from torchmetrics.classification import MulticlassAccuracy
 
 from unigrad_fast.evaluation.features import LeftOut
 from unigrad_fast.evaluation.knn import KNNResult, count_hits, sharded_knn
-from unigrad_fast.evaluation.shares import Share, rounded
+from unigrad_fast.evaluation.shares import Share, norms, rounded
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.process_group import World
 
@@ -58,13 +60,33 @@ def test_agrees_with_the_definition(k, temperature):
     assert result.accuracy < 100  # the clusters overlap, so the comparison says something
 
 
-def test_agrees_with_scikit_learn():
-    train, train_labels, val, val_labels = clusters(seed=7)
-    unit_train, unit_val = (torch.nn.functional.normalize(a).numpy() for a in (train, val))
-    # For unit vectors s = 1 - d²/2; the constant factor exp(1/T) does not change a vote.
-    model = KNeighborsClassifier(n_neighbors=10, weights=lambda d: np.exp(-(d**2) / 2 / 0.1), algorithm="brute")
-    accuracy = 100 * model.fit(unit_train, train_labels.numpy()).score(unit_val, val_labels.numpy())
-    assert weighted_knn(train, train_labels, val, val_labels, k=10).accuracy == pytest.approx(accuracy)
+def judged_by_others(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+    """Top-1 and top-5 in percent of scores [N, K] without ties, by torchmetrics and by scikit-learn, which agree."""
+    classes, found = scores.shape[1], []
+    for k in (1, 5):
+        metric = MulticlassAccuracy(classes, top_k=k, average="micro")
+        theirs = metric(torch.from_numpy(scores), torch.from_numpy(truth)).item()
+        assert theirs == pytest.approx(top_k_accuracy_score(truth, scores, k=k, labels=range(classes)), abs=1e-6)
+        found.append(100 * theirs)
+    return tuple(found)
+
+
+def votes_of_scikit_learn(bank: Share, queries: Share, k: int, temperature: float) -> np.ndarray:
+    """Shares of the votes [Q, K]. For unit vectors s = 1 - d²/2; the factor exp(1/T) does not change a vote."""
+    unit, asked = ((share.rows.double() / norms(share.rows)[:, None]).numpy() for share in (bank, queries))
+    model = KNeighborsClassifier(k, weights=lambda d: np.exp(-(d**2) / 2 / temperature), algorithm="brute")
+    return model.fit(unit, bank.labels.numpy()).predict_proba(asked)
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(40, 0.02), (40, 0.1), (90, 0.1), (90, 1.0)])
+def test_top1_and_top5_are_those_of_torchmetrics_and_scikit_learn_for_its_votes(k, temperature):
+    train, train_labels, val, truth = clusters(seed=k, classes=9)
+    bank, queries = Share(rounded(train), train_labels, NONE), Share(rounded(val), truth, NONE)
+    votes = votes_of_scikit_learn(bank, queries, k, temperature)
+    assert (votes > 0).sum(axis=1).min() >= 5  # where fewer have votes, only our top-5 leaves the others out
+    result = sharded_knn(bank, queries, ALONE, k, temperature)
+    assert (result.accuracy, result.top5) == pytest.approx(judged_by_others(votes, truth.numpy()), abs=1e-4)
+    assert result.accuracy < result.top5 < 100
 
 
 @settings(max_examples=20, deadline=None)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from drawn_images import draw_tree
-from sklearn.neighbors import KNeighborsClassifier
-from test_knn import ALONE, NONE, clusters
+from safetensors.numpy import load_file
+from sklearn.metrics import confusion_matrix
+from test_knn import ALONE, NONE, clusters, judged_by_others, votes_of_scikit_learn
 from test_runs import images, made, run, said  # noqa: F401
 from test_sharded_knn import world
 
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn, sharded_knn_grid
 from unigrad_fast.evaluation.knn_grid import chosen
 from unigrad_fast.evaluation.samples import held_out
-from unigrad_fast.evaluation.shares import Share, norms, rounded
+from unigrad_fast.evaluation.shares import Share, rounded
 
 CELLS = [(k, temperature) for k in (1, 3, 10, 90) for temperature in (0.05, 0.1)]
 
@@ -44,16 +46,14 @@ def test_each_cell_of_a_grid_is_what_a_search_of_its_own_gives_on_any_number_of_
         assert workers(ranks).run(grid_of, seed) == [alone] * ranks
 
 
-def test_a_cell_is_the_accuracy_of_scikit_learns_classifier():
+def test_each_cell_has_the_accuracies_that_torchmetrics_and_scikit_learn_find():
     bank, queries = shares(1)
-    train, val = ((share.rows.double() / norms(share.rows)[:, None]).numpy() for share in (bank, queries))
     for result in sharded_knn_grid(bank, queries, ALONE, CELLS):
-
-        def weights(distance: np.ndarray, temperature: float = result.temperature) -> np.ndarray:
-            return np.exp((1 - distance**2 / 2) / temperature)
-
-        model = KNeighborsClassifier(result.k, weights=weights, algorithm="brute").fit(train, bank.labels)
-        assert result.accuracy == pytest.approx(100 * model.score(val, queries.labels))
+        votes = votes_of_scikit_learn(bank, queries, result.k, result.temperature)
+        truth = queries.labels.numpy()
+        assert result.accuracy == pytest.approx(100 * (votes.argmax(axis=1) == truth).mean())
+        if result.k == 90:  # every class has votes
+            assert (result.accuracy, result.top5) == pytest.approx(judged_by_others(votes, truth), abs=1e-4)
 
 
 def test_a_tenth_of_each_class_is_held_out_and_always_the_same():
@@ -85,9 +85,14 @@ def test_the_command_shows_all_cells_and_says_on_what_one_was_chosen(run, tmp_pa
         "chosen on 30 validation images, which it is judged on, too: k " in printed and f", {best:.2f} %\n" in printed
     )
     for cell in found["grid"][::5]:
-        said(capsys, "evaluate", "knn", *given, "--k", cell["k"], "--temperature", cell["temperature"])
+        printed = said(capsys, "evaluate", "knn", *given, "--k", cell["k"], "--temperature", cell["temperature"])
+        assert "top-1 accuracy, % ┃ top-5 accuracy, %" in printed
+        assert re.search(rf"epoch 2 +│ +{cell['accuracy']:.2f} │ +{cell['top5']:.2f} │", printed)
         one = max((run / "evaluation").glob("knn-epoch2*.json"), key=lambda path: path.stat().st_mtime_ns)
-        assert json.loads(one.read_text())["accuracy"] == {"trained encoder": cell["accuracy"]}
+        alone = json.loads(one.read_text())
+        assert {key: alone[key]["trained encoder"] for key in ("accuracy", "top5")} == {
+            key: cell[key] for key in ("accuracy", "top5")
+        }
 
     printed = said(capsys, "evaluate", "knn", *given, "--grid", "true", "--choose", "train")
     other = written(run / "evaluation", "knn-grid-epoch2-2")
@@ -98,6 +103,28 @@ def test_the_command_shows_all_cells_and_says_on_what_one_was_chosen(run, tmp_pa
         c["accuracy"] for c in found["grid"] if (c["k"], c["temperature"]) == tuple(choice.values())[:2]
     ]
     assert "weighted kNN, grid" in said(capsys, "evaluate", "list", run)
+
+
+def test_a_confusion_has_the_top1_and_top5_of_its_classifier_and_scikit_learns_matrix(run, tmp_path, capsys):  # noqa: F811
+    draw_tree(tmp_path / "train", per_class=4, classes=6)
+    draw_tree(tmp_path / "val", per_class=5, classes=6)
+    given = (run, "--data.train", tmp_path / "train", "--data.val", tmp_path / "val")
+    for kind, classifier in (("knn", "knn"), ("linear", "linear-quick")):
+        said(capsys, "evaluate", kind, *given)
+        printed = said(capsys, "evaluate", "confusion", *given, "--of", kind)
+        judged = written(run / "evaluation", f"{classifier}-epoch2")
+        found = written(run / "evaluation", f"confusion-{kind}-epoch2")
+        for key, name in (("accuracy", "top-1"), ("top5", "top-5")):
+            value = judged[key]["trained encoder"] if kind == "knn" else judged[key]
+            assert found[key] == pytest.approx(value) and f"{name} {value:.2f} %" in " ".join(printed.split())
+    said(capsys, "evaluate", "features", run, tmp_path / "val", "--output", tmp_path / "val.npz")
+    classifier = load_file(run / "evaluation/linear-quick-epoch2.safetensors")
+    with np.load(tmp_path / "val.npz") as rows:
+        logits, truth = rows["feature"] @ classifier["weight"].T + classifier["bias"], rows["label"]
+    names = [[f"class{number}" for number in numbers] for numbers in (truth, logits.argmax(axis=1))]
+    assert np.array_equal(found["matrix"], confusion_matrix(*names, labels=found["classes"]))
+    assert (found["accuracy"], found["top5"]) == pytest.approx(judged_by_others(logits, truth), abs=1e-4)
+    assert found["accuracy"] < 100
 
 
 def test_neighbours_beyond_the_images_are_left_out_and_said(run, images, capsys):  # noqa: F811

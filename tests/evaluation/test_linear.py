@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +18,17 @@ import torchvision
 from command_process import command, command_on_two_ranks
 from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
+from test_knn import judged_by_others
 from thin import thin
 from torch import Tensor, nn
 
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation import linear, linear_paper, linear_quick, linear_training
+from unigrad_fast.evaluation.features import extract
 from unigrad_fast.evaluation.linear import FrozenEncoder
 from unigrad_fast.evaluation.linear_quick import fit, fold, quick, standardisation
 from unigrad_fast.evaluation.linear_training import ProbeSchedule, train
+from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped, UserError
@@ -46,12 +50,14 @@ def probe(
     images_at_once: int = 256,
     max_bad_fraction: float = 0.03,
     say: Callable[[str], None] = lambda line: None,
+    stage: int = 0,
 ) -> FrozenEncoder:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = resolve("cifar_subset", {"data": {"train": data / "train", "val": data / "val", "threads": 1}})
     parts = {
         "data": {"image_size": 16, "max_bad_fraction": max_bad_fraction},
         "evaluation": {"batch_size": images_at_once},
+        "engine": {"zero_stage": stage},
     }
     config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in parts.items()})
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
@@ -156,6 +162,29 @@ def count_once(data: Path) -> tuple[int, int]:
 def test_every_validation_image_is_counted_once(data, workers, ranks):
     seen = [index for part in workers(ranks).run(count_once, data) for index in part]
     assert sorted(seen) == list(range(103))
+
+
+def judged_by_random_weights(data: Path) -> tuple[float, float, int]:
+    torch.manual_seed(1)
+    return probe(data).judge(nn.Linear(16 * 9, 6))
+
+
+def logits_of_random_weights(data: Path) -> tuple[np.ndarray, np.ndarray]:
+    made = probe(data)
+    loader = own_images(made.val, made.config.data, made.config.evaluation, made.world)
+    features, _ = extract(made.backbone, loader, made.world.device, None, 0.0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return nn.Linear(16 * 9, 6)(features).numpy(), np.asarray(made.val.labels)
+
+
+def test_top1_and_top5_are_those_of_torchmetrics_and_scikit_learn_on_any_number_of_ranks(data, workers):
+    ((logits, truth),) = workers(1).run(logits_of_random_weights, data)
+    expected = judged_by_others(logits, truth)
+    assert 0 < expected[0] < expected[1] < 100
+    for ranks in (1, 2, 3):
+        for top1, top5, images in workers(ranks).run(judged_by_random_weights, data):
+            assert ((top1, top5), images) == (pytest.approx(expected, abs=1e-4), 103)
 
 
 class BrokenOnRank1(Spectrum):
@@ -429,6 +458,14 @@ def test_the_commands_tell_of_images_that_could_not_be_used(run, data, damaged, 
     ("arguments", "said"),
     [
         (("--epochs", "3"), "epochs = 3: applies only to --protocol paper and sweep"),
+        (
+            ("--protocol", "paper", "--keep_features", "false"),
+            "keep_features = false: --protocol paper keeps no features",
+        ),
+        (
+            ("--protocol", "sweep", "--keep_features", "true"),
+            "keep_features = true: --protocol sweep keeps no features",
+        ),
         (("--choose", "val"), "choose = val: applies only to --protocol sweep; leave it out, or add that"),
         (("--protocol", "slow"), "must be one of quick, paper, sweep"),
         (("--protocol", "paper"), "give --batch_size "),

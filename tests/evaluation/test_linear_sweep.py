@@ -36,13 +36,13 @@ class TwoStages(Spectrum):
         return torch.cat([images.mean((2, 3)), self(images)], dim=1)
 
 
-def made(data: Path, lines: list[str]) -> FrozenEncoder:
-    return probe(data, TwoStages(), say=lines.append)
+def made(data: Path, lines: list[str], stage: int = 0) -> FrozenEncoder:
+    return probe(data, TwoStages(), say=lines.append, stage=stage)
 
 
-def swept(data: Path, choose: str, folder: Path | None = None, interrupted: bool = False) -> tuple:
+def swept(data: Path, choose: str, folder: Path | None = None, interrupted: bool = False, stage: int = 0) -> tuple:
     lines: list[str] = []
-    sweep = Sweep(made(data, lines), choose)
+    sweep = Sweep(made(data, lines, stage), choose)
     unfinished = None if folder is None else Unfinished(folder, "sweep", {}, lines.append)
     if interrupted:
         with pytest.raises(Preempted):
@@ -79,8 +79,9 @@ def test_any_number_of_ranks_and_an_interruption_give_the_same(data, workers, tm
     ((judged, weights, lines),) = workers(1).run(swept, data, "val")
     assert len(lines) == SCHEDULE.epochs and all(line.endswith(f"(the best of {COUNT} classifiers)") for line in lines)
     assert judged.images == 103 and judged.accuracy == max(head["accuracy"] for head in judged.figures["heads"]) > 30
-    for others in (workers(3).run(swept, data, "val"), workers(2).run(swept, data, "val", tmp_path, True)):
-        for _, found, _ in others:
+    others = [(3, None, False, 0), (3, None, False, 2), (2, tmp_path, True, 1)]  # the last with the ZeRO stage
+    for ranks, *given in others:
+        for _, found, _ in workers(ranks).run(swept, data, "val", *given):
             for name, expected in weights.items():
                 assert (found[name] - expected).norm() <= 1e-4 * expected.norm(), name
     two = workers(2).run(swept, data, "val", tmp_path / "whole")
@@ -151,12 +152,19 @@ def refused(data: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("largest", "said"), [(True, "; this is the largest rate, so try --base_lr 300"), (False, "")])
-def test_a_choice_at_the_end_of_the_rates_says_so(data, workers, largest, said):
-    assert workers(1).run(judged_with, data, largest)[0].endswith(f"per 256 images{said}")
+@pytest.mark.parametrize(
+    ("base_lr", "largest", "said"),
+    [
+        (30.0, True, "; this is the largest rate, so try --base_lr 300"),
+        (0.1, True, "; this is the largest rate, so try --base_lr 1"),
+        (30.0, False, ""),
+    ],
+)
+def test_a_choice_at_the_end_of_the_rates_says_so(data, workers, base_lr, largest, said):
+    assert workers(1).run(judged_with, data, base_lr, largest)[0].endswith(f"per 256 images{said}")
 
 
-def judged_with(data: Path, largest: bool) -> str:
+def judged_with(data: Path, base_lr: float, largest: bool) -> str:
     """What is said where one head is better than the others, which is of the largest or of the least rate."""
     encoder = made(data, [])
     sweep, best = Sweep(encoder, "val"), -1 if largest else 0
@@ -167,4 +175,4 @@ def judged_with(data: Path, largest: bool) -> str:
         for weight in heads.weights:
             weight.zero_()
         heads.weights[0][best] = trained
-    return sweep.judge(heads, SCHEDULE.base_lr).said
+    return sweep.judge(heads, base_lr).said

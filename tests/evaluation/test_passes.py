@@ -15,9 +15,9 @@ from torch import Tensor
 
 from unigrad_fast.config import resolve
 from unigrad_fast.evaluation.linear import FrozenEncoder
-from unigrad_fast.evaluation.passes import Keeper, read_features
+from unigrad_fast.evaluation.passes import Keeper, new_features, read_features
 from unigrad_fast.evaluation.rows import halved, restored
-from unigrad_fast.evaluation.shares import own_images, read_share, share_of
+from unigrad_fast.evaluation.shares import own_images, share_of
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 
@@ -65,8 +65,8 @@ def fresh(folder: Path) -> tuple[Tensor, Tensor]:
     encoder = encoder_of(folder, [])
     found = read_features(encoder, encoder.train, "training")
     loader = own_images(encoder.train, encoder.config.data, encoder.config.evaluation, encoder.world)
-    share = read_share(MeanColour(), loader, encoder.world.device, None, 0.2)
-    return found.own(encoder.world), share.rows
+    passed = new_features(MeanColour(), loader, encoder.world, None, 0.2)
+    return found.own(encoder.world), share_of(passed, encoder.train.labels, encoder.world).rows
 
 
 def whole(results: list[tuple], column: int = 0) -> Tensor:

@@ -103,8 +103,8 @@ def test_what_cannot_be_searched_is_refused_in_one_line(run, images, tmp_path, c
     gone, folder = tmp_path / "gone.jpg", images / "val"
     for given, message in (
         ((run,), "images: missing; give the files whose neighbours are to be drawn"),
-        ((run, good, gone), f"images = {gone}: no such file"),
-        ((run, folder), f"images = {folder}: is a folder; give files in it"),
+        ((run, good, gone), f"images = {gone}: no such file; check the path"),
+        ((run, folder), f"images = {folder}: is a folder; give a file in it"),
         ((run, good, tmp_path / "truncated.jpg"), f"images = {tmp_path}/truncated.jpg: the image cannot be decoded: "),
         ((run, tmp_path / "garbage.jpg"), f"images = {tmp_path}/garbage.jpg: "),
         ((run, good, "--k", 25), f"k = 25: exceeds the 24 images in {images}/train; give fewer"),
@@ -176,6 +176,7 @@ def test_confusion_of_both_classifiers_counts_the_accuracy_that_they_have(run, i
     said(capsys, "evaluate", "confusion", run, "--of", "linear")
     found, linear = result(run, "confusion-linear-epoch2"), result(run, "linear-quick-epoch2")
     assert passes == [] and found["accuracy"] == pytest.approx(linear["accuracy"])
+    assert found["top5"] is None  # of three classes
     assert found["classifier"] == "linear-quick-epoch2.safetensors"
     for given in (("--checkpoint", 10), ("--data.train", images / "lacking")):  # other weights, other classes
         assert "no linear classifier of these" in said(
@@ -222,10 +223,21 @@ def test_the_map_shows_scikit_learns_principal_components_with_signs_that_are_fi
     assert torch.equal(points, principal(found, ALONE)[0])
 
 
-def test_a_map_is_drawn_from_kept_features_and_is_always_the_same(run, images, tmp_path, capsys, passes):  # noqa: F811
+def test_a_map_is_drawn_from_kept_features_and_is_always_the_same(
+    run,  # noqa: F811
+    images,  # noqa: F811
+    tmp_path,
+    capsys,
+    monkeypatch,
+    passes,  # noqa: F811
+):
     said(capsys, "evaluate", "knn", run)
     passes.clear()
+    titles: list[list[str]] = []
+    draw = charts.draw_map
+    monkeypatch.setattr(charts, "draw_map", lambda *given: titles.append(given[3]) or draw(*given))
     said(capsys, "evaluate", "map", run)
+    assert titles == [["PCA of features, online backbone, epoch 2", f"9 images in {images.name}/val"]]
     first = (run / "evaluation/map-pca-epoch2.png").read_bytes()
     said(capsys, "evaluate", "map", run)
     assert passes == [] and (run / "evaluation/map-pca-epoch2.png").read_bytes() == first

@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from drawn_images import draw_tree
 from PIL import Image
 from safetensors.torch import load_file
 from thin import thin
 
+import unigrad_fast
 from unigrad_fast import cli
+from unigrad_fast.checkpoints import files as files_of_checkpoints
 from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.config import resolve, to_yaml
 from unigrad_fast.evaluation import features, linear_training
@@ -524,11 +527,20 @@ def test_a_file_of_weights_is_judged_as_the_run_that_it_comes_from(run, images, 
     assert (found["branch"], found["epoch"], found["image_size"]) == ("backbone module.encoder_q.", None, 16)
     assert found["accuracy"] == result(run, "knn-epoch2")["accuracy"]
 
+    text, odd = tmp_path / "text.pth", tmp_path / "odd.safetensors"
+    for path in (text, odd):
+        path.write_text("no weights")
     for options, message in (
         (of_file, "weights: come without images; give --data.train IMAGES and --data.val IMAGES"),
         ((run, "--image_size", 32), "image_size = 32: applies only with --weights; leave it out"),
         ((*given, "--checkpoint", 20), "checkpoint = 20: applies only to a run; leave it out"),
-        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file"),
+        (("--weights", tmp_path / "gone"), f"weights = {tmp_path}/gone: no such file; check the path"),
+        (("--weights", run), f"weights = {run}: is a folder; give a file in it"),
+        (
+            (*given, "--weights", text),
+            f"{text}: not a file written by torch.save, or damaged; copy or download it again",
+        ),
+        ((*given, "--weights", odd), f"{odd}: not a safetensors file, or damaged ("),
         (("--weights", file), "backbone = null: --weights needs it; give one of resnet18, resnet34, "),
         ((*given, "--backbone", "resnet50"), f"{moved}: does not fit resnet50: module.encoder_q.layer1.0.conv1.weight"),
     ):
@@ -593,3 +605,65 @@ def test_a_state_is_found_by_the_same_settings_alone_and_a_damaged_one_is_said(t
     assert other.load() is None and same.load() is None
     other.path.write_bytes(b"damaged")
     assert other.load() is None and said == [f"{other.path}: damaged; the training starts again"]
+
+
+def test_a_run_that_is_still_writing_is_judged_by_its_newest_whole_checkpoint(run, capsys, monkeypatch):
+    begun = run / "checkpoints/.unfinished-step-00000030-0a1b2c3d"
+    begun.mkdir()
+    (begun / "rank-00000.pt").write_bytes(b"half")
+    said(capsys, "evaluate", "knn", run)
+    assert result(run, "knn-epoch2")["step"] == 20 and os.listdir(begun) == ["rank-00000.pt"]
+
+    def verify(reader: files_of_checkpoints.Reader, kept=files_of_checkpoints.Reader.verify) -> None:
+        if reader.about["step"] == 20:  # which the run removes in this moment
+            files_of_checkpoints.remove(reader.folder)
+        kept(reader)
+
+    before = (run / "evaluation/knn-epoch2.json").read_bytes()
+    monkeypatch.setattr(files_of_checkpoints.Reader, "verify", verify)
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert "rank-00000.pt: no such file; " in line and line.endswith("--checkpoint 10 takes the newest intact one")
+    assert (run / "evaluation/knn-epoch2.json").read_bytes() == before
+
+
+def test_a_run_without_a_checkpoint_and_one_of_another_version_are_refused_with_the_remedy(run, capsys, monkeypatch):
+    monkeypatch.setattr(files_of_checkpoints, "FORMAT", files_of_checkpoints.FORMAT + 1)
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert line == (
+        f"error: {run}/checkpoints/step-00000020/checkpoint.json: has format 1, but this version reads format 2; use "
+        f"unigrad-fast {unigrad_fast.__version__}, which wrote it"
+    )
+    shutil.rmtree(run / "checkpoints")
+    (line,) = said(capsys, "evaluate", "knn", run, status=2).splitlines()
+    assert line.startswith(f"error: {run}: no checkpoint there; the run has not saved one yet, or ")
+    assert not (run / "evaluation").exists()
+
+
+def test_what_cannot_be_judged_is_refused_in_one_line_and_loses_nothing(run, images, tmp_path, capsys):
+    said(capsys, "evaluate", "knn", run)
+    weights = tmp_path / "weights.pth"
+    torch.save(torchvision.models.resnet18().state_dict(), weights)
+    absent, partial = tmp_path / "absent.txt", tmp_path / "partial.txt"
+    absent.write_text("class0/000.jpg\nclass0/999.jpg\n")
+    partial.write_text("class0/000.jpg\nclass2/001.jpg\n")
+    given = ("--data.train", images / "train", "--data.val", images / "val")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for words, message in (
+        (("finetune", run, "--fraction", 0.1), "fraction = 0.1: 2 labels of 24 images for 3 classes; give at least "),
+        (("finetune", run, "--fraction", 0), "fraction = 0: must be a number above 0 to 1 or null"),
+        (("finetune", run, "--fraction", 2), "fraction = 2: must be a number above 0 to 1 or null"),
+        (("finetune", run, "--subset", absent), f"subset = {absent}: 1 of 2 names is not of a training image, first "),
+        (("finetune", run, "--subset", partial), f"subset = {partial}: has no image of 1 of 3 classes, first class1; "),
+        (("knn", run, "--k", 25), "k = 25: exceeds the 24 training images; give at most 24, or auto"),
+        (("retrieve", run, images / "val/class0/000.jpg", "--k", 25), "k = 25: exceeds the 24 images in "),
+        (("knn", "--weights", weights, "--backbone", "resnet50", *given), f"{weights}: does not fit resnet50: layer1."),
+    ):
+        (line,) = said(capsys, "evaluate", *words, status=2).splitlines()
+        assert line.startswith(f"error: {message}")
+    for protocol in ("paper", "sweep"):
+        words = ("evaluate", "linear", run, "--protocol", protocol, "--batch_size", 25)
+        assert cli.main([str(word) for word in words]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("error: batch_size = 25: there are only 24 training images; give --batch_size 24")
+        assert "steps" not in printed.out and printed.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

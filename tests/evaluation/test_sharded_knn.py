@@ -14,7 +14,8 @@ from torch import nn
 
 from unigrad_fast.evaluation.features import LeftOut
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn
-from unigrad_fast.evaluation.shares import Share, norms, read_share, rounded
+from unigrad_fast.evaluation.passes import new_features
+from unigrad_fast.evaluation.shares import Share, norms, rounded, share_of
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
 
@@ -96,13 +97,12 @@ def test_any_number_of_ranks_gets_the_whole_banks_result(workers, ranks):
         assert results[0].accuracy < 100
 
 
-def share_of(folder: Path) -> tuple:
+def share_in(folder: Path) -> tuple:
     backbone = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten())
     here = world()
-    loader = EvaluationLoader(
-        Manifest.from_folder(folder), 16, batch_size=2, rank=here.rank, world_size=here.size, threads=1
-    )
-    share = read_share(backbone, loader, here.device, None, 0.0)
+    manifest = Manifest.from_folder(folder)
+    loader = EvaluationLoader(manifest, 16, batch_size=2, rank=here.rank, world_size=here.size, threads=1)
+    share = share_of(new_features(backbone, loader, here, None, 0.0), manifest.labels, here)
     return share.rows.dtype, share.rows.shape, share.labels.tolist()
 
 
@@ -112,7 +112,7 @@ def test_a_rank_keeps_its_own_images_only_in_half_precision(workers, tmp_path, r
         place = tmp_path / "images" / str(number % 2)
         place.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (60 * number, 9, 30)).save(place / f"{number}.jpg")
-    shares = workers(ranks).run(share_of, tmp_path / "images")
+    shares = workers(ranks).run(share_in, tmp_path / "images")
     counts = [4] if ranks == 1 else [2, 1, 1]
     assert [shape for _, shape, _ in shares] == [(count, 48) for count in counts]
     assert {dtype for dtype, _, _ in shares} == {torch.float16}

@@ -443,7 +443,7 @@ def test_one_flipped_byte_is_found(tree, tmp_path, capsys, position):
     shard(tree, tmp_path / "out", "--images_per_shard", "4")
     packed = Manifest.open(tmp_path / "out")
     path, named = tmp_path / "out/shard-000000.tar", "shard-000000.tar: differs from what was written, outside"
-    start, length = int(packed.index.at[1]), int(packed.index.length[1])
+    start, length = int(packed.storage.index.at[1]), int(packed.storage.index.length[1])
     place = {
         "image": start + length // 2,
         "header": start - 500,

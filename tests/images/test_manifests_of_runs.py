@@ -229,7 +229,7 @@ def test_shards_of_other_sizes_on_another_node_are_refused(tmp_path):
     images = folder(tmp_path / "images", ["a/1.jpg", "b/2.jpg"])
     with tarfile.open(tmp_path / "one.tar", "w") as tar:
         tar.add(images, "images")
-    shards = Manifest.open(tmp_path / "one.tar", cache=tmp_path / "cache").shards
+    shards = Manifest.open(tmp_path / "one.tar", cache=tmp_path / "cache").storage
     with open(tmp_path / "one.tar", "ab") as file:
         file.write(bytes(512))
     with pytest.raises(DataError, match=r"one\.tar: has another size here than on rank 0; give all machines the same"):

@@ -10,8 +10,10 @@ import time
 
 import bad_files
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from unigrad_fast.pipelines import Loader, Manifest
 from unigrad_fast.pipelines.reading.apart import Apart
@@ -39,20 +41,26 @@ def reader():
         source.close()
 
 
-@pytest.fixture(params=["files", "shards"])
+@pytest.fixture(params=["files", "shards", "table"])
 def damaged(request, tree, tmp_path) -> Manifest:
-    """Files, or images of a shard, of which some cannot be read."""
+    """Files, or images of a shard or a table, of which some cannot be read."""
     folder = shutil.copytree(tree, tmp_path / "tree")
     if request.param == "files":
         manifest = Manifest.from_folder(folder)
         os.unlink(manifest.path(3))
         bad_files.Path(manifest.path(17)).write_bytes(b"")
         return manifest
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for path in sorted(folder.rglob("*.jpg")):
-            tar.add(path, path.name)
-    manifest = Manifest.from_shards(tmp_path / "0.tar")
-    manifest.index.length[5] = 2**30  # reaches past the end
+    paths = sorted(folder.rglob("*.jpg"))
+    if request.param == "table":
+        content = pyarrow.table({"image": [path.read_bytes() for path in paths]})
+        parquet.write_table(content, tmp_path / "0.parquet", compression="none")
+        manifest = Manifest.open(tmp_path / "0.parquet")
+    else:
+        with tarfile.open(tmp_path / "0.tar", "w") as tar:
+            for path in paths:
+                tar.add(path, path.name)
+        manifest = Manifest.from_shards(tmp_path / "0.tar")
+    manifest.storage.index.length[5] = 2**30  # reaches past the end
     return manifest
 
 

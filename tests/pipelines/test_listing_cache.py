@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unigrad_fast.pipelines import Manifest
-from unigrad_fast.pipelines import manifest as manifest_module
+from unigrad_fast.pipelines import Manifest, storage
 
 
 def save(path, size=(8, 6), **options):
@@ -30,13 +29,13 @@ def with_entry(content, place, value):
 def headers_read(monkeypatch):
     """Paths whose header was opened."""
     opened = []
-    original = manifest_module.read_size
+    original = storage.read_size
 
     def read_size(path):
         opened.append(path)
         return original(path)
 
-    monkeypatch.setattr(manifest_module, "read_size", read_size)
+    monkeypatch.setattr(storage, "read_size", read_size)
     return opened
 
 

@@ -334,6 +334,8 @@ def test_what_is_no_manifest_is_refused_with_the_way_to_one(manifest):
         loader(ImageFolder())
     with pytest.raises(DataError, match=r"a str is not a Manifest; use Manifest.from_folder\(FOLDER\)"):
         loader("/data/images")
+    with pytest.raises(DataError, match=r"a list is not a Manifest; use Manifest.open\(DATASET\)"):
+        loader([b""])
 
 
 @pytest.mark.parametrize("photometric", ["dali", "torch"])

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from unigrad_fast.pipelines import DataError, Manifest
-from unigrad_fast.pipelines import manifest as manifest_module
+from unigrad_fast.pipelines import DataError, Manifest, storage
 from unigrad_fast.pipelines.files import open_files, places, slow_storage, tar_format
 from unigrad_fast.pipelines.listing import shards
 from unigrad_fast.pipelines.listing.marks import OF_A_RUN
@@ -124,7 +123,7 @@ def test_one_shard_by_itself(packed, manifest):
 def test_second_start_on_shards_walks_no_tar_and_reads_no_header(packed, tar_walks, monkeypatch):
     first = Manifest.open(packed)
     assert len(tar_walks) == 2
-    monkeypatch.setattr(manifest_module, "size_in", None)
+    monkeypatch.setattr(storage, "size_in", None)
     second = Manifest.open(packed)
     assert len(tar_walks) == 2 and second.fingerprint == first.fingerprint
     assert [second.read(i) for i in range(len(second))] == [first.read(i) for i in range(len(first))]

@@ -21,11 +21,14 @@ from unigrad_fast import (
     load_encoder,
     pretrain,
 )
+from unigrad_fast.checkpoints.weights import load_branch, open_checkpoint, write_run
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.kernels import unigrad_gradient, unit_embeddings, update_correlation_
+from unigrad_fast.networks.encoder import Encoder, build_encoder
 from unigrad_fast.objectives import ObjectiveOutput, Row, UniGrad, build
 from unigrad_fast.pipelines import Batch, Loader, Manifest
 from unigrad_fast.training.optimizers import LARS
+from unigrad_fast.training.target import make_target, update_target_
 
 
 def use_the_objective() -> None:
@@ -100,6 +103,17 @@ def use_the_commands(settings: dict[str, Any], folder: Path) -> None:
     assert_type(encoder, ImageEncoder)
     assert_type(encoder(torch.rand(2, 3, 16, 16)), Tensor)
     run.resume().encoder(output="embedding")
+
+
+def use_the_networks(folder: Path) -> None:
+    config = resolve(overrides={"model": {"backbone": "resnet18", "projector": {"width": 8}}})
+    encoder = build_encoder(config.model, seed=0, device=torch.device("cpu"))
+    assert_type(encoder, Encoder)
+    target = make_target(encoder)
+    update_target_(target, encoder, 0.99, skip=torch.zeros(()))
+    weights = {f"online.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    assert_type(write_run(folder / "run", config, weights, step=1, epoch=0.5), Path)
+    assert_type(load_branch(open_checkpoint(folder / "run"), "online.backbone"), dict[str, Tensor])
 
 
 def use_the_configuration() -> None:

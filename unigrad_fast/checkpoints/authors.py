@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -17,15 +16,14 @@ from typing import Any, get_args
 import torch
 from torch import Size, Tensor
 
-from unigrad_fast.checkpoints.files import write_weights
 from unigrad_fast.checkpoints.foreign import CHILDREN, listed, load
-from unigrad_fast.config import Config, Model, Projector, resolve, to_yaml
+from unigrad_fast.checkpoints.weights import write_run
+from unigrad_fast.config import Model, Projector, resolve
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import build_projector
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import dangling_link, unwritable
 from unigrad_fast.runtime.outputs import within_images
-from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.shell import own
 from unigrad_fast.runtime.validation import validate
 
@@ -63,7 +61,7 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
         model["projector"] = settings.model_dump()
     config = resolve(RECIPE, {"output": run, "data": {"train": train, "val": val}, "model": model})
     tensors = {name: (t.float() if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
-    _write(run, config, tensors, step or 0, epoch or 0)
+    write_run(run, config, tensors, step or 0, epoch or 0)
 
     width = "" if isinstance(projector, str) else f", projector {settings.depth} x {settings.width}"
     when = f"epoch {epoch}, step {step or 0}" if epoch is not None else "epoch unknown (recorded as 0)"
@@ -73,19 +71,6 @@ def import_run(file: Path, run: Path, train: Path | None = None, val: Path | Non
     missing = ["--data.train FOLDER --data.val FOLDER"] if train is None or val is None else []
     print("Evaluate it:", own("evaluate", "knn", run), *missing)
     print("Export it:", own("export", run))
-
-
-def _write(run: Path, config: Config, tensors: State, step: int, epoch: int) -> None:
-    """Create the run folder, completely or not at all."""
-    unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-        RunFolder(unfinished).configuration.write_text(to_yaml(config), encoding="utf-8")
-        write_weights(unfinished, tensors, step, epoch, config.model_dump(mode="json"))
-        os.rename(unfinished, run)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _require_places(run: Path, folders: Mapping[str, Path | None]) -> None:

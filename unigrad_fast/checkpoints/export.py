@@ -196,6 +196,14 @@ def numbered(linear: dict[str, Tensor], about: dict[str, Any]) -> dict[str, Tens
 
 def describe_probe(path: Path) -> dict[str, Any]:
     """The metadata of a probe's file, texts and JSON values. Raises ValueError with a text if it is not a probe."""
+    names, about = metadata(path)
+    if names != {"weight", "bias"} or "step" not in about:
+        raise ValueError("not a linear probe")
+    return about
+
+
+def metadata(path: Path) -> tuple[set[str], dict[str, Any]]:
+    """Names of the tensors in a safetensors file, and its texts and JSON values. Raises ValueError if it is damaged."""
     try:
         with utf8_path(path) as name, safe_open(name, framework="pt") as content:
             names, texts = set(content.keys()), content.metadata() or {}
@@ -203,15 +211,13 @@ def describe_probe(path: Path) -> dict[str, Any]:
         raise ValueError("no such file") from None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"damaged ({error})") from None
-    if names != {"weight", "bias"} or "step" not in texts:
-        raise ValueError("not a linear probe")
     about: dict[str, Any] = {}
     for key, text in texts.items():
         try:
             about[key] = json.loads(text)
         except ValueError:
             about[key] = text
-    return about
+    return names, about
 
 
 def loading_lines(path: Path, format: Format, config: Config, head: tuple[int, ...] | None) -> list[str]:

@@ -266,7 +266,11 @@ class Reader:
         except (ValueError, AttributeError) as error:
             raise Damaged(f"{path}: damaged ({str(error).splitlines()[0]})") from None
         if about["format"] != FORMAT:
-            raise UserError(f"{path}: has format {about['format']}, but this version reads format {FORMAT}")
+            wrote = about.get("versions", {}).get("unigrad_fast", "another version")
+            raise UserError(
+                f"{path}: has format {about['format']}, but this version reads format {FORMAT}; use unigrad-fast "
+                f"{wrote}, which wrote it"
+            )
         self.about: dict[str, Any] = about
         self._open: dict[str, dict[str, Tensor]] = {}
         self._mapped = 0

@@ -42,6 +42,7 @@ PREFIXES = {
     "net": "byol-pytorch of lucidrains, whose learner was saved",
 }
 LISTED = 5  # names in a message
+WHOLE = "copy or download it again, or give a file of torch.save or a .safetensors"
 
 
 class _NotRead:
@@ -113,9 +114,9 @@ def load(file: Path) -> Mapping[str, Any]:
             warnings.simplefilter("ignore")
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}; give another file") from None
     except SafetensorError as error:
-        raise UserError(f"{file}: not a safetensors file, or damaged ({error})") from None
+        raise UserError(f"{file}: not a safetensors file, or damaged ({error}); {WHOLE}") from None
     except Exception as error:  # arbitrary bytes read as a pickle can raise anything
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(
@@ -125,9 +126,11 @@ def load(file: Path) -> Mapping[str, Any]:
                 f"import torch; model = torch.load({str(file)!r}, weights_only=False)['model']; "
                 "torch.save(getattr(model, 'state_dict', lambda: model)(), 'weights.pth')"
             ) from None
-        raise UserError(f"{file}: not a file written by torch.save, or damaged") from None
+        raise UserError(f"{file}: not a file written by torch.save, or damaged; {WHOLE}") from None
     if not isinstance(content, Mapping):
-        raise UserError(f"{file}: holds a {type(content).__name__}; expected a dictionary of weights")
+        raise UserError(
+            f"{file}: holds a {type(content).__name__}; expected a dictionary of weights; save a state_dict()"
+        )
     return content
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Damaged, Reader
-from unigrad_fast.config import Config, Scope, resolve, scope_of
+from unigrad_fast.config import Config, Scope, resolve, scope_of, to_yaml
 from unigrad_fast.runtime import strict_yaml
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -41,6 +43,36 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
         raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")
     with _intact_named(run):
         return Reader(kept[step])
+
+
+def write_run(run: Path, config: Config, tensors: Mapping[str, Tensor], step: int = 0, epoch: float = 0) -> Path:
+    """Write weights of any origin as a new run, for `evaluate` and `export`; it cannot be resumed.
+
+    Args:
+        run: the new folder, which appears completely or not at all.
+        config: the backbone (`model`), the images that `evaluate` takes (`data.train` and `data.val`), and the seed.
+        tensors: weights on any device: `online.backbone.NAME`, where NAME is torchvision's without `fc`, and if there
+            are any `online.projector.NAME` and, of a momentum copy, `target.backbone.NAME`, `target.projector.NAME`.
+        step, epoch: how long the weights were trained; names of the results have the epoch.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the folder exists.
+    """
+    if os.path.lexists(run):
+        raise UserError(f"run = {run}: exists already; give a new folder")
+    unfinished = run.with_name(f".{run.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        RunFolder(unfinished).configuration.write_text(to_yaml(config), encoding="utf-8")
+        files.write_weights(unfinished, tensors, step, epoch, config.model_dump(mode="json"))
+        os.rename(unfinished, run)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return run
 
 
 @contextmanager

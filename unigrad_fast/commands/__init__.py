@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unigrad_fast.commands import bench, checkpoint, data, doctor, evaluate, plan, pretrain, weights
+from unigrad_fast.commands import bench, checkpoint, completion, data, doctor, evaluate, plan, pretrain, weights
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.validation import Node, validate
@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], Any]]] = {
     "bench width": (bench.BenchWidth, bench.bench_width),
     "bench scaling": (bench.BenchScaling, bench.bench_scaling),
     "doctor": (doctor.Doctor, doctor.doctor),
+    "completion": (completion.Completion, lambda options: completion.completion(options, COMMANDS)),
 }
 RENAMED = {"data recipes": "data presets"}  # older names, which still work
 

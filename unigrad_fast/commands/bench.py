@@ -17,7 +17,7 @@ from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.older_names import renamed
 from unigrad_fast.runtime.processors import compute_threads
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 if TYPE_CHECKING:
     from unigrad_fast.benchmarks.harness.turns import Turns
@@ -37,7 +37,7 @@ class BenchStep(Node):
 
     case: Literal["resnet50", "resnet18", "all"] = "all"
     """ResNet-50 at 224 pixels and 16 images per step, ResNet-18 at 96 pixels and 64, or one after the other."""
-    photographs: AbsolutePath | None = None
+    photographs: ImageSource | None = None
     """Folder of images; use photographs for realistic figures; null draws some."""
     batch_size: int | None = Field(default=None, ge=2)
     """Images per step; null is the case's."""
@@ -83,7 +83,7 @@ def bench_step(options: BenchStep) -> None:
 class BenchLoader(Node):
     """Measure images/s and processor time of decoding and augmentation, against torchvision and decoding alone."""
 
-    photographs: AbsolutePath | None = None
+    photographs: ImageSource | None = None
     """Images, as `--data.train` takes them, or a tar of a folder; null draws some."""
     preset: str | None = None
     """Augmentation preset; null is simsiam and multicrop, one after the other."""
@@ -101,6 +101,9 @@ class BenchLoader(Node):
     """Measured batches per turn, rounded up to a multiple of the threads."""
     epochs: int = Field(default=5, ge=2)
     """Epochs over a small manifest in the measurement of memory."""
+    source: tuple[Literal["files", "hf", "parquet", "dataset", "pixels"], ...] = ()
+    """Compare these sources of the same images instead: files, tables (hf, parquet), and Datasets that open files
+    (dataset) or hold pixels in memory (pixels)."""
     output: AbsolutePath = OUTPUT
     """Folder of loader.jsonl, to which the rows are appended."""
 
@@ -205,7 +208,7 @@ class BenchEvaluate(Node):
     """Batches per turn; the parts of the sweep's step, whose own batch is of 1024 images."""
     repetitions: int = Field(default=3, ge=1)
     """Rounds; in each, every variant is measured once."""
-    photographs: AbsolutePath | None = None
+    photographs: ImageSource | None = None
     """Images, as `--data.train` takes them, or a tar of a folder; null draws some."""
     output: AbsolutePath = OUTPUT
     """Folder of evaluate.jsonl, to which the rows are appended."""

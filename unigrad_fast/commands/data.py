@@ -11,7 +11,7 @@ from unigrad_fast.commands.requirements import require_dali
 from unigrad_fast.config import MOST_THREADS, LocalViewChanges, ViewChanges
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.limits import require_limits
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 READ_TIMEOUT = Field(default=60.0, gt=0, le=86_400)
 
@@ -36,7 +36,7 @@ def data_synth(options: DataSynth) -> None:
 class DataScan(Node):
     """Decode every image once, and list images that are unusable or unusual."""
 
-    path: AbsolutePath
+    path: ImageSource
     """Images, as `--data.train` takes them."""
     output: AbsolutePath | None = None
     """Folder for the lists; null is scan-NAME in the current folder. An interrupted scan continues there."""
@@ -57,7 +57,7 @@ def data_scan(options: DataScan) -> None:
 class DataShard(Node):
     """Pack images, shuffled, into tar shards: faster to read from network storage, and to list at the start."""
 
-    source: AbsolutePath
+    source: ImageSource
     """Images, as `--data.train` takes them."""
     folder: AbsolutePath
     """New folder for the shards, or the folder of the same command that was interrupted."""
@@ -105,7 +105,7 @@ def data_presets(options: DataPresets) -> None:
 class DataPreview(Node):
     """Draw the crops and the views that training makes of a few images."""
 
-    path: AbsolutePath
+    path: ImageSource
     """Images, as `--data.train` takes them; or a run or a training recipe, with its images."""
     recipe: str | None = None
     """Training recipe; null is the path's, else the default of `pretrain`."""

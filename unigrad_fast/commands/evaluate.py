@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from unigrad_fast.commands.requirements import refuse_unused, require_dali, require_run, require_umap
+from unigrad_fast.commands.requirements import (
+    refuse_unused,
+    require_dali,
+    require_given_file,
+    require_run,
+    require_umap,
+)
 from unigrad_fast.evaluation import finetune_protocols
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import Written
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
 class EvaluationData(Node):
-    train: AbsolutePath | None = None
+    train: ImageSource | None = None
     """Training images; null is the run's."""
-    val: AbsolutePath | None = None
+    val: ImageSource | None = None
     """Validation images; null is the run's."""
 
 
@@ -64,8 +69,7 @@ class Encoder(Node):
                     f"weights = {self.weights}: takes the place of run = {self.run}; give one of them{remedy}"
                 )
             refuse_unused(self, ("checkpoint",), "applies only to a run")
-            if not os.path.isfile(self.weights):
-                raise UserError(f"weights = {self.weights}: no such file")
+            require_given_file("weights", self.weights)
             if self.backbone is None:
                 raise UserError(f"backbone = null: --weights needs it; give one of {', '.join(BACKBONES)}")
             output = output or Path(f"{self.weights}-evaluation")
@@ -111,12 +115,12 @@ def evaluate_knn(options: EvaluateKNN) -> Written:
     else:
         refuse_unused(options, ("choose",), "applies only with --grid true")
     require_dali()
-    from unigrad_fast.evaluation import knn_grid, runs
+    from unigrad_fast.evaluation import knn_grid, knn_run, runs
 
     if options.grid:
         return knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
-    return runs.evaluate_knn(options.run, options.baselines, given)
+    return knn_run.evaluate_knn(options.run, options.baselines, given)
 
 
 class EvaluateLinear(Keeping, Evaluation):
@@ -131,6 +135,9 @@ class EvaluateLinear(Keeping, Evaluation):
     """Images per step of paper and sweep, over all ranks; null is 4096 and 1024."""
     base_lr: float | None = Field(default=None, gt=0, le=1e6)
     """Learning rate per 256 images, of sweep the largest; null is 0.02 for paper and 0.1 for sweep."""
+    keep_features: bool = True
+    """Of quick: keep features of plain images beside the results, so that the next evaluation of the same weights reads
+    them; paper and sweep train on random crops and keep none."""
     choose: Literal["val", "train"] | None = None
     """Images on which sweep chooses: val, or train for a held-out tenth of the training images; null is val."""
 
@@ -145,10 +152,14 @@ def evaluate_linear(options: EvaluateLinear) -> Written:
         raise UserError(f"{key} = {value}: applies only to --protocol paper and sweep; leave it out, or add one")
     if options.choose and options.protocol != "sweep":
         raise UserError(f"choose = {options.choose}: applies only to --protocol sweep; leave it out, or add that")
+    if options.protocol != "quick":
+        refuse_unused(options, ("keep_features",), f"--protocol {options.protocol} keeps no features")
     require_dali()
-    from unigrad_fast.evaluation import runs
+    from unigrad_fast.evaluation import linear_run, runs
 
-    return runs.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+    return linear_run.evaluate_linear(
+        options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked)
+    )
 
 
 class EvaluateFinetune(Evaluation):
@@ -209,7 +220,7 @@ class EvaluateFeatures(Keeping, Encoder):
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
 
-    images: AbsolutePath | None = None
+    images: ImageSource | None = None
     """Images: a folder, list or shards; null is the run's training images."""
     output: AbsolutePath | None = None
     """File to write, ending in .npz, .npy or .parquet; null is RUN/export/features-epochE.npz."""
@@ -236,7 +247,7 @@ class EvaluateRetrieve(Keeping, Encoder):
 
     images: tuple[AbsolutePath, ...] = ()
     """Image files whose neighbours are drawn."""
-    among: AbsolutePath | None = None
+    among: ImageSource | None = None
     """Images to search: a folder, list or shards; null is the run's training images."""
     k: int = Field(default=8, ge=1, le=100)
     """Neighbours of each image."""
@@ -251,9 +262,7 @@ def evaluate_retrieve(options: EvaluateRetrieve) -> Written:
     if not options.images:
         raise UserError("images: missing; give the files whose neighbours are to be drawn")
     for image in options.images:
-        if not os.path.isfile(image):
-            problem = "is a folder; give files in it" if os.path.isdir(image) else "no such file"
-            raise UserError(f"images = {image}: {problem}")
+        require_given_file("images", image)
     if options.weights is not None and options.among is None:
         raise UserError("weights: come without images; give --among IMAGES")
     require_dali()
@@ -289,7 +298,7 @@ class EvaluateMap(Keeping, Encoder):
 
     positional: ClassVar[tuple[str, ...]] = ("run", "images")
 
-    images: AbsolutePath | None = None
+    images: ImageSource | None = None
     """Labelled images: a folder, list or shards; null is the run's validation images."""
     method: Literal["pca", "umap"] = "pca"
     """pca shows the plane of largest variance, always the same; umap shows neighbourhoods, and needs umap-learn."""

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from unigrad_fast.config import Config, Data, resolve
+from unigrad_fast.pipelines.spelling import location
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import dangling_link, unwritable
 from unigrad_fast.runtime.outputs import around_images, within_images
@@ -21,6 +22,13 @@ def require_run(folder: Path) -> None:
         raise UserError(
             f"run = {folder}: no run there (no config.yaml, no checkpoint); give a folder that `pretrain` wrote"
         )
+
+
+def require_given_file(key: str, path: Path) -> None:
+    """Raises UserError unless the file that a key names is there."""
+    if not os.path.isfile(path):
+        problem = "is a folder; give a file in it" if os.path.isdir(path) else "no such file; check the path"
+        raise UserError(f"{key} = {path}: {problem}")
 
 
 def require_name(name: str) -> None:
@@ -39,12 +47,13 @@ def require_folders(config: Config, fresh: bool = False, numbered: bool = False)
     # os.path returns False where pathlib raises: for folders without permission, and names that are too long.
     problems = []
     for key, folder in (("data.train", config.data.train), ("data.val", config.data.val)):
-        if folder is None:
+        place = None if folder is None else location(folder)
+        if folder is None or place is None:
             continue
-        if not os.path.exists(folder):
-            problem = dangling_link(folder) or f"no such file or folder; {_remedy(folder, config.data)}"
+        if not os.path.exists(place):
+            problem = dangling_link(place) or f"no such file or folder; {_remedy(place, config.data)}"
             problems.append(f"{key} = {folder}: {problem}")
-        elif not os.access(folder, os.R_OK | (os.X_OK if os.path.isdir(folder) else 0)):
+        elif not os.access(place, os.R_OK | (os.X_OK if os.path.isdir(place) else 0)):
             problems.append(f"{key} = {folder}: unreadable; check its permissions")
     if config.data.train is None:
         problems.append("data.train = null: no training images; give their folder with --data.train FOLDER")
@@ -61,7 +70,7 @@ def _remedy(missing: Path, data: Data) -> str:
         return "draw the built-in images with `unigrad-fast data synth data/quickstart`"
     there = next(folder for folder in missing.parents if os.path.exists(folder))
     remedy = f"check the path, of which {there} exists"
-    if missing != data.val:
+    if data.val is None or missing != location(data.val):
         return remedy
     if missing == drawn.val:  # the recipe's, which are not of the training images
         remedy = "give your validation images with --data.val IMAGES"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_run
 from unigrad_fast.runtime.outputs import Written
-from unigrad_fast.runtime.validation import AbsolutePath, Node
+from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
 class Export(Node):
@@ -40,9 +40,9 @@ def export(options: Export) -> Written:
 
 
 class ImportData(Node):
-    train: AbsolutePath | None = None
+    train: ImageSource | None = None
     """Training images for evaluating the run: a folder, list or shards."""
-    val: AbsolutePath | None = None
+    val: ImageSource | None = None
     """Validation images for evaluating the run: a folder, list or shards."""
 
 

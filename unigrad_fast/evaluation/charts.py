@@ -116,7 +116,6 @@ def draw_map(
     )
     for handle in legend.legend_handles:
         handle.set_sizes([30])
-        handle.set_alpha(1)
     return _png(figure, title)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unigrad_fast.checkpoints.export import describe_probe
 from unigrad_fast.evaluation import charts
 from unigrad_fast.evaluation.classes import without_unused
-from unigrad_fast.evaluation.knn import PROTOCOL, neighbours, over_ranks, predicted, require_k, settled_k
+from unigrad_fast.evaluation.knn import PROTOCOL, count_hits, neighbours, over_ranks, predicted, require_k, settled_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
 from unigrad_fast.evaluation.linear import WAS_FITTED
 from unigrad_fast.evaluation.passes import Keeper, read_features
@@ -63,21 +63,25 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
             )
         keeper = this.keeper(folder, asked)
         judge = of_knn if of == "knn" else of_linear
-        matrix, classifier, settings = judge(this, train, val, keeper, folder, asked)
+        matrix, near, classifier, settings = judge(this, train, val, keeper, folder, asked)
         over_ranks(matrix, this.world)
+        over_ranks(near, this.world)
         counts = matrix.numpy()
         images, right = int(counts.sum()), int(np.trace(counts))
+        top1, top5 = 100 * right / images, 100 * int(near) / images if len(counts) >= 5 else None
         place = order(counts)
         names = [train.classes[number] for number in place]
         counts = counts[np.ix_(place, place)]
         pairs = most_confused(counts)
         title = (
             f"confusion of {classifier}",
-            f"{this.settings['branch']}, {this.name}: {images:,} images, {100 * right / images:.2f} % right",
+            f"{this.settings['branch']}, {this.name}: {images:,} images, top-1 {top1:.2f} %"
+            + ("" if top5 is None else f", top-5 {top5:.2f} %"),
         )
         this.console.print(_table(", ".join(title), names, counts, pairs))
         figures: dict[str, Any] = {
-            "accuracy": 100 * right / images,
+            "accuracy": top1,
+            "top5": top5,
             "classes": names,
             "matrix": counts.tolist(),
             "most_confused": [_figures(names, counts, *pair) for pair in pairs],
@@ -98,8 +102,9 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
 
 def of_knn(
     this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
-) -> tuple[Tensor, str, dict[str, Any]]:
-    """This rank's part of the confusion matrix of kNN, int64 [K, K], true by predicted class; its name and settings.
+) -> tuple[Tensor, Tensor, str, dict[str, Any]]:
+    """This rank's part of the confusion matrix of kNN, int64 [K, K], true by predicted class, and of its top-5 hits,
+    int64 []; its name and settings.
 
     Args:
         train, val: the images under the numbers of the classes that occur.
@@ -116,17 +121,18 @@ def of_knn(
     there = len(train) - bank.left_out.count
     knn = this.config.evaluation.knn
     k = settled_k(knn.k if knn.k == "auto" else min(knn.k, there), there)
-    matrix = torch.zeros(len(train.classes), len(train.classes), dtype=torch.int64)
+    matrix, near = _none_counted(len(train.classes))
     for similarity, label, truth in neighbours(bank, queries, this.world, k):
         if len(truth):
             matrix += counted(truth, predicted(similarity, label, knn.temperature), len(matrix))
+            near += count_hits(similarity, label, truth, len(matrix), knn.temperature)[1]
     settings = {"protocol": f"confusion of {PROTOCOL}", "k": k, "temperature": knn.temperature}
-    return matrix, f"{PROTOCOL}, k {k}, T {knn.temperature:g}", settings
+    return matrix, near, f"{PROTOCOL}, k {k}, T {knn.temperature:g}", settings
 
 
 def of_linear(
     this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
-) -> tuple[Tensor, str, dict[str, Any]]:
+) -> tuple[Tensor, Tensor, str, dict[str, Any]]:
     """As `of_knn`, of a linear classifier that was trained before."""
     file, protocol = on_first(lambda: _newest(folder, this, train))
     with utf8_path(file) as name, safe_open(name, framework="pt") as content:
@@ -134,12 +140,17 @@ def of_linear(
     found = read_features(this, val, "validation", keeper)
     this.leave_out("validation", found.left_out)
     labels = torch.as_tensor(val.labels, dtype=torch.int64)
-    matrix = torch.zeros(len(train.classes), len(train.classes), dtype=torch.int64)
+    matrix, near = _none_counted(len(train.classes))
     for features, index in found.batches(this.world):
-        guess = nn.functional.linear(features, **classifier).argmax(dim=1).cpu()
-        matrix += counted(labels[index], guess, len(matrix))
+        best = nn.functional.linear(features, **classifier).topk(min(5, len(matrix)), dim=1).indices.cpu()
+        matrix += counted(labels[index], best[:, 0], len(matrix))
+        near += (best == labels[index, None]).any(dim=1).sum()
     name = f"a linear classifier, {protocol} protocol"
-    return matrix, name, {"protocol": f"confusion of {name}", "classifier": file.name}
+    return matrix, near, name, {"protocol": f"confusion of {name}", "classifier": file.name}
+
+
+def _none_counted(classes: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(classes, classes, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
 
 
 def counted(truth: Tensor, guess: Tensor, classes: int) -> Tensor:

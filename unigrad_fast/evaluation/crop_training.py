@@ -1,7 +1,7 @@
 """Training on random crops and flips of the training images, new ones in each epoch.
 
 It saves its progress at the end of each epoch and when it is preempted, and continues from there, on any number of
-ranks. What is trained, linear classifiers or a whole network, is a subclass of `CropTraining`.
+ranks and at any ZeRO stage. What is trained, linear classifiers or a whole network, is a subclass of `CropTraining`.
 
 Shapes: N images, H heads (classifiers that are trained side by side), K classes.
 """
@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from unigrad_fast.evaluation.features import count_left_out
 from unigrad_fast.evaluation.linear import FrozenEncoder, of_heads
+from unigrad_fast.optimization.owners import Owners
 from unigrad_fast.pipelines import Batch, Failure, Loader
 from unigrad_fast.runtime.errors import Preempted, RunStopped
 from unigrad_fast.runtime.preemption import Preemption
@@ -31,6 +32,9 @@ FEW_STEPS = 200  # fine-tuning takes 1,000 on 1 % of ImageNet, the other protoco
 
 class Saved(Protocol):
     """Where a training's progress is; all ranks call these together."""
+
+    @property
+    def error(self) -> OSError | None: ...  # of the last `save`
 
     def load(self) -> dict[str, Any] | None: ...
 
@@ -68,7 +72,7 @@ class CropTraining:
         self.batch_size, self.epochs, self.steps_per_epoch = batch_size, epochs, steps_per_epoch
         self.steps, self.steps_done = steps_per_epoch * epochs, 0
         device = encoder.world.device
-        self.gradient = flat_gradient(network)
+        self.owners = Owners(list(network.parameters()), encoder.config.engine.zero_stage)
         self.shares = torch.tensor(shares, device=device)
         # Of this epoch: each head's loss, then each one's number of hits.
         self.sums = torch.zeros(2 * len(shares), dtype=torch.float64, device=device)
@@ -107,10 +111,8 @@ class CropTraining:
         loss.backward()
 
     def step(self) -> None:
-        dist.all_reduce(self.gradient)
         self.set_rates()
-        self.optimizer.step()
-        self.gradient.zero_()
+        self.owners.step(self.optimizer)
         self.steps_done += 1
 
     def end_epoch(self) -> None:
@@ -134,17 +136,23 @@ class CropTraining:
         self.sums.zero_()
 
     def state(self) -> dict[str, Any]:
-        """The state, the same on all ranks, which call this together: numbers, texts, tuples and tensors on the CPU."""
+        """The state, on the first rank: numbers, texts, tuples and tensors on the CPU; all ranks call this together."""
         sums = self.sums.clone()
         dist.all_reduce(sums)
         failures = {image: failure for part in gather(self.failures) for image, failure in part.items()}
-        return {
+        state = {
             "steps_done": self.steps_done,
             "sums": sums.cpu(),
             "replaced": self.replaced,
             "failures": [(int(f.step), int(image), f.path, f.reason) for image, f in failures.items()],
-            **{name: tensor.detach().cpu() for name, tensor in self._tensors()},
         }
+        own = dict(self._tensors())
+        for name, weight in self.network.named_parameters():  # one after the other, for a device holds only its share
+            momentum = own.get(f"{name}.momentum", torch.empty_like(weight))
+            self.owners.send(momentum, weight)
+            if self.encoder.world.rank == 0:
+                own[f"{name}.momentum"] = momentum.cpu()
+        return {**state, **{name: tensor.detach().cpu() for name, tensor in own.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state; the sums of the epoch go to one rank only, because they will be added up."""
@@ -157,9 +165,10 @@ class CropTraining:
         self.failures = {image: Failure(step, image, *said) for step, image, *said in state["failures"]}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Everything that a step changes in place: parameters, their momentum, buffers of batch norm."""
+        """What a step changes in place, as this rank keeps it: parameters, momentum of its own ones, and buffers."""
         weights = list(self.network.named_parameters())
-        momentum = [(f"{name}.momentum", self.optimizer.state_of(weight)["momentum"]) for name, weight in weights]
+        own = [(name, weight) for name, weight in weights if self.owners.has(weight)]
+        momentum = [(f"{name}.momentum", self.optimizer.state_of(weight)["momentum"]) for name, weight in own]
         return [*weights, *momentum, *self.network.named_buffers()]
 
 
@@ -188,6 +197,7 @@ def run(
             in a row cannot be read.
         RunStopped: the loss is not finite, or too many images cannot be used.
         Preempted: after saving.
+        OSError: preempted, and the progress cannot be saved.
     """
     data, world = encoder.config.data, encoder.world
     loader = Loader(
@@ -223,6 +233,8 @@ def run(
             preempted = preemption is not None and preemption.agreed()[0]
             if unfinished is not None and (is_epoch_done or preempted):
                 unfinished.save(training.state())
+                if preempted and unfinished.error is not None:
+                    raise unfinished.error
             if preempted:
                 raise Preempted(
                     f"saved after step {training.steps_done} of {training.steps} of {training.name}; repeat the "
@@ -239,15 +251,3 @@ def few_steps(images: int, batch_size: int, epochs: int) -> list[str]:
     if steps >= FEW_STEPS:
         return []
     return [f"these are only {count(steps, 'step')}; a smaller --batch_size makes more of them"]
-
-
-def flat_gradient(module: nn.Module) -> Tensor:
-    """A vector of zeros; the gradient of each parameter becomes a part of it, in the parameter's memory format.
-
-    Fused optimizers walk through both in the order of memory.
-    """
-    parameters = list(module.parameters())
-    flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.as_strided(parameter.shape, parameter.stride())
-    return flat

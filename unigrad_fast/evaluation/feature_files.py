@@ -23,7 +23,6 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import naming, unwritable, write_whole
-from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import World, on_first
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.wording import byte_size
@@ -33,7 +32,7 @@ UNLABELLED = -1
 
 def write_features(
     run: Path | None, images: Path | None, output: Path | None, overwrite: bool, asked: Asked
-) -> Written:
+) -> outputs.Written:
     """Write file, label and feature of each usable image, in the order of the images, and a description of them.
 
     Args:
@@ -112,7 +111,7 @@ def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside:
     raise UserError(f"output = {path}: {passing.problems[0]}")
 
 
-def _write(path: Path, found: Features, this: Opened, beside: Path) -> Written:
+def _write(path: Path, found: Features, this: Opened, beside: Path) -> outputs.Written:
     manifest, positions = this.train, found.usable()
     columns = {
         "file": lambda: (names_of(manifest, block) for block in blocks(positions)),
@@ -143,7 +142,7 @@ def _write(path: Path, found: Features, this: Opened, beside: Path) -> Written:
     size = byte_size(path.stat().st_size)
     line = f"features [{len(positions):,}, {found.width}]: {path} ({size}), described in {_description(path).name}"
     this.say(line)
-    return Written(path, settings, figures, line)
+    return outputs.Written(path, settings, figures, line)
 
 
 def names_of(manifest: Manifest, positions: np.ndarray) -> np.ndarray:

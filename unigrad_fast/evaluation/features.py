@@ -55,7 +55,7 @@ def extract(
     max_bad_fraction: float,
     kept: Callable[[Tensor], Tensor] = Tensor.cpu,
     new_rows: Callable[[int, int], Tensor] = torch.empty,
-) -> tuple[Tensor, Tensor, LeftOut]:
+) -> tuple[Tensor, LeftOut]:
     """Runs this rank's images once through the backbone in evaluation mode; all ranks call this together.
 
     Args:
@@ -67,8 +67,8 @@ def extract(
         new_rows: allocates a tensor of that many rows and columns.
 
     Returns:
-        What is kept of the N images that could be used, [N, D], their labels, int64 [N] on the CPU, both in the
-        order of the loader, and what was left out over all ranks.
+        What is kept of the N images that could be used, [N, D], in the order of the loader, and what was left out over
+        all ranks.
 
     Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
     """
@@ -96,8 +96,7 @@ def extract(
             f"of {len(manifest)} images {int(counted[1])} were read, {int(counted[0] - counted[1])} of them again, and "
             f"{left_out.count} left out"
         )
-    labels = torch.as_tensor(manifest.labels, dtype=torch.int64)[torch.tensor(index, dtype=torch.int64)]
-    return rows[: len(index)].view(len(index), int(width)), labels, left_out
+    return rows[: len(index)].view(len(index), int(width)), left_out
 
 
 def count_left_out(failures: Iterable[Failure], images: int, most: float) -> LeftOut:

@@ -1,8 +1,9 @@
 """Fine-tuning: a backbone and a classifier on top are trained together on few labelled images.
 
 Batch norm is in training mode, with statistics over all ranks, of the same images on any number of them. Weights,
-momentum and gradients are fp32 and whole on every rank, whatever the ZeRO stage of the run; the backbone computes
-channels-last and in the run's precision, the classifier in fp32.
+momentum and gradients are fp32. Weights are whole on every rank; at the run's ZeRO stage 1 momentum is shared among the
+ranks, at stage 2 also the gradients (see `optimization.owners`). The backbone computes channels-last and in the run's
+precision, the classifier in fp32.
 
 Shapes: N images, D feature dimension, K classes.
 """
@@ -51,6 +52,11 @@ class Network(nn.Module):
         with self.autocast:
             features = self.backbone(images.contiguous(memory_format=torch.channels_last))
         return self.classifier(features.float())
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Weights and statistics under torchvision's names, on the CPU; the classifier is `fc`."""
+        fc = {f"fc.{name}": tensor for name, tensor in self.classifier.state_dict().items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in {**self.backbone.state_dict(), **fc}.items()}
 
 
 class FineTuning(CropTraining):

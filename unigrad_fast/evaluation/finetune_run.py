@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from unigrad_fast.evaluation import finetune_protocols, samples
 from unigrad_fast.evaluation.classes import without_unused
@@ -18,7 +19,7 @@ from unigrad_fast.evaluation.finetune import fine_tune, fitted, judge
 from unigrad_fast.evaluation.finetune_protocols import CLASSIFIER, PROTOCOLS, PUBLISHED, Settings, is_like, nearest
 from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder
 from unigrad_fast.evaluation.linear_sweep import without_held_out
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import Asked, Opened, opened, print_table
 from unigrad_fast.evaluation.unfinished import Series, Unfinished
 from unigrad_fast.images.manifests import evaluated
@@ -28,7 +29,7 @@ from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
 Row: TypeAlias = "dict[str, Any]"  # seed, rates, accuracy, top5 and number of validation images of one training
-DONE = "the finished trainings are saved; repeat the command to continue"
+FINISHED = "the finished trainings are"
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class FewLabels:
 def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written:
     """Print the accuracy of a run's online backbone, fine-tuned on few labels.
 
-    Write it to RUN/evaluation/finetune-PROTOCOL-FRACTION-epochE.json, and the sample, if one was drawn, to a list of
-    names next to it.
+    Write it to RUN/evaluation/finetune-PROTOCOL-FRACTION-epochE.json, the network of the last seed to a .safetensors
+    file next to it, and the sample, if one was drawn, to a list of names.
 
     Args:
         run: the run folder; None with `asked.weights`.
         asked: checkpoint and images that override the run's.
 
     Raises:
-        UserError: the run has no weights, labels or validation images, or the sample, the protocol and the batch do not
-            fit each other and the ranks.
-        RunStopped: the loss is not finite, or too many images cannot be used.
+        UserError: the run has no weights, labels or validation images, the sample, the protocol and the batch do not
+            fit each other and the ranks, or the disk has no room.
+        RunStopped: the loss is not finite, too many images cannot be used, or the result cannot be written.
         Preempted: after saving.
     """
     folder = folder_of(run, asked.output)
@@ -103,6 +104,8 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written
         stem = this.stem(f"finetune-{few.protocol}-{fraction:.3g}")
         unfinished = Unfinished(folder, stem, about, this.say)
         series = Series(unfinished)
+        if len(series.done) < few.seeds + few.search * len(PUBLISHED):
+            on_first(partial(unfinished.require_room, _room(encoder)))
         candidates: list[Row] = []
         if searched is not None:
             settings, candidates = _searched(searched, settings, few.choose, series, this)
@@ -110,11 +113,6 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written
         for number, seed in enumerate(about["seeds"], start=len(candidates)):
             seeded = replace(encoder, config=this.config.model_copy(update={"seed": seed}))
             rows.append(_trained(seeded, settings, series, number, this))
-        names = few.subset
-        if names is None and len(labelled) < len(train):
-            names = folder / f"finetune-{fraction:.3g}-{about['sample'][:8]}.txt"
-            on_first(partial(write_whole, names, samples.as_list(labelled)))
-            this.say(f"the labelled images are listed in {names}; --subset {names} takes the same ones")
         figures = {key: _over_seeds([row[key] for row in rows]) for key in ("accuracy", "top5")}
         protocol = finetune_protocols.described(few.protocol, fraction, few.changes, few.search)
         title = (
@@ -122,26 +120,36 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written
             f"{len(labelled):,} of {len(train):,} labels, {rows[0]['images']:,} validation images"
         )
         name = f"trained encoder, {this.name}"
-        print_table(this.console, title, [(name, *(_shown(*each) for each in figures.values()))], 2)
-        written = on_first(
-            lambda: write_result(
-                folder,
-                stem,
-                {**about, "images": rows[0]["images"]},
-                {
-                    **this.paths,
-                    "counts": encoder.counts(),
-                    "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
-                    **{key: mean for key, (mean, _) in figures.items()},
-                    "deviation": {key: deviation for key, (_, deviation) in figures.items()},
-                    "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
-                    "candidates": candidates,
-                    "results": rows,
-                    "remarks": told,
-                },
+        print_table(this.console, title, [(name, *(_shown(*each) for each in figures.values()))])
+        of_weights = {**rows[-1], "branch": "fine-tuned", "classes": labelled.classes}
+        with printed(unfinished.kept(FINISHED)):
+            names = few.subset
+            if names is None and len(labelled) < len(train):
+                names = folder / f"finetune-{fraction:.3g}-{about['sample'][:8]}.txt"
+                folder.mkdir(parents=True, exist_ok=True)
+                on_first(partial(write_whole, names, samples.as_list(labelled)))
+                this.say(f"the labelled images are listed in {names}; --subset {names} takes the same ones")
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    stem,
+                    {**about, "images": rows[0]["images"]},
+                    {
+                        **this.paths,
+                        "counts": encoder.counts(),
+                        "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
+                        **{key: mean for key, (mean, _) in figures.items()},
+                        "deviation": {key: deviation for key, (_, deviation) in figures.items()},
+                        "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
+                        "candidates": candidates,
+                        "results": rows,
+                        "remarks": told,
+                    },
+                    series.weights or None,
+                    of_weights,
+                )
             )
-        )
-        on_first(unfinished.delete)
+            on_first(unfinished.delete)
         this.say(written.line)
         return written
 
@@ -152,6 +160,12 @@ def _positions(encoder: FrozenEncoder, few: FewLabels) -> np.ndarray:
         return samples.listed(encoder.train, few.subset)
     assert few.fraction is not None and encoder.train.labels is not None
     return samples.balanced(encoder.train.labels, few.fraction, encoder.config.seed)
+
+
+def _room(encoder: FrozenEncoder) -> int:
+    """Bytes of what a training saves: weights and momentum, and as much again while the file is replaced."""
+    classifier = (encoder.width() + 1) * len(encoder.train.classes) * torch.float32.itemsize
+    return 4 * (classifier + sum(tensor.nbytes for tensor in encoder.backbone.state_dict().values()))
 
 
 def _told(few: FewLabels, fraction: float, settings: Settings, labels: int, batch_size: int, parts: int) -> list[str]:
@@ -195,10 +209,11 @@ def _trained(encoder: FrozenEncoder, settings: Settings, series: Series, number:
     seed, backbone_lr, head_lr = encoder.config.seed, settings.backbone_lr, settings.head_lr
     this.say(f"seed {seed}, rates {backbone_lr:g} and {head_lr:g}, {len(encoder.train):,} labelled images:")
     network = fine_tune(encoder, settings, series, this.preemption)
-    with this.preemption.nothing_to_save(DONE):
+    with this.preemption.nothing_to_save(f"{series.unfinished.kept(FINISHED)}; repeat the command to continue"):
         accuracy, top5, images = judge(encoder, network)
     figures = {"accuracy": accuracy, "top5": top5, "images": images}
-    series.end({"seed": seed, "backbone_lr": backbone_lr, "head_lr": head_lr, **figures})
+    rates = {"backbone_lr": backbone_lr, "head_lr": head_lr}
+    series.end({"seed": seed, **rates, **figures}, network.named_weights())
     return series.done[number]
 
 

@@ -230,7 +230,7 @@ def largest(similarity: Tensor, label: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def count_hits(
-    similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float, chunk: int
+    similarity: Tensor, label: Tensor, truth: Tensor, classes: int, temperature: float, chunk: int = 4096
 ) -> Tensor:
     """Numbers of top-1 and top-5 hits of the votes, int64 [2]; everything on the CPU.
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from unigrad_fast.evaluation.knn import KNNResult, sharded_knn_grid
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF
 from unigrad_fast.evaluation.passes import read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
+from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
-from unigrad_fast.runtime.wording import count
+from unigrad_fast.runtime.wording import count, percent
 
 PROTOCOL = "weighted kNN, grid"
 NEIGHBOURS, TEMPERATURES = (10, 20, 100, 200), (0.05, 0.07, 0.1)
@@ -87,14 +87,15 @@ def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> Written:
         }
         if choose == "train":
             figures["grid_of_choice"] = [_figures(each) for each in chosen_by]
-        written = on_first(
-            lambda: write_result(
-                folder,
-                this.stem("knn-grid"),
-                {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
-                {**this.paths, "counts": this.counts(), **figures},
+        with printed():
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    this.stem("knn-grid"),
+                    {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
+                    {**this.paths, "counts": this.counts(), **figures},
+                )
             )
-        )
         this.say(written.line)
         this.tell(keeper)
         return written
@@ -119,6 +120,5 @@ def _table(title: str, results: list[KNNResult]) -> Table:
     for column in ("k", "T", "top-1 accuracy, %", "top-5 accuracy, %"):
         table.add_column(column, justify="right")
     for each in results:
-        top5 = "–" if each.top5 is None else f"{each.top5:.2f}"
-        table.add_row(str(each.k), f"{each.temperature:g}", f"{each.accuracy:.2f}", top5)
+        table.add_row(str(each.k), f"{each.temperature:g}", percent(each.accuracy), percent(each.top5))
     return table

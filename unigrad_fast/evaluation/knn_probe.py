@@ -10,7 +10,8 @@ from torch import nn
 
 from unigrad_fast import config
 from unigrad_fast.evaluation.knn import KNNResult, over_ranks, sharded_knn
-from unigrad_fast.evaluation.shares import Share, own_images, read_share
+from unigrad_fast.evaluation.passes import new_features
+from unigrad_fast.evaluation.shares import Share, own_images, share_of
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.wording import count
@@ -54,17 +55,12 @@ class KNNProbe:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        bank, queries = (
-            read_share(
-                backbone,
-                own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction),
-                self.world.device,
-                dtype,
-                self.data.max_bad_fraction,
-            )
-            for manifest in (self.train, self.val)
-        )
-        return self.judge(bank, queries)
+        shares = []
+        for manifest in (self.train, self.val):
+            loader = own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction)
+            found = new_features(backbone, loader, self.world, dtype, self.data.max_bad_fraction)
+            shares.append(share_of(found, manifest.labels, self.world))
+        return self.judge(*shares)
 
     def judge(self, bank: Share, queries: Share) -> KNNResult:
         """Accuracy of features of the training and of the validation images; all ranks call this together."""

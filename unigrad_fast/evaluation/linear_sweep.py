@@ -122,7 +122,7 @@ class Sweep:
         found, images = self.encoder.judge_heads(heads, COUNT)
         best = max(range(COUNT), key=lambda number: found[number][0])
         described = [
-            {"stages": stages, "base_lr": rate * base_lr / max(RATES), "accuracy": top1, "top5": top5}
+            {"stages": stages, "base_lr": rate / max(RATES) * base_lr, "accuracy": top1, "top5": top5}
             for (stages, rate), (top1, top5) in zip(product(STAGES, RATES), found, strict=True)
         ]
         chosen_on = f"{images:,} validation images" if self.choose == "val" else f"{images:,} held-out training images"

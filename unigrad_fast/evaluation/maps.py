@@ -22,6 +22,7 @@ from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import World, gather, on_first
 from unigrad_fast.runtime.quiet import without_warnings
+from unigrad_fast.runtime.wording import brief
 
 NEIGHBOURS, LEAST_DISTANCE = 15, 0.1  # umap-learn's defaults
 NOT_REPEATED = "umap-learn with the same seed gives another picture on another machine or in another version"
@@ -74,7 +75,7 @@ def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "
             points = on_first(lambda: neighbourhoods(points, this.config.seed))
         title = [
             f"{method.upper()} of features, {this.settings['branch']}, {this.name}",
-            f"{len(points):,} images in {path}",
+            f"{len(points):,} images in {brief(path)}",
         ]
         if method == "umap":
             title.append(NOT_REPEATED)

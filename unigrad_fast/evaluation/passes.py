@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unigrad_fast.evaluation.features import count_left_out, extract
 from unigrad_fast.evaluation.linear import FrozenEncoder
@@ -29,7 +29,7 @@ from unigrad_fast.evaluation.shares import own_images
 from unigrad_fast.images.manifests import digest
 from unigrad_fast.pipelines import EvaluationLoader, Failure, Manifest
 from unigrad_fast.runtime.files import write_whole
-from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
+from unigrad_fast.runtime.process_group import World, gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import byte_size, count
 
 FORMAT = 2
@@ -113,11 +113,16 @@ class Keeper:
         rows: np.memmap | None,
     ) -> Features:
         """The features of a pass, in the files of a folder that gets its final name."""
-        loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, encoder.world)
-        made, failures = _pass(
-            encoder, loader, lambda count, width: torch.from_numpy(rows) if count else torch.empty(0, 0)
-        )
         world, most = encoder.world, encoder.config.data.max_bad_fraction
+        loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, world)
+        made, failures = _pass(
+            encoder.backbone,
+            loader,
+            world,
+            encoder.dtype,
+            most,
+            lambda count, width: torch.from_numpy(rows) if count else torch.empty(0, 0),
+        )
         about = {
             "format": FORMAT,
             "depends_on": depends_on,
@@ -244,20 +249,42 @@ def read_features(encoder: FrozenEncoder, manifest: Manifest, kind: str, keeper:
     found = None if keeper is None else keeper.read(encoder, manifest, kind)
     if found is not None:
         return found
-    world = encoder.world
-    loader = own_images(manifest, encoder.config.data, encoder.config.evaluation, world)
-    rows, failures = _pass(encoder, loader, lambda count, width: torch.empty(count, width + 1, dtype=torch.float16))
-    most = encoder.config.data.max_bad_fraction
-    return _features(len(manifest), world.size, {world.rank: rows.numpy()}, failures, most)
+    config, world = encoder.config, encoder.world
+    loader = own_images(manifest, config.data, config.evaluation, world)
+    return new_features(encoder.backbone, loader, world, encoder.dtype, config.data.max_bad_fraction)
+
+
+def new_features(
+    backbone: nn.Module, loader: EvaluationLoader, world: World, dtype: torch.dtype | None, max_bad_fraction: float
+) -> Features:
+    """The features of a pass over the loader's images, in memory; all ranks call this together.
+
+    Args:
+        dtype, max_bad_fraction: as for `extract`.
+
+    Raises RunStopped if a feature is not finite or too many images cannot be used.
+    """
+    rows, failures = _pass(
+        backbone,
+        loader,
+        world,
+        dtype,
+        max_bad_fraction,
+        lambda count, width: torch.empty(count, width + 1, dtype=torch.float16),
+    )
+    return _features(len(loader.manifest), world.size, {world.rank: rows.numpy()}, failures, max_bad_fraction)
 
 
 def _pass(
-    encoder: FrozenEncoder, loader: EvaluationLoader, new_rows: Callable[[int, int], Tensor]
+    backbone: nn.Module,
+    loader: EvaluationLoader,
+    world: World,
+    dtype: torch.dtype | None,
+    most: float,
+    new_rows: Callable[[int, int], Tensor],
 ) -> tuple[Tensor, list[Failure]]:
     """This rank's rows, and all ranks' images that could not be used."""
-    most = encoder.config.data.max_bad_fraction
-    device = encoder.world.device
-    rows = extract(encoder.backbone, loader, device, encoder.dtype, most, halved, new_rows)[0]
+    rows = extract(backbone, loader, world.device, dtype, most, halved, new_rows)[0]
     return rows, [each for part in gather(loader.failures) for each in part]
 
 

@@ -2,6 +2,7 @@
 
 knn-epoch100.json                              knn-epoch100-2.json: the same epoch with another k, for instance
 linear-paper-epoch100.json, .safetensors       the result, and the classifier
+finetune-swav-0.1-epoch100.json, .safetensors  the result, and the fine-tuned network
 map-pca-epoch100.json, .png                    what a picture shows, and the picture
 """
 
@@ -21,7 +22,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 import unigrad_fast
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.file_errors import STORAGE, WRITING, remedy
 from unigrad_fast.runtime.files import unwritable, write_whole
 from unigrad_fast.runtime.outputs import Written, require_file, within_images
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -60,8 +62,8 @@ def write_result(
     stem: str,
     settings: Mapping[str, Any],
     figures: Mapping[str, Any],
-    classifier: Mapping[str, Tensor] | None = None,
-    about_classifier: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    about_weights: Mapping[str, Any] | None = None,
     picture: bytes | None = None,
 ) -> Written:
     """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
@@ -71,8 +73,8 @@ def write_result(
     Args:
         settings: JSON values for which the result is valid.
         figures: JSON values, the result itself.
-        classifier: tensors for STEM.safetensors.
-        about_classifier: further JSON values for that file.
+        weights: tensors for STEM.safetensors, contiguous.
+        about_weights: further JSON values for that file, in place of those of the same name.
         picture: content of STEM.png.
 
     Returns:
@@ -84,8 +86,8 @@ def write_result(
         passed: list[tuple[Path, Any]] = []
         for number in count(1):
             path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
-            weights, drawn = path.with_suffix(".safetensors"), path.with_suffix(".png")
-            if not any(map(os.path.lexists, (path, weights, drawn))):
+            saved, drawn = path.with_suffix(".safetensors"), path.with_suffix(".png")
+            if not any(map(os.path.lexists, (path, saved, drawn))):
                 before = {}
                 break
             before = _read(path)
@@ -98,14 +100,18 @@ def write_result(
             if isinstance(value, dict) and isinstance(earlier, dict):
                 kept += [name for name in earlier if name not in value]
                 figures[key] = {**earlier, **value}
-        if classifier is not None:
-            about = {**settings, **figures, **(about_classifier or {})}
+        # First the figures, whatever there is room for; without them a repeated command would not take these names.
+        write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
+        line = f"written to {path}"
+        if weights is not None:
+            about = {**settings, **figures, **(about_weights or {})}
             texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-            write_whole(weights, save({key: value.detach().cpu() for key, value in classifier.items()}, texts))
+            content = save({key: value.detach().cpu() for key, value in weights.items()}, texts)
+            write_whole(saved, content)
+            line += f", weights in {saved.name} ({len(content) / 1e6:.1f} MB)"
         if picture is not None:
             write_whole(drawn, picture)
-        write_whole(path, json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
-    line = f"written to {path}" + ("" if picture is None else f", drawn in {drawn.name}")
+            line += f", drawn in {drawn.name}"
     if kept:
         line += f", which keeps {', '.join(dict.fromkeys(kept))} from an earlier call"
     if passed:
@@ -114,6 +120,23 @@ def write_result(
         reason = f"has {key} = {shown(content.get(key))} and " if key else ""
         line += f"; {other.name} {reason}was kept"
     return Written(path, settings, figures, line, None if picture is None else drawn)
+
+
+@contextmanager
+def printed(kept: str = "") -> Iterator[None]:
+    """For the writing of a result that was printed: an error of the file system says so, and what else is `kept`.
+
+    Raises RunStopped with that text.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (*WRITING, *STORAGE):
+            raise
+        raise RunStopped(
+            f"{error.filename} cannot be written: {error.strerror}; {remedy(error)}, then repeat the command. Its "
+            f"result is printed above{kept and f', and {kept}'}"
+        ) from None
 
 
 def versions() -> dict[str, str]:

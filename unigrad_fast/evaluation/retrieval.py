@@ -27,12 +27,13 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.files.headers import read_size, reason
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.pipelines.reading.damage import decoded, defects
+from unigrad_fast.pipelines.storage import Files
 from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
-from unigrad_fast.runtime.wording import count
+from unigrad_fast.runtime.wording import brief, count
 
 PROTOCOL = "nearest neighbours"
 MOST_QUERIES = 100  # of one picture
@@ -91,7 +92,7 @@ def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: in
         if k > (usable := len(found.usable())):
             raise UserError(f"k = {k}: exceeds the {count(usable, 'usable image')} in {searched}; give fewer")
         queries = search(this, found, [_query(this.train, path) for path in images], listed, k)
-        title = f"{PROTOCOL}, {this.settings['branch']}, {this.name}: among {usable:,} images in {searched}"
+        title = f"{PROTOCOL}, {this.settings['branch']}, {this.name}: among {usable:,} images in {brief(searched)}"
         this.console.print(_table(title, this.train, queries))
         written = on_first(
             lambda: write_result(
@@ -166,7 +167,7 @@ def _query(searched: Manifest, path: Path) -> Query:
 
 def place_of(manifest: Manifest, path: Path) -> int | None:
     """Position of a file among images; None if it is not one of them, or they are in shards."""
-    if manifest.index is not None:
+    if not isinstance(manifest.storage, Files):
         return None
     names = manifest.names.tobytes()
     ways = [(path, Path(manifest.root)), (Path(os.path.realpath(path)), Path(os.path.realpath(manifest.root)))]

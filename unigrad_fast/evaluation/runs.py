@@ -1,12 +1,11 @@
-"""`unigrad-fast evaluate`: evaluates the encoder of a finished or running run, or of a file of weights."""
+"""Opens the encoder of a finished or running run, or of a file of weights, with its images, for an evaluation."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,32 +15,23 @@ from rich.console import Console
 from rich.table import Table
 
 from unigrad_fast.config import Config
-from unigrad_fast.evaluation import linear_paper, linear_quick, linear_sweep, linear_training
-from unigrad_fast.evaluation.baselines import BASELINES
-from unigrad_fast.evaluation.classes import match, without_unused
-from unigrad_fast.evaluation.crop_training import few_steps
-from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
-from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
-from unigrad_fast.evaluation.linear import WAS_FITTED, FrozenEncoder, Judged
-from unigrad_fast.evaluation.passes import Keeper, read_features
-from unigrad_fast.evaluation.results import folder_of, write_result
-from unigrad_fast.evaluation.shares import share_of
+from unigrad_fast.evaluation.classes import match
+from unigrad_fast.evaluation.linear import FrozenEncoder
+from unigrad_fast.evaluation.passes import Keeper
 from unigrad_fast.evaluation.sources import Source, of_file, of_run
-from unigrad_fast.evaluation.unfinished import Unfinished
 from unigrad_fast.images.manifests import evaluated, read_manifests, same_images
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.pipelines.presets import DEVIATION, MEAN, short_side
+from unigrad_fast.pipelines.spelling import is_there
 from unigrad_fast.runtime import process_group
 from unigrad_fast.runtime.console import new_console
 from unigrad_fast.runtime.errors import DataError, UserError
-from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.precision import autocast_dtype, tensor_float32
 from unigrad_fast.runtime.preemption import Preemption
-from unigrad_fast.runtime.process_group import World, on_first
+from unigrad_fast.runtime.process_group import World
 from unigrad_fast.runtime.processors import compute_threads
 
-SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
 INTERPOLATION = "bilinear, antialiased"  # of the evaluation's loader
 Found = Callable[[Config, World], tuple[Manifest, Manifest, Manifest, list[str]]]
 NOTHING_KEPT = "nothing was saved; repeat the command to start again"
@@ -141,168 +131,6 @@ class Opened(FrozenEncoder):
     def tell(self, keeper: Keeper | None) -> None:
         for line in [] if keeper is None else keeper.told():
             self.say(line)
-
-
-def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> Written:
-    """Print the kNN accuracy of a backbone and write it to knn-epochE.json in RUN/evaluation.
-
-    Args:
-        run: the run folder; None with `asked.weights`.
-        baselines: also evaluate raw pixels, colour histograms and the untrained encoder.
-        asked: checkpoint, images and settings that override the run's.
-
-    Raises:
-        UserError: the run has no weights, labels or validation images, or `asked.k` exceeds the training images.
-        RunStopped: a feature is not finite, or too many images cannot be used.
-    """
-    folder = folder_of(run, asked.output)
-    with opened(run, asked, "kNN", FINDS_ITSELF) as this, this.preemption.nothing_to_save(NOTHING_KEPT):
-        if isinstance(asked.k, int):
-            require_k(asked.k, len(this.train))
-        probe = KNNProbe(this.config.data, this.config.evaluation, this.world, this.train, this.val)
-        rows: dict[str, KNNResult] = {}
-        if baselines:
-            for name, (features, size) in BASELINES.items():
-                rows[name] = probe(features, None, image_size=size, crop_fraction=1.0)
-            untrained = build_encoder(this.config.model, this.config.seed, this.world.device).backbone
-            rows["untrained encoder"] = probe(untrained, this.dtype)
-        keeper = this.keeper(folder, asked)
-        bank, queries = (
-            share_of(read_features(this, images, kind, keeper), images.labels, this.world)
-            for kind, images in this.images().items()
-        )
-        rows["trained encoder"] = probe.judge(bank, queries)
-        for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
-            this.say(line)
-        this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
-        this.left_out.update(validation=len(this.val) - rows["trained encoder"].queries)
-        if few := probe.few_images(rows["trained encoder"].bank):
-            this.say(few)
-        result = rows["trained encoder"]
-        title = (
-            f"{PROTOCOL}, {this.settings['branch']}: k {result.k}, T {result.temperature:g}, "
-            f"{result.queries:,} validation images against {result.bank:,} training images"
-        )
-        table = [(name, f"{row.accuracy:.2f}") for name, row in rows.items()]
-        table[-1] = (f"trained encoder, {this.name}", table[-1][1])
-        print_table(this.console, title, table, 1)
-        settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
-        written = on_first(
-            lambda: write_result(
-                folder,
-                this.stem("knn"),
-                {"protocol": PROTOCOL, **this.settings, **settings},
-                {
-                    **this.paths,
-                    "counts": this.counts(),
-                    "accuracy": {name: row.accuracy for name, row in rows.items()},
-                    "top5": {name: row.top5 for name, row in rows.items()},
-                },
-            )
-        )
-        this.say(written.line)
-        this.tell(keeper)
-        return written
-
-
-def evaluate_linear(
-    run: Path | None, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked
-) -> Written:
-    """Print the accuracy of a linear classifier on a frozen backbone.
-
-    Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
-
-    Args:
-        run: the run folder; None with `asked.weights`.
-        protocol: "quick", "paper" or "sweep".
-        changes: fields of the schedule that differ from the protocol's.
-        choose: on which images the sweep chooses: "val", or "train" for a held-out tenth of the training images.
-        asked: checkpoint and images that override the run's.
-
-    Raises:
-        UserError: the run has no weights, labels or validation images.
-        RunStopped: a feature or the loss is not finite, or too many images cannot be used.
-        Preempted: in the paper's protocol, after saving.
-    """
-    folder = folder_of(run, asked.output)
-    with opened(run, asked, "a linear classifier", WAS_FITTED) as this:
-        classes: dict[str, Any] = {"classes": this.train.classes}
-        train, val, numbers = without_unused(this.train, this.val)
-        if numbers is not None:
-            outputs = len(this.train.classes)
-            classes = {"classes": train.classes, "numbers": numbers.tolist(), "outputs": outputs}
-            this.say(
-                f"{len(numbers):,} of {outputs:,} class numbers have training images; the classifier has only these"
-            )
-            this = replace(this, train=train, val=val)
-        keeper = this.keeper(folder, asked)
-        stem, unfinished = this.stem(f"linear-{protocol}"), None
-        about: dict[str, Any] = {"protocol": protocol, **this.settings}
-        if protocol == "quick":
-            about |= {"l2": linear_quick.L2, "most_iterations": linear_quick.MOST_ITERATIONS}
-            with this.preemption.nothing_to_save(NOTHING_KEPT):
-                classifier = linear_quick.quick(this, keeper)
-                judge = partial(Judged.by, this, classifier, read_features(this, this.val, "validation", keeper))
-            done = NOTHING_KEPT
-        else:
-            schedule = replace(SCHEDULES[protocol], **changes)
-            about |= {**asdict(schedule), "seed": this.config.seed}
-            if protocol == "sweep":
-                about["choose"] = choose
-            unfinished = Unfinished(folder, stem, about, this.say)
-            sweep = linear_sweep.Sweep(this, choose) if protocol == "sweep" else None
-            encoder, method = (this, linear_paper.METHOD) if sweep is None else (sweep.encoder, sweep.method)
-            for line in few_steps(len(encoder.train), schedule.batch_size, schedule.epochs):
-                this.say(line)
-            classifier = linear_training.train(encoder, schedule, method, unfinished, this.preemption)
-            judge = partial(Judged.by, this, classifier)
-            if sweep is not None:
-                judge = partial(sweep.judge, classifier, schedule.base_lr)
-            done = "the trained classifier is saved; repeat the command to continue"
-        with this.preemption.nothing_to_save(done):
-            judged = judge()
-        branch = this.settings["branch"]
-        title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
-        shown = f"{judged.accuracy:.2f}", "–" if judged.top5 is None else f"{judged.top5:.2f}"
-        row = (f"trained encoder, {this.name}", *shown)
-        print_table(this.console, title, [row], 2)
-        if judged.said:
-            this.say(judged.said)
-        written = on_first(
-            lambda: write_result(
-                folder,
-                stem,
-                {**about, "images": judged.images},
-                {
-                    **this.paths,
-                    "counts": this.counts(),
-                    "accuracy": judged.accuracy,
-                    "top5": judged.top5,
-                    **judged.figures,
-                },
-                {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
-                classes,
-            )
-        )
-        if unfinished is not None:
-            on_first(unfinished.delete)
-        this.say(written.line)
-        this.tell(keeper)
-        return written
-
-
-def described(protocol: str, changes: Mapping[str, int | float]) -> str:
-    """A linear protocol with its settings, and those that differ from the paper's."""
-    if protocol == "quick":
-        return (
-            "quick protocol (logistic regression on standardised features of centre crops, "
-            f"L2 {linear_quick.L2:g}, at most {linear_quick.MOST_ITERATIONS} iterations of L-BFGS)"
-        )
-    usual = asdict(SCHEDULES[protocol])
-    settings = "".join(f", {key} {value:g}" for key, value in {**usual, **changes}.items())
-    differing = ", ".join(f"{key} {value:g}" for key, value in changes.items() if value != usual[key])
-    optimizer = {"paper": "LARS", "sweep": f"{linear_sweep.COUNT} classifiers by SGD"}[protocol]
-    return f"{protocol} protocol ({optimizer} on random crops{settings})" + (f", but {differing}" if differing else "")
 
 
 @contextmanager
@@ -414,15 +242,15 @@ def _manifests(config: Config, asked: Asked, world: World) -> tuple[Manifest, Ma
         return read_manifests(config.data, world)
     except DataError as error:  # on all ranks
         paths = {key: getattr(config.data, key) for key in ("train", "val") if getattr(asked, key) is None}
-        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not os.path.exists(path)]
+        gone = [f"--data.{key} PATH" for key, path in paths.items() if path is not None and not is_there(path)]
         if not gone:
             raise
         raise DataError(f"{error}; if this run's images were moved, add {' and '.join(gone)}") from None
 
 
-def print_table(console: Console, title: str, rows: Sequence[Sequence[str]], accuracies: int) -> None:
+def print_table(console: Console, title: str, rows: Sequence[Sequence[str]]) -> None:
     table = Table(title=title, title_justify="left")
-    for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %")[: 1 + accuracies]:
+    for column in ("features", "top-1 accuracy, %", "top-5 accuracy, %"):
         table.add_column(column, justify="left" if column == "features" else "right")
     for row in rows:
         table.add_row(*row)

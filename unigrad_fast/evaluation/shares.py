@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from unigrad_fast import config
-from unigrad_fast.evaluation.features import LeftOut, extract
-from unigrad_fast.evaluation.rows import Features, halved
+from unigrad_fast.evaluation.features import LeftOut
+from unigrad_fast.evaluation.rows import Features
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
 from unigrad_fast.runtime.process_group import World
 
@@ -87,29 +86,8 @@ def own_images(
     )
 
 
-def read_share(
-    backbone: nn.Module,
-    loader: EvaluationLoader,
-    device: torch.device,
-    autocast_dtype: torch.dtype | None,
-    max_bad_fraction: float,
-) -> Share:
-    """The features of this rank's usable images; with several ranks, all call this together.
-
-    They are rounded to half precision first, as kept features are, so that these give the same.
-
-    Raises RunStopped on all ranks if a feature is not finite, or too many or all images cannot be used.
-    """
-
-    def kept(features: Tensor) -> Tensor:
-        return rounded(halved(features)[:, :-1])
-
-    new_rows = partial(room, device)
-    return Share(*extract(backbone, loader, device, autocast_dtype, max_bad_fraction, kept, new_rows))
-
-
 def share_of(features: Features, labels: Sequence[int], world: World) -> Share:
-    """This rank's share of features that were read before."""
+    """This rank's share of features of images with these labels."""
     positions = features.usable(world.rank, world.size)
     rows, start = room(world.device, len(positions), features.width), 0
     for _, block in features.blocks(positions):

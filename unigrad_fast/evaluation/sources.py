@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unigrad_fast.checkpoints.export import metadata
 from unigrad_fast.checkpoints.files import Reader, digest_of_file
 from unigrad_fast.checkpoints.foreign import backbone_in, listed
 from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_backbone, open_checkpoint
@@ -24,14 +25,10 @@ from unigrad_fast.runtime.validation import shown
 RECIPE = "imagenet_100ep"  # the settings of an evaluation without a run
 IMAGE_SIZE, CROP_FRACTION = 224, 0.875  # as published ResNets are judged: short side 256, centre crop of 224
 
-# What is used of an export's description, with its types.
+# What is used of the description of an export or a fine-tuned network, with its types.
 DESCRIBED = {
-    "backbone": str,
-    "branch": str,
-    "step": int,
-    "epoch": int | float,
-    "image_size": int,
-    "crop_fraction": int | float,
+    **{"backbone": str, "branch": str, "step": int},
+    **{"epoch": int | float, "image_size": int, "crop_fraction": int | float},
 }
 
 
@@ -108,18 +105,23 @@ def of_file(file: Path, backbone: str | None = None, image_size: int | None = No
 
 
 def _description(file: Path) -> Mapping[str, Any]:
-    """What `export` wrote beside a file, without nulls; empty if it did not write this file.
+    """What `export` wrote beside a file, or a fine-tuning into it, without nulls; empty if neither wrote this file.
 
     Raises UserError if a value that is used has another type.
     """
-    about, beside = {}, file.with_name(f"{file.name}.json")
+    content, place = {}, file.with_name(f"{file.name}.json")
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        content = json.loads(beside.read_text(encoding="utf-8"))
-        if content["sha256"] == digest_of_file(file):
-            about = {key: content[key] for key in DESCRIBED if content.get(key) is not None}
+        beside = json.loads(place.read_text(encoding="utf-8"))
+        if beside["sha256"] == digest_of_file(file):
+            content = beside
+    if not content and file.suffix.lower() == ".safetensors":
+        with suppress(ValueError, RecursionError):
+            _, inside = metadata(file)
+            content, place = (inside, file) if inside.keys() >= DESCRIBED.keys() else ({}, file)
+    about = {key: content[key] for key in DESCRIBED if content.get(key) is not None}
     for key, value in about.items():
         if not isinstance(value, DESCRIBED[key]) or isinstance(value, bool):
-            raise UserError(f"{beside}: {key} = {shown(value)}: not as `export` writes it; correct or remove the file")
+            raise UserError(f"{place}: {key} = {shown(value)}: not as `export` writes it; correct or remove the file")
     return about
 
 

@@ -81,11 +81,7 @@ def _list(folder: Path) -> _Listed:
 def _traces(manifest: Manifest) -> list[tuple[int, int, int] | None]:
     """Inode, bytes and modification time (ns) of some image files, or of their shards; None for one that is gone."""
     some = np.unique(np.linspace(0, len(manifest) - 1, COMPARED).astype(int))
-    if manifest.index is None or manifest.shards is None:
-        paths = [manifest.path(image) for image in some.tolist()]
-    else:
-        paths = [manifest.shards.path(shard) for shard in np.unique(manifest.index.shard[some]).tolist()]
-    return [_trace(path) for path in paths]
+    return [_trace(path) for path in manifest.storage.files(some.tolist())]
 
 
 def _trace(path: str) -> tuple[int, int, int] | None:
@@ -107,13 +103,12 @@ def _taken(told: _Listed, own: _Listed) -> Manifest:
     """The manifest of rank 0, with the shards found here; or this rank's own, if its path differs."""
     if own.folder != told.folder:
         return own.manifest
-    shards = told.manifest.shards
-    return told.manifest if shards is None else replace(told.manifest, shards=shards.found_again())
+    return replace(told.manifest, storage=told.manifest.storage.found_again())
 
 
 def digest(manifest: Manifest) -> str:
     """Digest of names and sizes in pixels: equal for copies on several machines, and after a scan."""
-    return cache.digest(manifest.names, manifest.offsets, manifest.header_sizes())
+    return cache.digest(manifest.names, manifest.offsets, manifest.header_sizes(), manifest.storage.contents.encode())
 
 
 def evaluated(manifest: Manifest) -> str:
@@ -124,7 +119,13 @@ def evaluated(manifest: Manifest) -> str:
     labels = b"" if manifest.labels is None else manifest.labels.astype(np.int64)
     classes = "\0".join(manifest.classes).encode(errors="surrogateescape")
     return cache.digest(
-        manifest.names, manifest.offsets, manifest.header_sizes(), manifest.lengths.astype(np.int64), labels, classes
+        manifest.names,
+        manifest.offsets,
+        manifest.header_sizes(),
+        manifest.lengths.astype(np.int64),
+        labels,
+        classes,
+        manifest.storage.contents.encode(),
     )
 
 
@@ -136,6 +137,7 @@ def identity(manifest: Manifest) -> dict[str, Any]:
         "names": cache.digest(manifest.names, manifest.offsets),
         "some": [_name(manifest, image) for image in some.tolist()],
         "sizes": manifest.header_sizes()[some].tolist(),
+        "contents": manifest.storage.contents,
     }
 
 
@@ -145,9 +147,11 @@ def difference(remembered: dict[str, Any], manifest: Manifest) -> str | None:
     Files that were damaged or repaired in the meantime are tolerated; a smaller copy of the images is not.
 
     Args:
-        remembered: the `identity` of the run's images; in early checkpoints without `count` and `some`.
+        remembered: the `identity` of the run's images; in early checkpoints without `count`, `some` and `contents`.
     """
     now = identity(manifest)
+    if remembered.get("contents", "") != now["contents"]:
+        return f"{remembered.get('contents') or 'files'} then, {now['contents'] or 'files'} now"
     before, after = ([tuple(size) for size in each["sizes"]] for each in (remembered, now))
     pairs = [pair for pair in zip(before, after, now["some"], strict=False) if min(*pair[0], *pair[1]) > 0]
     changed = [pair for pair in pairs if pair[0] != pair[1]]

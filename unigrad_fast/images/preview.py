@@ -16,6 +16,7 @@ from unigrad_fast.images.preview_rows import collect
 from unigrad_fast.images.preview_sheet import draw
 from unigrad_fast.pipelines import PRESETS, CutMix, Manifest, View
 from unigrad_fast.pipelines.presets import GLOBALS, preset_views
+from unigrad_fast.pipelines.spelling import is_there
 from unigrad_fast.recipes import DEFAULT_RECIPE, recipe_names, title
 from unigrad_fast.runtime import outputs
 from unigrad_fast.runtime.errors import DataError, UserError
@@ -128,7 +129,7 @@ def _find_source(
         if shown.data.train is None:
             raise UserError(f"path = {path}: this recipe has no data.train; type `data preview IMAGES --recipe {path}`")
         images = shown.data.train
-        if not os.path.exists(images):
+        if not is_there(images):
             raise UserError(
                 f"path = {path}: its images, {images}, do not exist; type `data preview IMAGES --recipe {own}`"
             )

@@ -8,11 +8,12 @@ replaces files of a run, nothing is written among the images or through a dangli
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unigrad_fast.pipelines.spelling import location
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import dangling_link, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -75,8 +76,8 @@ def require_free(paths: Iterable[Path], overwrite: bool) -> None:
 def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
     """Why pictures cannot be written to a path: it is inside a folder of images. None if it is not."""
     real = Path(os.path.realpath(path))
-    for key, folder in images.items():
-        if folder is not None and os.path.isdir(folder) and real.is_relative_to(os.path.realpath(folder)):
+    for key, folder in _folders(images):
+        if real.is_relative_to(os.path.realpath(folder)):
             return f"lies in {key} = {folder}, where the output would be read as images; give another place"
     return None
 
@@ -84,13 +85,21 @@ def within_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
 def around_images(path: Path, images: Mapping[str, Path | None]) -> str | None:
     """Why a new run cannot be written to a path: a folder of images is inside it. None if there is none."""
     real = os.path.realpath(path)
-    for key, folder in images.items():
-        if folder is not None and os.path.isdir(folder) and Path(os.path.realpath(folder)).is_relative_to(real):
+    for key, folder in _folders(images):
+        if Path(os.path.realpath(folder)).is_relative_to(real):
             return (
                 f"{key} = {folder} lies in it, but a folder that holds a run cannot be opened as images; "
                 f"give another folder, such as {path / 'run'}"
             )
     return None
+
+
+def _folders(images: Mapping[str, Path | None]) -> Iterator[tuple[str, Path]]:
+    """The folders among sources of images, with the keys that named them."""
+    for key, source in images.items():
+        folder = None if source is None else location(source)
+        if folder is not None and os.path.isdir(folder):
+            yield key, folder
 
 
 def require_whole_links(options: Node, prefix: str = "") -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
 
-from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.pipelines import spelling
+from unigrad_fast.runtime.errors import DataError, UserError
 from unigrad_fast.runtime.trees import BARE
 
 
@@ -26,6 +27,21 @@ def absolute(path: Path) -> Path:
 
 
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
+
+
+def _named(source: Any) -> Any:
+    """A Dataset by the name under which this process remembers it; anything else as it is."""
+    if source is None or isinstance(source, (str, os.PathLike, int, float, Mapping, list, tuple)):
+        return source
+    from unigrad_fast.pipelines.items import give
+
+    return give(source)
+
+
+# Where images come from: a path, or a prefix and a path, as `pipelines/spelling.py` lists them.
+ImageSource = Annotated[
+    Path, BeforeValidator(_named), AfterValidator(lambda source: Path(spelling.absolute_source(source)))
+]
 
 
 class Node(BaseModel):
@@ -121,6 +137,8 @@ def _explain(model: type[Node], tree: Any, problem: Mapping[str, Any]) -> list[s
     if problem["type"] == "missing" and len(path) == len(location):
         description = owner.model_fields[part].description
         return [f"{'.'.join(path)}: missing; {description[0].lower()}{description[1:]}"]
+    if isinstance(said := problem.get("ctx", {}).get("error"), DataError):
+        return [f"{'.'.join(path)}: {said}"]
     allowed = allowed_values(owner, part)
     if value is BARE:
         return [f"--{'.'.join(path)}: a value is missing; it must be {allowed}"]

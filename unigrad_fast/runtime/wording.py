@@ -1,9 +1,21 @@
-"""Formats numbers for messages; needs no library."""
+"""Formats numbers and paths for messages; needs no library."""
+
+from pathlib import Path
 
 
 def count(number: int, noun: str) -> str:
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}" + ("" if number == 1 else ending)
+
+
+def brief(path: Path | str) -> str:
+    """The last two parts of a path: data/train and data2/train are both named train."""
+    return str(Path(*Path(path).parts[-2:]))
+
+
+def percent(figure: float | None) -> str:
+    """An accuracy in percent; None, where there is none, as "–"."""
+    return "–" if figure is None else f"{figure:.2f}"
 
 
 def byte_size(size: float) -> str:

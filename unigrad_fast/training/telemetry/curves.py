@@ -14,6 +14,7 @@ from unigrad_fast.runtime.fallback import printable
 from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import leaves
+from unigrad_fast.runtime.wording import brief
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
 from unigrad_fast.training.telemetry.events import read_lines
 
@@ -113,7 +114,7 @@ def _about(run: RunFolder) -> str:
         "recipe": saved.get("recipe"),
         "method": saved.get("objective.method"),
         "row": saved.get("objective.row"),
-        "images": images and Path(*Path(str(images)).parts[-2:]),  # data/train and data2/train are both named train
+        "images": images and brief(str(images)),
     }
     return ", ".join(f"{key} {value}" for key, value in parts.items() if value)
 
