@@ -60,7 +60,8 @@ def pretrain(options: Pretrain, callbacks: Callbacks | None = None) -> Path | No
     from unigrad_fast.training import loop
 
     try:
-        return loop.pretrain(config, options.verbose, options.fall_back, numbered, callbacks)
+        how = {"verbose": options.verbose, "fall_back": options.fall_back, "numbered": numbered}
+        return loop.pretrain(config, **how, callbacks=callbacks)
     except (UserError, RunStopped) as error:
         if ran_out(error):
             _advise(config, ranks)

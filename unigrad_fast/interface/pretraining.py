@@ -125,6 +125,22 @@ def pretrain(
     on_checkpoint: OnCheckpoint | None = None,
     **settings: Any,
 ) -> Run:
+    """Pretrain an encoder on images. A folder with an unfinished run is resumed, as if it had not been interrupted.
+
+    Callbacks are called on rank 0. StopRun from one ends the run well, within two steps; any other error is raised as
+    it is, and nothing more is saved.
+
+    Args:
+        on_step: called with a reported step, counted from 1, and its metrics; every `telemetry.every`-th is reported.
+        on_evaluation: called with a step and its kNN accuracy; step 0 is the untrained encoder.
+        on_checkpoint: called with a step and the folder of its checkpoint.
+        settings: the keys of `unigrad-fast pretrain`, nested or with dots.
+
+    Raises:
+        UserError, DataError: settings or images that cannot work.
+        RunStopped: the run stopped itself.
+        Preempted: Ctrl-C, a notebook's stop button or SIGTERM; the run is saved, if it had begun.
+    """
     from unigrad_fast.training.telemetry.callbacks import Callbacks
 
     if settings.get("print_config"):
@@ -132,20 +148,6 @@ def pretrain(
     return Run(called("pretrain", settings, Callbacks(on_step, on_evaluation, on_checkpoint)))
 
 
-pretrain.__doc__ = f"""{described(Pretrain)}
-    on_step: called with a step, counted from 1, and its metrics, as they are reported: every `telemetry.every` steps.
-    on_evaluation: called with a step and its kNN accuracy; step 0 is the untrained encoder.
-    on_checkpoint: called with a step and the folder of its checkpoint.
-
-Callbacks are called on rank 0. StopRun from one ends the run well, within two steps; any other error ends it as it is.
-
-Returns:
-    The run; a folder with a checkpoint is resumed, with the same results as without the interruption.
-
-Raises:
-    UserError, DataError: settings or images that cannot work.
-    RunStopped: the run stopped itself.
-    Preempted: Ctrl-C, a notebook's stop button or SIGTERM; the run is saved, if it had begun.
-"""
+pretrain.__doc__ = f"{inspect.getdoc(pretrain)}\n\n{described(Pretrain)}"
 callbacks = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in CALLBACKS]
 pretrain.__signature__ = inspect.Signature(parameters(Pretrain, callbacks))  # type: ignore[attr-defined]
