@@ -34,7 +34,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
     calls = []
     monkeypatch.setattr(
         "unigrad_fast.training.loop.pretrain",
-        lambda config, verbose, fall_back, numbered: calls.append((config, verbose)),
+        lambda config, verbose, **_: calls.append((config, verbose)),
     )
     return calls
 

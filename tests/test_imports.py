@@ -29,7 +29,7 @@ FLOORS = (
     ("doctor", "benchmarks"),
     ("comparison",),
     ("commands",),
-    ("cli",),
+    ("cli", "interface"),
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -92,7 +92,8 @@ def upward(sources: dict[str, ast.Module]) -> list[str]:
 
 def circles(sources: dict[str, ast.Module]) -> list[set[str]]:
     """Modules that reach each other."""
-    reached = {module: set(imported) & sources.keys() for module, imported in own_imports(sources).items()}
+    # The package itself, where the version is, imports the interface only when it is used.
+    reached = {module: set(imported) & sources.keys() - {""} for module, imported in own_imports(sources).items()}
     while True:
         further = {module: seen.union(*(reached[other] for other in seen)) for module, seen in reached.items()}
         if further == reached:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("unigrad_fast", "kernels", "pipelines", "benchmarks")
 IN_A_CHECKOUT = (ROOT / "benchmarks/micro", ROOT / "benchmarks/pages")  # what developers run
 HEAVY = ("torch", "deepspeed", "nvidia.dali", "torchvision", "matplotlib", "tensorboard")
+HEAVIER_THAN_THE_PACKAGE = (*HEAVY, "numpy", "pydantic", "yaml", "rich", "PIL", "safetensors")
 
 
 def python(*arguments: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
@@ -97,6 +98,11 @@ def test_bare_checkout_runs_as_a_module(tmp_path):
 @pytest.mark.parametrize("name", ["unigrad_fast", "unigrad_fast.cli", "unigrad_fast.pipelines"])
 def test_importing_is_light(name, tmp_path):
     code = f"import sys, {name}; print([name for name in {HEAVY} if name in sys.modules])"
+    assert python("-c", code, cwd=tmp_path, path=ROOT).stdout.strip() == "[]"
+
+
+def test_the_package_imports_nothing_that_is_installed(tmp_path):
+    code = f"import sys, unigrad_fast; print([name for name in {HEAVIER_THAN_THE_PACKAGE} if name in sys.modules])"
     assert python("-c", code, cwd=tmp_path, path=ROOT).stdout.strip() == "[]"
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import unigrad_fast
-from unigrad_fast.commands import COMMANDS, RENAMED
+from unigrad_fast.commands import COMMANDS, RENAMED, checked
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.recipes import recipe_names
 from unigrad_fast.runtime import command_help, console, limits, processors
@@ -24,11 +24,8 @@ from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.file_errors import STORAGE, WRITING, remedy
 from unigrad_fast.runtime.older_names import note
 from unigrad_fast.runtime.out_of_memory import asked_for, is_out_of_memory
-from unigrad_fast.runtime.outputs import require_whole_links
 from unigrad_fast.runtime.packages import complaint
 from unigrad_fast.runtime.trees import parse_arguments
-from unigrad_fast.runtime.validation import validate
-from unigrad_fast.runtime.variables import require_variables
 
 
 def overview() -> str:
@@ -93,13 +90,7 @@ def run(words: Sequence[str]) -> None:
         defaults = resolve(tree.get("recipe"), model=options) if issubclass(options, Config) else None
         print(command_help.text(f"unigrad-fast {usage(name)}", options, defaults))
         raise SystemExit(0)
-    require_variables(os.environ)
-    if issubclass(options, Config):
-        command(resolve(overrides=tree, model=options))
-    else:
-        given = validate(options, tree)
-        require_whole_links(given)
-        command(given)
+    command(checked(name, tree))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ import unigrad_fast
 from unigrad_fast import cli
 from unigrad_fast.checkpoints import export
 from unigrad_fast.checkpoints.files import Reader, write_weights
-from unigrad_fast.checkpoints.weights import load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import load_backbone, open_checkpoint
 from unigrad_fast.config import Config, resolve, to_yaml
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.pipelines import EvaluationLoader, Manifest
@@ -110,7 +110,7 @@ def test_printed_lines_load_the_online_backbone_into_torchvision(backbone, forma
     model = executed(lines)
     assert type(model) is torchvision.models.ResNet and "unigrad" not in "".join(lines[:2])
     original = build_backbone(backbone, config.model.stem).eval()
-    load_encoder(open_checkpoint(tmp_path / "run"), original)
+    load_backbone(open_checkpoint(tmp_path / "run"), original)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model(images), original(images))
@@ -143,7 +143,7 @@ def test_the_linear_probe_becomes_the_classifier(format, run, capsys):
     probe = make_probe(run)
     model = executed(exported(capsys, run, "--format", format, "--with_linear", "true"))
     backbone = build_backbone("resnet18").eval()
-    load_encoder(open_checkpoint(run), backbone)
+    load_backbone(open_checkpoint(run), backbone)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = torch.nn.functional.linear(backbone(images), probe["weight"], probe["bias"])

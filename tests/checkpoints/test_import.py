@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from unigrad_fast import cli
-from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import load_backbone, load_branch, open_checkpoint
 from unigrad_fast.config import Model, resolve
 from unigrad_fast.networks.backbones import build_backbone
 from unigrad_fast.networks.encoder import Encoder, build_encoder
@@ -168,7 +168,7 @@ def test_a_projector_of_another_layout_is_left_out_and_said(case, state, tmp_pat
         assert load_branch(open_checkpoint(tmp_path / "run"), f"{branch}.projector") == {}
         backbone = load_branch(open_checkpoint(tmp_path / "run"), f"{branch}.backbone")
         assert torch.equal(backbone["conv1.weight"], encoder("resnet18", seed).backbone.conv1.weight)
-    load_encoder(open_checkpoint(tmp_path / "run"), build_backbone("resnet18"))
+    load_backbone(open_checkpoint(tmp_path / "run"), build_backbone("resnet18"))
 
 
 def test_a_run_without_images_says_where_to_name_them(state, tmp_path, capsys):

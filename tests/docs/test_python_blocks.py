@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from drawn_images import draw_tree
 from pages import PAGES, ROOT, kept_from_git, python_blocks
+from thin import thin
 
 # Blocks that want more than to be run are run by tests of their own.
 ELSEWHERE = {
@@ -12,8 +15,9 @@ ELSEWHERE = {
     "methods.md": "tests/objectives/test_rows.py",
     "pieces.md": "tests/docs/test_pieces.py",
 }
+TRAINED = ("README.md", "python.md")  # pages on which a network is trained: here a thin one
 BLOCKS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+    pytest.param(page.name, code, id=f"{page.name}-{number}")
     for page in PAGES
     if page.name not in ELSEWHERE
     for number, code in enumerate(python_blocks(page))
@@ -24,14 +28,16 @@ BLOCKS = [
 def folder(tmp_path_factory):
     """Where the images lie that the pages speak of."""
     root = tmp_path_factory.mktemp("reader")
-    draw_tree(root / "data/quickstart/train", per_class=32)
+    for part, images in (("train", 32), ("val", 8)):
+        draw_tree(root / "data/quickstart" / part, per_class=images)
     return root
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_a_block_runs_as_it_stands(code, folder, monkeypatch):
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_a_block_runs_as_it_stands(page, code, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+    with thin() if page in TRAINED else nullcontext():
+        exec(compile(code, "block", "exec"), {"__name__": "__main__"})
     assert kept_from_git(folder)
 
 

@@ -20,7 +20,7 @@ from trainer_state import batches, make_trainer, small_config, smooth
 
 from unigrad_fast.checkpoints import files
 from unigrad_fast.checkpoints.files import Piece, Reader, latest, write, write_weights
-from unigrad_fast.checkpoints.weights import load_branch, load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import load_backbone, load_branch, open_checkpoint
 from unigrad_fast.networks import batch_norm
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
@@ -389,10 +389,10 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, values):
 
 def test_weights_that_are_missing_or_misfit_are_refused(tmp_path, values):
     with pytest.raises(UserError, match="no checkpoint there"):
-        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
+        load_backbone(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
     plain_run(tmp_path, values)
     with pytest.raises(UserError, match="do not fit"):
-        load_encoder(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
+        load_backbone(open_checkpoint(tmp_path), torch.nn.Linear(40, 30))
 
 
 def refuse_imported(images: str, output: Path) -> str:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
+from unigrad_fast import (
+    ImageEncoder,
+    Preempted,
+    Result,
+    Run,
+    StopRun,
+    evaluate,
+    export,
+    load_encoder,
+    pretrain,
+)
 from unigrad_fast.checkpoints.weights import load_branch, open_checkpoint, write_run
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.kernels import unigrad_gradient, unit_embeddings, update_correlation_
@@ -63,6 +76,33 @@ def use_the_loader(folder: Path) -> None:
         assert_type(batch.views[0], Tensor)
         assert_type(batch.index, Tensor)
         assert_type(batch.replaced, Tensor)
+
+
+def use_the_commands(settings: dict[str, Any], folder: Path) -> None:
+    def on_step(step: int, metrics: Mapping[str, Any]) -> None:
+        if metrics["feature_std"] < 0:
+            raise StopRun
+
+    try:
+        run = pretrain(**settings, output=folder / "run", on_step=on_step)
+    except Preempted as error:
+        assert_type(error.run, Path | None)
+        raise
+    assert_type(run, Run)
+    assert_type(run.path, Path)
+    assert_type(run.config.data.batch_size, int)
+    assert_type(run.metrics["loss"], list[Any])
+    assert_type(run.metrics[-1], Mapping[str, Any])
+    assert_type(run.checkpoints, dict[int, Path])
+    result = evaluate.knn(run, k=2, keep_features=False)
+    assert_type(result.accuracy, float | None)
+    assert_type(evaluate.list(run)["epoch"], list[Any])
+    exported = export(run, format="safetensors")
+    assert_type(exported, Result)
+    encoder = load_encoder(exported)
+    assert_type(encoder, ImageEncoder)
+    assert_type(encoder(torch.rand(2, 3, 16, 16)), Tensor)
+    run.resume().encoder(output="embedding")
 
 
 def use_the_networks(folder: Path) -> None:

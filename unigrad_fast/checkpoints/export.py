@@ -43,7 +43,7 @@ def export(
     overwrite: bool = False,
     checkpoint: int | None = None,
     probe: Path | None = None,
-) -> None:
+) -> outputs.Written:
     """Write the backbone to a file and a description to FILE.json; print what was written and how to load it.
 
     Args:
@@ -57,6 +57,9 @@ def export(
         overwrite: replace an existing file and its description.
         checkpoint: step of the checkpoint; None is the newest.
         probe: file of the linear probe; None prefers the paper's protocol to the quick one, then the newest.
+
+    Returns:
+        The file with its description.
 
     Raises:
         UserError: the run has no weights or no target branch of its own, torchvision lacks its stem, there is no linear
@@ -109,6 +112,7 @@ def export(
     print("Load it with:", *loading_lines(path, format, config, head), sep="\n  ")
     preparing = "Prepare an RGB image as evaluate does, for model(transform(image)[None]), with:"
     print(preparing, *preparing_lines(about), sep="\n  ")
+    return outputs.Written(path, about, digest)
 
 
 def describe(config: Config, checkpoint: dict[str, Any], branch: str) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def load_branch(reader: Reader, branch: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): reader.tensor(name) for name in reader.names if name.startswith(prefix)}
 
 
-def load_encoder(reader: Reader, backbone: nn.Module) -> None:
+def load_backbone(reader: Reader, backbone: nn.Module) -> None:
     """Load the online backbone strictly into `backbone`."""
     fill(backbone, load_branch(reader, "online.backbone"), reader.folder)
 

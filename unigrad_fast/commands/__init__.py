@@ -5,7 +5,8 @@ torch, DeepSpeed and DALI are imported inside the functions that need them, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unigrad_fast.commands import (
@@ -20,9 +21,12 @@ from unigrad_fast.commands import (
     pretrain,
     weights,
 )
-from unigrad_fast.runtime.validation import Node
+from unigrad_fast.config import Config, resolve
+from unigrad_fast.runtime.outputs import require_whole_links
+from unigrad_fast.runtime.validation import Node, validate
+from unigrad_fast.runtime.variables import require_variables
 
-COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
+COMMANDS: dict[str, tuple[type[Node], Callable[[Any], Any]]] = {
     "pretrain": (pretrain.Pretrain, pretrain.pretrain),
     "compare": (compare.Compare, compare.compare),
     "evaluate knn": (evaluate.EvaluateKNN, evaluate.evaluate_knn),
@@ -54,3 +58,18 @@ COMMANDS: dict[str, tuple[type[Node], Callable[[Any], None]]] = {
     "completion": (completion.Completion, lambda options: completion.completion(options, COMMANDS)),
 }
 RENAMED = {"data recipes": "data presets"}  # older names, which still work
+
+
+def checked(name: str, tree: Mapping[str, Any]) -> Node:
+    """The options of a command. Raises UserError if they, or the environment's variables, cannot work.
+
+    Args:
+        tree: nested values, or texts as typed.
+    """
+    options, _ = COMMANDS[name]
+    require_variables(os.environ)
+    if issubclass(options, Config):
+        return resolve(overrides=tree, model=options)
+    given = validate(options, tree)
+    require_whole_links(given)
+    return given

@@ -17,6 +17,7 @@ from unigrad_fast.commands.requirements import (
 from unigrad_fast.evaluation import finetune_protocols
 from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
@@ -107,7 +108,7 @@ class EvaluateKNN(Keeping, Evaluation):
     """Images on which the grid chooses: val, or train for a held-out tenth of the training images; null is val."""
 
 
-def evaluate_knn(options: EvaluateKNN) -> None:
+def evaluate_knn(options: EvaluateKNN) -> Written:
     asked = options.judged()
     if options.grid:
         refuse_unused(options, ("k", "temperature", "baselines"), "the grid does not use it")
@@ -117,10 +118,9 @@ def evaluate_knn(options: EvaluateKNN) -> None:
     from unigrad_fast.evaluation import knn_grid, knn_run, runs
 
     if options.grid:
-        knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
-        return
+        return knn_grid.evaluate_knn_grid(options.run, options.choose or "val", runs.Asked(**asked))
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
-    knn_run.evaluate_knn(options.run, options.baselines, given)
+    return knn_run.evaluate_knn(options.run, options.baselines, given)
 
 
 class EvaluateLinear(Keeping, Evaluation):
@@ -142,7 +142,7 @@ class EvaluateLinear(Keeping, Evaluation):
     """Images on which sweep chooses: val, or train for a held-out tenth of the training images; null is val."""
 
 
-def evaluate_linear(options: EvaluateLinear) -> None:
+def evaluate_linear(options: EvaluateLinear) -> Written:
     asked = options.judged()
     changes = {
         key: value for key in ("epochs", "batch_size", "base_lr") if (value := getattr(options, key)) is not None
@@ -157,7 +157,9 @@ def evaluate_linear(options: EvaluateLinear) -> None:
     require_dali()
     from unigrad_fast.evaluation import linear_run, runs
 
-    linear_run.evaluate_linear(options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked))
+    return linear_run.evaluate_linear(
+        options.run, options.protocol, changes, options.choose or "val", runs.Asked(**asked)
+    )
 
 
 class EvaluateFinetune(Evaluation):
@@ -185,7 +187,7 @@ class EvaluateFinetune(Evaluation):
     """Largest learning rate of the classifier, whatever the batch; null is the protocol's."""
 
 
-def evaluate_finetune(options: EvaluateFinetune) -> None:
+def evaluate_finetune(options: EvaluateFinetune) -> Written:
     asked = options.judged()
     if (options.fraction is None) == (options.subset is None):
         given = "neither is" if options.fraction is None else "both are"
@@ -210,7 +212,7 @@ def evaluate_finetune(options: EvaluateFinetune) -> None:
         options.choose or "train",
         options.seeds,
     )
-    finetune_run.evaluate_finetune(options.run, few, runs.Asked(**asked))
+    return finetune_run.evaluate_finetune(options.run, few, runs.Asked(**asked))
 
 
 class EvaluateFeatures(Keeping, Encoder):
@@ -226,14 +228,16 @@ class EvaluateFeatures(Keeping, Encoder):
     """Replace an existing file and its description."""
 
 
-def evaluate_features(options: EvaluateFeatures) -> None:
+def evaluate_features(options: EvaluateFeatures) -> Written:
     asked = options.asked(None)
     if options.weights is not None and options.images is None:
         raise UserError("weights: come without images; give --images IMAGES")
     require_dali()
     from unigrad_fast.evaluation import feature_files, runs
 
-    feature_files.write_features(options.run, options.images, options.output, options.overwrite, runs.Asked(**asked))
+    return feature_files.write_features(
+        options.run, options.images, options.output, options.overwrite, runs.Asked(**asked)
+    )
 
 
 class EvaluateRetrieve(Keeping, Encoder):
@@ -251,7 +255,7 @@ class EvaluateRetrieve(Keeping, Encoder):
     """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
 
 
-def evaluate_retrieve(options: EvaluateRetrieve) -> None:
+def evaluate_retrieve(options: EvaluateRetrieve) -> Written:
     if options.weights is not None and options.run is not None:  # the first word is an image, too
         options = options.model_copy(update={"run": None, "images": (options.run, *options.images)})
     asked = options.asked(options.output)
@@ -264,7 +268,7 @@ def evaluate_retrieve(options: EvaluateRetrieve) -> None:
     require_dali()
     from unigrad_fast.evaluation import retrieval, runs
 
-    retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
+    return retrieval.retrieve(options.run, options.images, options.among, options.k, runs.Asked(**asked))
 
 
 class EvaluateConfusion(Keeping, Evaluation):
@@ -278,7 +282,7 @@ class EvaluateConfusion(Keeping, Evaluation):
     """Temperature of the votes, like evaluation.knn.temperature of a run; null is the run's."""
 
 
-def evaluate_confusion(options: EvaluateConfusion) -> None:
+def evaluate_confusion(options: EvaluateConfusion) -> Written:
     asked = options.judged()
     if options.of == "linear":
         refuse_unused(options, ("k", "temperature"), "applies only to --of knn")
@@ -286,7 +290,7 @@ def evaluate_confusion(options: EvaluateConfusion) -> None:
     from unigrad_fast.evaluation import confusion, runs
 
     given = runs.Asked(**asked, k=options.k, temperature=options.temperature)
-    confusion.evaluate_confusion(options.run, options.of, given)
+    return confusion.evaluate_confusion(options.run, options.of, given)
 
 
 class EvaluateMap(Keeping, Encoder):
@@ -302,7 +306,7 @@ class EvaluateMap(Keeping, Encoder):
     """Folder of the results; null is RUN/evaluation, or WEIGHTS-evaluation beside the file."""
 
 
-def evaluate_map(options: EvaluateMap) -> None:
+def evaluate_map(options: EvaluateMap) -> Written:
     asked = options.asked(options.output)
     if options.weights is not None and options.images is None:
         raise UserError("weights: come without images; give --images IMAGES")
@@ -311,7 +315,7 @@ def evaluate_map(options: EvaluateMap) -> None:
     require_dali()
     from unigrad_fast.evaluation import maps, runs
 
-    maps.evaluate_map(options.run, options.images, options.method, runs.Asked(**asked))
+    return maps.evaluate_map(options.run, options.images, options.method, runs.Asked(**asked))
 
 
 class EvaluateList(Node):
@@ -321,7 +325,7 @@ class EvaluateList(Node):
     """Folder of the run, or of the results that were written elsewhere."""
 
 
-def evaluate_list(options: EvaluateList) -> None:
+def evaluate_list(options: EvaluateList) -> list[dict[str, str]]:
     from unigrad_fast.evaluation import listing
 
-    listing.show(options.run)
+    return listing.show(options.run)

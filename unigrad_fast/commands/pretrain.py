@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unigrad_fast.commands.requirements import require_dali, require_folders, require_name
 from unigrad_fast.config import Config, to_yaml
@@ -11,6 +12,9 @@ from unigrad_fast.recipes import DEFAULT_RECIPE
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.out_of_memory import ran_out
 from unigrad_fast.runtime.validation import absolute
+
+if TYPE_CHECKING:
+    from unigrad_fast.training.telemetry.callbacks import Callbacks
 
 
 class Pretrain(Config):
@@ -28,11 +32,12 @@ class Pretrain(Config):
     """If the newest checkpoint is damaged, resume from the newest intact one."""
 
 
-def pretrain(options: Pretrain) -> None:
+def pretrain(options: Pretrain, callbacks: Callbacks | None = None) -> Path | None:
+    """Pretrains; returns the run's folder, None if only the configuration was printed."""
     config = Config(**{key: getattr(options, key) for key in Config.model_fields})
     if options.print_config:
         print(to_yaml(config), end="")
-        return
+        return None
     numbered = config.output is None
     if numbered:
         for variable, whose in (("TORCHELASTIC_MAX_RESTARTS", "torchrun"), ("SLURM_RESTART_COUNT", "SLURM")):
@@ -55,7 +60,8 @@ def pretrain(options: Pretrain) -> None:
     from unigrad_fast.training import loop
 
     try:
-        loop.pretrain(config, verbose=options.verbose, fall_back=options.fall_back, numbered=numbered)
+        how = {"verbose": options.verbose, "fall_back": options.fall_back, "numbered": numbered}
+        return loop.pretrain(config, **how, callbacks=callbacks)
     except (UserError, RunStopped) as error:
         if ran_out(error):
             _advise(config, ranks)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from unigrad_fast.commands.requirements import require_run
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.validation import AbsolutePath, ImageSource, Node
 
 
@@ -31,11 +32,11 @@ class Export(Node):
     """Replace an existing file and its description."""
 
 
-def export(options: Export) -> None:
+def export(options: Export) -> Written:
     require_run(options.run)
     from unigrad_fast.checkpoints import export
 
-    export.export(**dict(options))
+    return export.export(**dict(options))
 
 
 class ImportData(Node):

@@ -30,13 +30,14 @@ from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
 from unigrad_fast.runtime.files import utf8_path
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
 MOST_CLASSES = 2000  # the order takes time that grows with the third power
 PAIRS = 10  # that are named
 
 
-def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: Asked) -> None:
+def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: Asked) -> Written:
     """Draw the confusion matrix of the validation images to confusion-OF-epochE.png in RUN/evaluation.
 
     The .json beside it has the matrix, and the most confused pairs of classes are printed.
@@ -65,8 +66,6 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
         matrix, near, classifier, settings = judge(this, train, val, keeper, folder, asked)
         over_ranks(matrix, this.world)
         over_ranks(near, this.world)
-        if this.world.rank != 0:
-            return
         counts = matrix.numpy()
         images, right = int(counts.sum()), int(np.trace(counts))
         top1, top5 = 100 * right / images, 100 * int(near) / images if len(counts) >= 5 else None
@@ -87,15 +86,18 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
             "matrix": counts.tolist(),
             "most_confused": [_figures(names, counts, *pair) for pair in pairs],
         }
-        written = write_result(
-            folder,
-            this.stem(f"confusion-{of}"),
-            {**this.settings, **settings},
-            {**this.paths, "counts": this.counts(), **figures},
-            picture=charts.draw_confusion(counts, names, title),
+        written = on_first(
+            lambda: write_result(
+                folder,
+                this.stem(f"confusion-{of}"),
+                {**this.settings, **settings},
+                {**this.paths, "counts": this.counts(), **figures},
+                picture=charts.draw_confusion(counts, names, title),
+            )
         )
-        this.say(written)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def of_knn(

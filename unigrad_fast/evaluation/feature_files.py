@@ -30,7 +30,9 @@ from unigrad_fast.runtime.wording import byte_size
 UNLABELLED = -1
 
 
-def write_features(run: Path | None, images: Path | None, output: Path | None, overwrite: bool, asked: Asked) -> None:
+def write_features(
+    run: Path | None, images: Path | None, output: Path | None, overwrite: bool, asked: Asked
+) -> outputs.Written:
     """Write file, label and feature of each usable image, in the order of the images, and a description of them.
 
     Args:
@@ -66,7 +68,7 @@ def write_features(run: Path | None, images: Path | None, output: Path | None, o
         try:
             kind = kind_of(this.config, images or this.config.data.train)
             found = _on_disk(this, path, kind, keeper, beside)
-            on_first(lambda: _write(path, found, this, beside))
+            return on_first(lambda: _write(path, found, this, beside))
         finally:
             if this.world.rank == 0:
                 clean()
@@ -109,7 +111,7 @@ def _on_disk(this: Opened, path: Path, kind: str, keeper: Keeper | None, beside:
     raise UserError(f"output = {path}: {passing.problems[0]}")
 
 
-def _write(path: Path, found: Features, this: Opened, beside: Path) -> None:
+def _write(path: Path, found: Features, this: Opened, beside: Path) -> outputs.Written:
     manifest, positions = this.train, found.usable()
     columns = {
         "file": lambda: (names_of(manifest, block) for block in blocks(positions)),
@@ -126,19 +128,21 @@ def _write(path: Path, found: Features, this: Opened, beside: Path) -> None:
         WRITERS[path.suffix.lower()](unfinished, columns, types, len(positions))
         _description(path).unlink(missing_ok=True)  # of the file that is replaced
         os.replace(unfinished, path)
-    described = {
-        **this.settings_of_images(),
+    settings = this.settings_of_images()
+    figures = {
         "root": manifest.root,
         "classes": manifest.classes,
         "counts": {"used": len(positions), "left_out": found.left_out.count},
         "width": found.width,
         "versions": versions(),
     }
-    write_whole(_description(path), json.dumps(described, indent=2).encode() + b"\n")
+    write_whole(_description(path), json.dumps({**settings, **figures}, indent=2).encode() + b"\n")
     for line in found.left_out.told("given"):
         this.say(line)
     size = byte_size(path.stat().st_size)
-    this.say(f"features [{len(positions):,}, {found.width}]: {path} ({size}), described in {_description(path).name}")
+    line = f"features [{len(positions):,}, {found.width}]: {path} ({size}), described in {_description(path).name}"
+    this.say(line)
+    return outputs.Written(path, settings, figures, line)
 
 
 def names_of(manifest: Manifest, positions: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from unigrad_fast.evaluation.unfinished import Series, Unfinished
 from unigrad_fast.images.manifests import evaluated
 from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.files import write_whole
+from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
 Row: TypeAlias = "dict[str, Any]"  # seed, rates, accuracy, top5 and number of validation images of one training
@@ -53,7 +54,7 @@ class FewLabels:
     seeds: int
 
 
-def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
+def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written:
     """Print the accuracy of a run's online backbone, fine-tuned on few labels.
 
     Write it to RUN/evaluation/finetune-PROTOCOL-FRACTION-epochE.json, the network of the last seed to a .safetensors
@@ -112,8 +113,6 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
         for number, seed in enumerate(about["seeds"], start=len(candidates)):
             seeded = replace(encoder, config=this.config.model_copy(update={"seed": seed}))
             rows.append(_trained(seeded, settings, series, number, this))
-        if this.world.rank != 0:
-            return
         figures = {key: _over_seeds([row[key] for row in rows]) for key in ("accuracy", "top5")}
         protocol = finetune_protocols.described(few.protocol, fraction, few.changes, few.search)
         title = (
@@ -128,28 +127,31 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> None:
             if names is None and len(labelled) < len(train):
                 names = folder / f"finetune-{fraction:.3g}-{about['sample'][:8]}.txt"
                 folder.mkdir(parents=True, exist_ok=True)
-                write_whole(names, samples.as_list(labelled))
+                on_first(partial(write_whole, names, samples.as_list(labelled)))
                 this.say(f"the labelled images are listed in {names}; --subset {names} takes the same ones")
-            written = write_result(
-                folder,
-                stem,
-                {**about, "images": rows[0]["images"]},
-                {
-                    **this.paths,
-                    "counts": encoder.counts(),
-                    "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
-                    **{key: mean for key, (mean, _) in figures.items()},
-                    "deviation": {key: deviation for key, (_, deviation) in figures.items()},
-                    "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
-                    "candidates": candidates,
-                    "results": rows,
-                    "remarks": told,
-                },
-                series.weights or None,
-                of_weights,
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    stem,
+                    {**about, "images": rows[0]["images"]},
+                    {
+                        **this.paths,
+                        "counts": encoder.counts(),
+                        "data": {**this.paths["data"], "labelled": None if names is None else str(names)},
+                        **{key: mean for key, (mean, _) in figures.items()},
+                        "deviation": {key: deviation for key, (_, deviation) in figures.items()},
+                        "chosen": {"backbone_lr": settings.backbone_lr, "head_lr": settings.head_lr},
+                        "candidates": candidates,
+                        "results": rows,
+                        "remarks": told,
+                    },
+                    series.weights or None,
+                    of_weights,
+                )
             )
-            unfinished.delete()
-        this.say(written)
+            on_first(unfinished.delete)
+        this.say(written.line)
+        return written
 
 
 def _positions(encoder: FrozenEncoder, few: FewLabels) -> np.ndarray:

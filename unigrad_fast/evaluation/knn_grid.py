@@ -22,13 +22,15 @@ from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.samples import held_out
 from unigrad_fast.evaluation.shares import Share, share_of
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.process_group import on_first
 from unigrad_fast.runtime.wording import count, percent
 
 PROTOCOL = "weighted kNN, grid"
 NEIGHBOURS, TEMPERATURES = (10, 20, 100, 200), (0.05, 0.07, 0.1)
 
 
-def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> None:
+def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> Written:
     """Print the kNN accuracy of a backbone for each k and T, and write all to knn-grid-epochE.json in RUN/evaluation.
 
     Args:
@@ -67,8 +69,6 @@ def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> None:
             own = held[train.usable(this.world.rank, this.world.size)]
             chosen_by, images = chosen(this, bank, own, cells), "held-out training images"
         best = max(range(len(cells)), key=lambda number: chosen_by[number].accuracy)
-        if this.world.rank != 0:
-            return
         result = results[best]
         title = (
             f"{PROTOCOL}, {this.settings['branch']}, {this.name}: {result.queries:,} validation images against "
@@ -88,14 +88,17 @@ def evaluate_knn_grid(run: Path | None, choose: str, asked: Asked) -> None:
         if choose == "train":
             figures["grid_of_choice"] = [_figures(each) for each in chosen_by]
         with printed():
-            written = write_result(
-                folder,
-                this.stem("knn-grid"),
-                {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
-                {**this.paths, "counts": this.counts(), **figures},
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    this.stem("knn-grid"),
+                    {"protocol": PROTOCOL, **this.settings, **settings, "queries": result.queries, "bank": result.bank},
+                    {**this.paths, "counts": this.counts(), **figures},
+                )
             )
-        this.say(written)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def chosen(this: Opened, bank: Share, held: Tensor, cells: list[tuple[int, float]]) -> list[KNNResult]:

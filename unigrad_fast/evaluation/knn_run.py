@@ -12,10 +12,12 @@ from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
 from unigrad_fast.evaluation.shares import share_of
 from unigrad_fast.networks.encoder import build_encoder
+from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.process_group import on_first
 from unigrad_fast.runtime.wording import percent
 
 
-def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
+def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> Written:
     """Print the top-1 and top-5 accuracy of kNN on a backbone and write them to knn-epochE.json in RUN/evaluation.
 
     Args:
@@ -44,8 +46,6 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
             for kind, images in this.images().items()
         )
         rows["trained encoder"] = probe.judge(bank, queries)
-        if this.world.rank != 0:
-            return
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
         this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
@@ -62,16 +62,19 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> None:
         print_table(this.console, title, table)
         settings = {key: getattr(result, key) for key in ("k", "temperature", "queries", "bank")}
         with printed():
-            written = write_result(
-                folder,
-                this.stem("knn"),
-                {"protocol": PROTOCOL, **this.settings, **settings},
-                {
-                    **this.paths,
-                    "counts": this.counts(),
-                    "accuracy": {name: row.accuracy for name, row in rows.items()},
-                    "top5": {name: row.top5 for name, row in rows.items()},
-                },
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    this.stem("knn"),
+                    {"protocol": PROTOCOL, **this.settings, **settings},
+                    {
+                        **this.paths,
+                        "counts": this.counts(),
+                        "accuracy": {name: row.accuracy for name, row in rows.items()},
+                        "top5": {name: row.top5 for name, row in rows.items()},
+                    },
+                )
             )
-        this.say(written)
+        this.say(written.line)
         this.tell(keeper)
+        return written

@@ -16,6 +16,8 @@ from unigrad_fast.evaluation.passes import read_features
 from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
 from unigrad_fast.evaluation.unfinished import Unfinished
+from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.process_group import on_first
 from unigrad_fast.runtime.wording import percent
 
 SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
@@ -23,7 +25,7 @@ SCHEDULES = {"paper": linear_paper.SCHEDULE, "sweep": linear_sweep.SCHEDULE}
 
 def evaluate_linear(
     run: Path | None, protocol: str, changes: dict[str, int | float], choose: str, asked: Asked
-) -> None:
+) -> Written:
     """Print the accuracy of a linear classifier on a frozen backbone.
 
     Write it to RUN/evaluation/linear-PROTOCOL-epochE.json, and the classifier to a .safetensors file next to it.
@@ -79,8 +81,6 @@ def evaluate_linear(
             done = f"{kept}; repeat the command to continue"
         with this.preemption.nothing_to_save(done):
             judged = judge()
-        if this.world.rank != 0:
-            return
         branch = this.settings["branch"]
         title = f"linear probe, {branch}: {described(protocol, changes)}, {judged.images:,} validation images"
         row = (f"trained encoder, {this.name}", percent(judged.accuracy), percent(judged.top5))
@@ -88,24 +88,27 @@ def evaluate_linear(
         if judged.said:
             this.say(judged.said)
         with printed(kept):
-            written = write_result(
-                folder,
-                stem,
-                {**about, "images": judged.images},
-                {
-                    **this.paths,
-                    "counts": this.counts(),
-                    "accuracy": judged.accuracy,
-                    "top5": judged.top5,
-                    **judged.figures,
-                },
-                {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
-                classes,
+            written = on_first(
+                lambda: write_result(
+                    folder,
+                    stem,
+                    {**about, "images": judged.images},
+                    {
+                        **this.paths,
+                        "counts": this.counts(),
+                        "accuracy": judged.accuracy,
+                        "top5": judged.top5,
+                        **judged.figures,
+                    },
+                    {"weight": judged.classifier.weight, "bias": judged.classifier.bias},
+                    classes,
+                )
             )
             if unfinished is not None:
-                unfinished.delete()
-        this.say(written)
+                on_first(unfinished.delete)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def described(protocol: str, changes: Mapping[str, int | float]) -> str:

@@ -26,8 +26,11 @@ DIGEST = 8  # characters that are shown of one
 JUDGED = "trained encoder"  # among the features that one result compares
 
 
-def show(folder: Path) -> None:
+def show(folder: Path) -> list[dict[str, str]]:
     """Print the results of a run, or those in a folder of results; files that hold something else are named.
+
+    Returns:
+        The rows of the table, by the names of its columns.
 
     Raises:
         UserError: there are none.
@@ -42,9 +45,11 @@ def show(folder: Path) -> None:
     for column in COLUMNS:
         justify: Any = "right" if column.endswith("%") else "left"
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "what differs")
-    for row in rows(results):
+    made = rows(results)
+    for row in made:
         table.add_row(*map(fitted, row))
     console.print(table)
+    return [dict(zip(COLUMNS, row, strict=True)) for row in made]
 
 
 def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:

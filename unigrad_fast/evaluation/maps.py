@@ -19,7 +19,8 @@ from unigrad_fast.evaluation.results import folder_beside, write_result
 from unigrad_fast.evaluation.rows import Features, restored
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened_on
 from unigrad_fast.runtime.errors import UserError
-from unigrad_fast.runtime.process_group import World, gather
+from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.process_group import World, gather, on_first
 from unigrad_fast.runtime.quiet import without_warnings
 from unigrad_fast.runtime.wording import brief
 
@@ -27,7 +28,7 @@ NEIGHBOURS, LEAST_DISTANCE = 15, 0.1  # umap-learn's defaults
 NOT_REPEATED = "umap-learn with the same seed gives another picture on another machine or in another version"
 
 
-def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "umap"], asked: Asked) -> None:
+def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "umap"], asked: Asked) -> Written:
     """Draw images as points by their features to map-METHOD-epochE.png in RUN/evaluation.
 
     Features are ℓ2-normalised, as for kNN.
@@ -67,13 +68,11 @@ def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "
             figures, axes = {"remark": NOT_REPEATED}, ["UMAP 1", "UMAP 2"]
             own = found.own(this.world)
         everywhere = gather((found.usable(this.world.rank, this.world.size), own.numpy()))
-        if this.world.rank != 0:
-            return
         positions, points = (np.concatenate(part) for part in zip(*everywhere, strict=True))
         in_order = positions.argsort()
         positions, points = positions[in_order], points[in_order]
         if method == "umap":
-            points = neighbourhoods(points, this.config.seed)
+            points = on_first(lambda: neighbourhoods(points, this.config.seed))
         title = [
             f"{method.upper()} of features, {this.settings['branch']}, {this.name}",
             f"{len(points):,} images in {brief(path)}",
@@ -81,19 +80,22 @@ def evaluate_map(run: Path | None, images: Path | None, method: Literal["pca", "
         if method == "umap":
             title.append(NOT_REPEATED)
         named, others = charts.coloured(labels[positions])
-        written = write_result(
-            folder,
-            this.stem(f"map-{method}"),
-            {**this.settings_of_images(), **settings},
-            {"data": str(path), "counts": {"used": len(points), "left_out": found.left_out.count}, **figures},
-            picture=charts.draw_map(points, labels[positions], this.train.classes, title, axes),
+        written = on_first(
+            lambda: write_result(
+                folder,
+                this.stem(f"map-{method}"),
+                {**this.settings_of_images(), **settings},
+                {"data": str(path), "counts": {"used": len(points), "left_out": found.left_out.count}, **figures},
+                picture=charts.draw_map(points, labels[positions], this.train.classes, title, axes),
+            )
         )
-        this.say(written)
+        this.say(written.line)
         if len(others):
             this.say(f"{len(named)} classes with most images have a colour; the {len(others):,} others are gray")
         if method == "umap":
             this.say(NOT_REPEATED)
         this.tell(keeper)
+        return written
 
 
 def principal(found: Features, world: World) -> tuple[Tensor, list[float]]:

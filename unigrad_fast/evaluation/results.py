@@ -25,7 +25,7 @@ import unigrad_fast
 from unigrad_fast.runtime.errors import RunStopped, UserError
 from unigrad_fast.runtime.file_errors import STORAGE, WRITING, remedy
 from unigrad_fast.runtime.files import unwritable, write_whole
-from unigrad_fast.runtime.outputs import require_file, within_images
+from unigrad_fast.runtime.outputs import Written, require_file, within_images
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import shown
 
@@ -65,7 +65,7 @@ def write_result(
     weights: Mapping[str, Tensor] | None = None,
     about_weights: Mapping[str, Any] | None = None,
     picture: bytes | None = None,
-) -> str:
+) -> Written:
     """Write a result to STEM.json, or STEM-2.json, ...: the first that is free or has the same settings.
 
     If it has, figures from an earlier call that this one lacks are kept. The versions of the software are added.
@@ -78,7 +78,7 @@ def write_result(
         picture: content of STEM.png.
 
     Returns:
-        A line for the user about the file, the figures that it keeps and a file with other settings.
+        The result, whose line says which figures the file keeps, and names a file with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings, figures = json.loads(json.dumps([settings, {**figures, "versions": versions()}]))  # as they will be read
@@ -119,7 +119,7 @@ def write_result(
         key = next((key for key in settings if isinstance(content, dict) and content.get(key) != settings[key]), None)
         reason = f"has {key} = {shown(content.get(key))} and " if key else ""
         line += f"; {other.name} {reason}was kept"
-    return line
+    return Written(path, settings, figures, line, None if picture is None else drawn)
 
 
 @contextmanager

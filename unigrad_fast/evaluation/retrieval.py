@@ -31,7 +31,8 @@ from unigrad_fast.pipelines.storage import Files
 from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
-from unigrad_fast.runtime.process_group import gather, on_all_ranks
+from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.process_group import gather, on_all_ranks, on_first
 from unigrad_fast.runtime.wording import brief, count
 
 PROTOCOL = "nearest neighbours"
@@ -60,7 +61,7 @@ class Query:
     similarity: Sequence[float] = ()
 
 
-def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: int, asked: Asked) -> None:
+def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: int, asked: Asked) -> Written:
     """Draw images with their nearest neighbours to retrieve-epochE.png in RUN/evaluation, print and write a table.
 
     An image that is one of those that are searched does not find itself, unless it is the only one.
@@ -91,19 +92,20 @@ def retrieve(run: Path | None, images: Sequence[Path], among: Path | None, k: in
         if k > (usable := len(found.usable())):
             raise UserError(f"k = {k}: exceeds the {count(usable, 'usable image')} in {searched}; give fewer")
         queries = search(this, found, [_query(this.train, path) for path in images], listed, k)
-        if this.world.rank != 0:
-            return
         title = f"{PROTOCOL}, {this.settings['branch']}, {this.name}: among {usable:,} images in {brief(searched)}"
         this.console.print(_table(title, this.train, queries))
-        written = write_result(
-            folder,
-            this.stem("retrieve"),
-            this.settings_of_images() | {"protocol": PROTOCOL, "k": k, "queries": [str(path) for path in images]},
-            {"among": str(searched), "results": [_figures(this.train, query) for query in queries]},
-            picture=_picture(title, this.train, listed, queries),
+        written = on_first(
+            lambda: write_result(
+                folder,
+                this.stem("retrieve"),
+                this.settings_of_images() | {"protocol": PROTOCOL, "k": k, "queries": [str(path) for path in images]},
+                {"among": str(searched), "results": [_figures(this.train, query) for query in queries]},
+                picture=_picture(title, this.train, listed, queries),
+            )
         )
-        this.say(written)
+        this.say(written.line)
         this.tell(keeper)
+        return written
 
 
 def search(this: Opened, found: Features, queries: Sequence[Query], listed: Manifest, k: int) -> list[Query]:

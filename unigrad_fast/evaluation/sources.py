@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from unigrad_fast.checkpoints.export import metadata
 from unigrad_fast.checkpoints.files import Reader, digest_of_file
 from unigrad_fast.checkpoints.foreign import backbone_in, listed
-from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_encoder, open_checkpoint
+from unigrad_fast.checkpoints.weights import configuration, fill, fingerprint, load_backbone, open_checkpoint
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.evaluation.knn import BRANCH
+from unigrad_fast.recipes.backbones import BACKBONES
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import shown
 
@@ -25,7 +26,10 @@ RECIPE = "imagenet_100ep"  # the settings of an evaluation without a run
 IMAGE_SIZE, CROP_FRACTION = 224, 0.875  # as published ResNets are judged: short side 256, centre crop of 224
 
 # What is used of the description of an export or a fine-tuned network, with its types.
-DESCRIBED = {"branch": str, "step": int, "epoch": int | float, "image_size": int, "crop_fraction": int | float}
+DESCRIBED = {
+    **{"backbone": str, "branch": str, "step": int},
+    **{"epoch": int | float, "image_size": int, "crop_fraction": int | float},
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Source:
     def load(self, backbone: nn.Module) -> None:
         """Load the weights. Raises UserError if the checkpoint is damaged, or does not fit its configuration."""
         if isinstance(self.contents, Reader):
-            load_encoder(self.contents, backbone)
+            load_backbone(self.contents, backbone)
         else:
             fill(backbone, self.contents, self.path)
 
@@ -69,16 +73,19 @@ def of_run(run: Path, checkpoint: int | None) -> Source:
     return Source(reader.folder, config, about, f"epoch {about['epoch']:g}", (), tuple(told), reader)
 
 
-def of_file(file: Path, backbone: str, image_size: int | None) -> Source:
+def of_file(file: Path, backbone: str | None = None, image_size: int | None = None) -> Source:
     """The backbone in a file, as `foreign.backbone_in` finds it.
 
     Args:
-        backbone: its name.
+        backbone: its name; None takes that of an export's description.
         image_size: side of the images in pixels; None takes that of an export's description, or else 224.
 
     Raises UserError if the file holds no such backbone, or the description has odd values.
     """
     exported = _description(file)
+    backbone = backbone or exported.get("backbone")
+    if backbone not in BACKBONES:
+        raise UserError(f"backbone = {shown(backbone)}: {file} needs one of {', '.join(BACKBONES)}")
     found = backbone_in(file, backbone)
     config = resolve(
         RECIPE,

@@ -88,8 +88,20 @@ class _Console(Console):
 
 
 def new_console(**settings: Any) -> Console:
-    """A console that prints text literally, because a folder's name may look like markup or contain control codes."""
-    return _Console(**{"markup": False, "highlight": False, **settings})
+    """A console that prints text literally, because a folder's name may look like markup or contain control codes.
+
+    In a notebook it prints plain text, so that the output of a cell is one piece.
+    """
+    # A notebook says that its output is a terminal, but shows no bar that moves.
+    place = {"force_jupyter": False, "force_terminal": False} if in_notebook() else {}
+    return _Console(**{"markup": False, "highlight": False, **place, **settings})
+
+
+def in_notebook() -> bool:
+    """Whether this process computes the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
 
 
 def table_of_figures(*headers: str, **style: object) -> Table:

@@ -1,11 +1,13 @@
 """Errors that the command line turns into one message and an exit status, without a traceback."""
 
+from pathlib import Path
+
 from unigrad_fast.pipelines.errors import DataError
 
 INTERRUPTED = 130  # the shells' status after Ctrl-C, so that their loops end too
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
-__all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RankLost", "RunStopped", "UserError"]
+__all__ = ["INTERRUPTED", "PREEMPTED", "DataError", "Preempted", "RankLost", "RunStopped", "StopRun", "UserError"]
 
 
 class UserError(Exception):
@@ -25,8 +27,13 @@ class Preempted(Exception):
 
     Args:
         status: PREEMPTED, or INTERRUPTED after Ctrl-C.
+        run: the run's folder; None if there is none yet.
     """
 
-    def __init__(self, message: str, status: int = PREEMPTED) -> None:
+    def __init__(self, message: str, status: int = PREEMPTED, run: Path | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.run = status, run
+
+
+class StopRun(Exception):
+    """Raised by a callback of `pretrain`: the run saves, and ends well."""

@@ -9,13 +9,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unigrad_fast.pipelines.spelling import location
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.files import dangling_link, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node
+
+
+@dataclass(frozen=True)
+class Written:
+    """A result in its file.
+
+    Attributes:
+        path: the file.
+        settings: JSON values for which the result is valid.
+        figures: JSON values, the result itself.
+        line: says to the user what was written.
+        picture: its picture; None if it has none.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    line: str = ""
+    picture: Path | None = None
 
 
 def require_file(path: Path, images: Mapping[str, Path | None] | None = None, run: Path | None = None) -> None:

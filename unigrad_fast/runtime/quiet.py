@@ -24,6 +24,24 @@ def without_warnings() -> Iterator[None]:
         logging.disable(before)
 
 
+@contextlib.contextmanager
+def _silent_compiler() -> Iterator[None]:
+    """Inside, a notebook does not show what a compiler writes that DeepSpeed tries; elsewhere DeepSpeed sees to it."""
+    from unigrad_fast.runtime.console import in_notebook
+
+    if not in_notebook():
+        yield
+        return
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
 def quiet_deepspeed(verbose: bool = False) -> ModuleType:
     """Import DeepSpeed so that it needs no compiler and prints nothing but errors.
 
@@ -38,11 +56,15 @@ def quiet_deepspeed(verbose: bool = False) -> ModuleType:
     """
     import torch
 
+    from unigrad_fast.runtime.torch_private import without_default_group
+
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with contextlib.nullcontext() if verbose else without_warnings():
+    loud = contextlib.nullcontext()
+    with loud if verbose else without_warnings(), loud if verbose else _silent_compiler(), without_default_group():
         import deepspeed
         import deepspeed.ops
+        import torch.distributed.nn.functional  # which DeepSpeed imports later
 
         if os.environ.get("DS_ACCELERATOR") == "cpu":
             # Asking which operators could be compiled makes some of them print to stdout.

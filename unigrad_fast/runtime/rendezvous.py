@@ -21,10 +21,13 @@ NOTICE_SECONDS = 15.0  # of waiting before a message says what for
 STRANGER_SECONDS = 10.0  # for which a port may be open without answering as rank 0's store
 LONGEST_PAUSE = 0.1  # seconds between two checks whether all are present
 SHOWN = 8  # missing ranks listed by number
+# By address, the store through which this process has met the others, and how often. It stays, as another rank may
+# come to the next meeting before rank 0 has left this one.
+_met: dict[str, tuple[dist.Store, int]] = {}
 
 
 def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
-    """Wait for all ranks; returns the store that they share.
+    """Wait for all ranks; returns the store that they share. Processes that meet again do so in the same order.
 
     Raises:
         RuntimeError, ValueError: some did not connect in time.
@@ -36,11 +39,15 @@ def meet(rank: int, size: int, address: str, port: int, timeout: timedelta) -> d
     url = f"tcp://{host}:{port}?rank={rank}&world_size=1"
     # Rank 0 opens the store itself, so it does not wait for itself, however slow its machine is.
     waiting = told(f"rank {rank} of {size} waits for rank 0 at {host}:{port}") if rank else nullcontext()
-    with _resolved(rank, size, address, port), waiting:
-        store = _connected(url, timeout, rank, address, port)
-    # torchrun's store outlives the processes and still has the addresses of killed ones: without a new prefix, a
-    # restarted process would try to reach them and hang.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if url not in _met:
+        with _resolved(rank, size, address, port), waiting:
+            _met[url] = _connected(url, timeout, rank, address, port), 0
+    store, meetings = _met[url]
+    _met[url] = store, meetings + 1
+    # The store still has the addresses of earlier meetings, torchrun's also those of killed processes: without a new
+    # prefix, a process would try to reach them and hang.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt-{attempt}-{meetings}", store)
     try:
         _gather(store, rank, size, f"{host}:{port}", begun, timeout)
     except dist.DistNetworkError:

@@ -6,6 +6,8 @@ torch may change or drop any of them with a release. No other module of the pack
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -59,6 +61,20 @@ def set_timeout(timeout: timedelta) -> None:
 def collectives_begun() -> int:
     """Number of collectives that this rank has started, over all process groups."""
     return sum(group._get_sequence_number_for_group() for group in _process_groups())
+
+
+@contextmanager
+def without_default_group() -> Iterator[None]:
+    """Inside, modules are imported as if there were no process group yet.
+
+    Some have functions with the default group as a default argument. A group that exists when they are imported would
+    stay alive, with its port and its threads, and be meant when there is another one.
+    """
+    group, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = group
 
 
 def init_fake_process_group(ranks: int) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn_probe import KNNProbe
 from unigrad_fast.runtime.errors import DataError, Preempted, RunStopped
 from unigrad_fast.runtime.file_errors import remedy
-from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.preemption import ON_REQUEST, Preemption
 from unigrad_fast.runtime.process_group import gather, on_first
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training import checkpoint, needs, start
 from unigrad_fast.training.telemetry import Telemetry
+from unigrad_fast.training.telemetry.callbacks import Callbacks
 from unigrad_fast.training.telemetry.introduction import show_end
 from unigrad_fast.training.trainer import Trainer
 
 
-def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, numbered: bool = False) -> None:
+def pretrain(
+    config: Config,
+    verbose: bool = False,
+    fall_back: bool = False,
+    numbered: bool = False,
+    callbacks: Callbacks | None = None,
+) -> Path:
     """Pretrain with a configuration; everything is written to `config.output`, which must be set.
 
     If the folder holds a checkpoint, the run resumes from it, with the same results as without the interruption.
@@ -26,6 +34,10 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
     Args:
         fall_back: if the newest checkpoint is damaged, resume from the newest intact one.
         numbered: start a new run, in `config.output`-2, -3, ... if a folder of that name exists.
+        callbacks: a caller's functions.
+
+    Returns:
+        The run's folder.
 
     Raises:
         UserError, DataError: input that cannot work, before anything is written.
@@ -37,8 +49,9 @@ def pretrain(config: Config, verbose: bool = False, fall_back: bool = False, num
         saved = start.open_run(config, attempt, fall_back)
         images = start.list_images(config, attempt, saved)
         with start.build(config, attempt, images, saved is not None, verbose) as trainer:  # noqa: SIM117  a stage a line
-            with start.restore(trainer, attempt, images, saved) as telemetry:
+            with start.restore(trainer, attempt, images, saved, callbacks) as telemetry:
                 run(trainer, telemetry, images.probe, attempt.preemption, attempt.at, attempt.tell_cores)
+        return trainer.config.output
 
 
 def run(
@@ -82,7 +95,9 @@ def run(
         telemetry.advance(trainer.steps_done, trainer.config.data.batch_size, waited)
         tell_cores(telemetry)
 
-        preempted, bad, lost = preemption.agreed(trainer.bad_images.waiting, ends=bool(trainer.lost))
+        preempted, bad, lost = preemption.agreed(
+            trainer.bad_images.waiting, ends=bool(trainer.lost), stops=bool(telemetry.stopped_by)
+        )
         if preempted or lost or trainer.is_save_due() or (probe is not None and trainer.is_evaluation_due()):
             report(trainer, telemetry, before=trainer.steps_done)
             tell_bad_images(trainer, telemetry)
@@ -92,8 +107,11 @@ def run(
         if lost:
             why = next(filter(None, gather(trainer.lost)))
             raise RunStopped(f"{why}. Saved after step {trainer.steps_done}; the same command resumes from there")
+        done = f"saved after step {trainer.steps_done}; the same command resumes from there"
+        if preempted and preemption.status == ON_REQUEST:
+            telemetry.say(f"stopped by {telemetry.stopped_by}: {done}")
+            break
         if preempted:
-            done = f"saved after step {trainer.steps_done}; the same command resumes from there"
             raise Preempted(done, preemption.status)
         at(f"what follows step {trainer.steps_done}", alone=True)
         evaluate(trainer, telemetry, probe, preemption)
@@ -131,7 +149,7 @@ def tell_bad_images(trainer: Trainer, telemetry: Telemetry) -> None:
 def save(trainer: Trainer, telemetry: Telemetry) -> None:
     """Write a checkpoint, or stop the run."""
     try:
-        checkpoint.save(trainer, telemetry.progress_so_far())
+        folder = checkpoint.save(trainer, telemetry.progress_so_far())
     except OSError as error:
         if RunFolder(trainer.config.output).complete_checkpoints():
             left = f"earlier ones are unchanged: {remedy(error)}, and the same command resumes from the newest"
@@ -141,6 +159,7 @@ def save(trainer: Trainer, telemetry: Telemetry) -> None:
             f"{error.filename or trainer.config.output}: the checkpoint after step {trainer.steps_done} cannot be "
             f"written: {error.strerror}; {left}"
         ) from None
+    telemetry.saved(trainer.steps_done, folder)
 
 
 def evaluate(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, preemption: Preemption) -> None:
@@ -167,8 +186,7 @@ def conclude(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None) -> 
         RunStopped: every step was dropped.
     """
     skipped = trainer.gate.check(trainer.total_steps)
-    if trainer.world.rank == 0:
-        show_end(trainer, telemetry, probe, skipped)
+    on_first(lambda: show_end(trainer, telemetry, probe, skipped))  # all ranks end with a finished folder
     if skipped == trainer.total_steps:
         raise RunStopped(
             f"all {count(skipped, 'step')} had NaN or infinite values and were dropped, so the encoder is untrained; "

@@ -30,6 +30,7 @@ from unigrad_fast.training import checkpoint
 from unigrad_fast.training.same_run import require_same_everywhere, require_same_run
 from unigrad_fast.training.step_graph import own_stream
 from unigrad_fast.training.telemetry import Telemetry
+from unigrad_fast.training.telemetry.callbacks import Callbacks
 from unigrad_fast.training.telemetry.introduction import introduce
 from unigrad_fast.training.trainer import Trainer
 
@@ -175,13 +176,14 @@ def build(config: Config, attempt: Attempt, images: Images, goes_on: bool, verbo
         try:
             yield trainer
         except Preempted as error:
-            if not attempt.numbered:
-                raise
-            raise Preempted(f"{error}, with {typed('--output', folder.path)}", error.status) from None
+            said = f"{error}, with {typed('--output', folder.path)}" if attempt.numbered else str(error)
+            raise Preempted(said, error.status, folder.path) from None
 
 
 @contextmanager
-def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | None) -> Iterator[Telemetry]:
+def restore(
+    trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | None, callbacks: Callbacks | None = None
+) -> Iterator[Telemetry]:
     """Prepares the folder, restores the saved state and introduces the run; yields its telemetry.
 
     Raises:
@@ -197,7 +199,8 @@ def restore(trainer: Trainer, attempt: Attempt, images: Images, saved: Reader | 
     if attempt.world.rank == 0:
         attempt.warnings += filter(None, [folder.little_space(size, config.checkpoint.keep)])
     lengths = trainer.total_steps, trainer.steps_per_epoch
-    with Telemetry(folder.path, config, *lengths, attempt.world.rank, trainer.steps_done, progress) as telemetry:
+    begun = attempt.world.rank, trainer.steps_done, progress
+    with Telemetry(folder.path, config, *lengths, *begun, callbacks=callbacks) as telemetry:
         introduce(telemetry, trainer, images.train)
         if attempt.threads.said:
             telemetry.say(attempt.threads.said)

@@ -1,9 +1,11 @@
-"""Progress of a run: a bar if the console is a terminal, otherwise a line every few seconds."""
+"""Progress of a run: a bar if the console is a terminal or a notebook, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -11,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from unigrad_fast.training.telemetry.throughput import Length
 
 PLAIN_SECONDS = 5.0  # least time between two progress lines without a terminal
+NOTEBOOK_SECONDS = 0.5  # and between two messages to a notebook's page
+BAR_WIDTH = 20  # characters
 
 # Columns of a progress line: key, label, format, width of the value.
 COLUMNS = (
@@ -31,7 +35,7 @@ class ProgressBar:
         self.length = length
         self.bar = Progress(
             TextColumn(f"epoch {{task.fields[epoch]:.1f}}/{length.epoch(length.total_steps):g}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.percentage:.0f} %  left {task.fields[left]}  {task.fields[values]}"),
             console=console,
             refresh_per_second=4,
@@ -46,15 +50,44 @@ class ProgressBar:
             completed=step,
             epoch=self.length.epoch(step),
             left=duration(seconds_left),
-            values="  ".join(
-                f"{label} {format(numbers[name], form)}"
-                for name, label, form, _ in COLUMNS
-                if name in IN_BAR and numbers.get(name) is not None
-            ),
+            values=in_bar(numbers),
         )
 
     def stop(self) -> None:
         self.bar.stop()
+
+
+class NotebookBar:
+    """A line of text in the output of a notebook's cell, which is replaced as the run goes on."""
+
+    def __init__(self, length: Length, clock: Callable[[], float] = time.monotonic) -> None:
+        from IPython.display import display
+
+        self.length, self.clock, self.last = length, clock, clock()
+        self.line = ""
+        self.handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def update(self, step: int, numbers: Mapping[str, float | None], seconds_left: float | None) -> None:
+        total = self.length.total_steps
+        full = BAR_WIDTH * step // total
+        place = f"epoch {self.length.epoch(step):.1f}/{self.length.epoch(total):g}"
+        bar = f"{'█' * full}{'░' * (BAR_WIDTH - full)} {100 * step // total} %"
+        self.line = f"{place} {bar}  left {duration(seconds_left)}  {in_bar(numbers)}"
+        if self.clock() - self.last >= NOTEBOOK_SECONDS:
+            self._show()
+
+    def stop(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        self.last = self.clock()
+        self.handle.update({"text/plain": self.line}, raw=True)
+
+
+def in_bar(numbers: Mapping[str, float | None]) -> str:
+    """The numbers that a bar shows, with their labels."""
+    found = [(label, numbers.get(name), form) for name, label, form, _ in COLUMNS if name in IN_BAR]
+    return "  ".join(f"{label} {value:{form}}" for label, value, form in found if value is not None)
 
 
 class ProgressLines:

@@ -22,14 +22,16 @@ from rich.text import Text
 import unigrad_fast
 from unigrad_fast.config import Config
 from unigrad_fast.evaluation.knn import BRANCH, PROTOCOL, KNNResult
-from unigrad_fast.runtime.console import new_console
+from unigrad_fast.runtime.console import in_notebook, new_console
+from unigrad_fast.runtime.errors import StopRun
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder, log_line
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import leaves
+from unigrad_fast.training.telemetry.callbacks import Callbacks
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
-from unigrad_fast.training.telemetry.progress import ProgressBar, ProgressLines
+from unigrad_fast.training.telemetry.progress import NotebookBar, ProgressBar, ProgressLines
 from unigrad_fast.training.telemetry.results import Results, final_table
 from unigrad_fast.training.telemetry.throughput import Length, Throughput
 
@@ -47,6 +49,10 @@ class Telemetry:
         rank: rank of this process; only 0 shows and writes anything.
         console: where to print; standard output by default.
         clock: seconds, monotonic.
+        callbacks: a caller's functions.
+
+    Attributes:
+        stopped_by: the callback that asked for the end of the run; empty if none did.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Telemetry:
         progress: Mapping[str, Any] | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.run = RunFolder(Path(run_dir))
         self.active = rank == 0
@@ -72,7 +79,7 @@ class Telemetry:
         self.loggers = [self.metrics, *(logger(self.run, self.length, settings) for logger in wanted)]
         self.messages = Messages(console or new_console(), self.run.log)
         self.lines = ProgressLines(self.length, clock)
-        self.bar: ProgressBar | None = None  # in place of the lines
+        self.bar: ProgressBar | NotebookBar | None = None  # in place of the lines
         self.throughput = Throughput(self.length, clock, progress or {})
         warmup_steps = round(config.schedule.warmup_epochs * steps_per_epoch)
         self.collapse = CollapseWatch(
@@ -81,6 +88,7 @@ class Telemetry:
         self.results = Results()
         self.named_non_finite: set[str] = set()
         self.failed: set[str] = set()
+        self.callbacks, self.stopped_by = callbacks or Callbacks(), ""
 
     def __enter__(self) -> Telemetry:
         if not self.active:
@@ -98,7 +106,9 @@ class Telemetry:
         self.messages.log(f"{self.length.total_steps} steps, {self.length.steps_per_epoch} per epoch")
         if self.messages.console.is_terminal:
             self.bar = ProgressBar(self.messages.console, self.length, self.step)
-            self._move_bar()
+        elif in_notebook():
+            self.bar = NotebookBar(self.length)
+        self._move_bar()
         if self.metrics.complaint:
             self.warn(self.metrics.complaint)
         return self
@@ -166,6 +176,7 @@ class Telemetry:
         self._move_bar()
         if self.bar is None and self.lines.is_due(step):
             self.say(self.lines.line(step, numbers, self.throughput.seconds_left(self.step)))
+        self._tell("on_step", step, numbers)
 
     def log_knn(self, step: int, result: KNNResult) -> None:
         """Writes and shows the kNN accuracy of the online backbone after a step, with its settings."""
@@ -182,6 +193,12 @@ class Telemetry:
             f"epoch {self.length.epoch(step):.2f}  kNN accuracy {result.accuracy:.2f} %{compared}"
             f"  (weighted kNN, k {result.k}, T {result.temperature:g}, online backbone)"
         )
+        self._tell("on_evaluation", step, {**accuracies, **settings})
+
+    def saved(self, step: int, folder: Path) -> None:
+        """Call when the checkpoint of a step is complete."""
+        if self.active:
+            self._tell("on_checkpoint", step, folder)
 
     def warn(self, message: str, step: int | None = None) -> None:
         """Shows a conspicuous warning and records it as an event, by default of the latest step."""
@@ -247,6 +264,14 @@ class Telemetry:
         for logger in self.loggers:
             with self.spared(type(logger).__name__):
                 logger.write(event, step, numbers or {}, about or {})
+
+    def _tell(self, name: str, step: int, what: Any) -> None:
+        call = getattr(self.callbacks, name)
+        try:
+            if call is not None:
+                call(step, what)
+        except StopRun:
+            self.stopped_by = self.stopped_by or name
 
     def _warn_non_finite(self, step: int, odd: Mapping[str, str]) -> None:
         """Every occurrence is an event; the console shows one warning per metric."""

@@ -1,0 +1,32 @@
+"""Settings of a run of seconds."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from thin import thin
+
+EPOCHS, STEPS_PER_EPOCH = 2, 3
+
+
+def tiny() -> AbstractContextManager:
+    """Inside, resnet18 is two stages of a thin one."""
+    return thin(stages=2)
+
+
+def settings_of(images: Path) -> dict[str, Any]:
+    """Settings of a run of six steps with an evaluation and a checkpoint after each epoch."""
+    return {
+        "recipe": "cifar_subset",
+        "data": {
+            **{"train": images / "train", "val": images / "val"},
+            **{"batch_size": 32, "image_size": 16, "threads": 1},
+        },
+        "model.projector.width": 32,
+        "schedule": {"epochs": EPOCHS, "warmup_epochs": 1},
+        "evaluation": {"every": 1},
+        "telemetry": {"every": 1, "effective_rank_every": 1, "tensorboard": False},
+        "engine": {"precision": "fp32", "threads": 1, "device": "cpu"},
+    }
