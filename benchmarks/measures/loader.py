@@ -119,7 +119,7 @@ def main(
     rounds: int,
     steps: int,
     epochs: int,
-    source: tuple[str, ...],
+    source: tuple[str, ...] | None,
     output: Path,
 ) -> None:
     """Measure, print the tables and append the rows, with the options of `unigrad-fast bench loader`.

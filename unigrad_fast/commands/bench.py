@@ -101,9 +101,9 @@ class BenchLoader(Node):
     """Measured batches per turn, rounded up to a multiple of the threads."""
     epochs: int = Field(default=5, ge=2)
     """Epochs over a small manifest in the measurement of memory."""
-    source: tuple[Literal["files", "hf", "parquet", "dataset", "pixels"], ...] = ()
-    """Compare these sources of the same images instead: files, tables (hf, parquet), and Datasets that open files
-    (dataset) or hold pixels in memory (pixels)."""
+    source: tuple[Literal["files", "hf", "parquet", "dataset", "pixels"], ...] | None = None
+    """Sources of the same images to compare instead: files, tables (hf, parquet), and Datasets that open files
+    (dataset) or hold pixels in memory (pixels); null compares with torchvision."""
     output: AbsolutePath = OUTPUT
     """Folder of loader.jsonl, to which the rows are appended."""
 
