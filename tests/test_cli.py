@@ -85,7 +85,7 @@ def test_help_shows_what_is_accepted(name, capsys, monkeypatch):
 
 SAMPLES = {
     **{"INT": ("0", "2", "16", "1e3"), "FLOAT": ("0.5", "1"), "STR": ("quickstart",), "PATH": ("some/where",)},
-    **{"swav,...": ("swav", "moco,swav"), "INT,...": ("2", "2,16")},
+    **{"vicreg,...": ("vicreg", "moco,vicreg"), "swav,...": ("swav", "moco,swav"), "INT,...": ("2", "2,16")},
     **{"original,...": ("original", "gradient,original"), "mixed,...": ("mixed", "momentum,mixed")},
     **{"pixels,...": ("pixels", "files,hf")},
     **{"FLOAT,FLOAT": ("0.5,1",), "FLOAT,FLOAT,FLOAT,FLOAT": ("0.1,0.1,0.1,0.1",)},
