@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from drawn_images import draw_tree
-from tiny_run import settings_of, tiny
+from tiny_run import fast, settings_of
 
 from unigrad_fast import Run, pretrain
-from unigrad_fast.training.telemetry import curves
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train (96 images) and val (32), in two classes."""
     root = tmp_path_factory.mktemp("images")
@@ -22,24 +20,19 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _thin() -> Iterator[None]:
-    """Runs are thin, and their curves, which take a second, are not drawn."""
-    with tiny(), mock.patch.object(curves, "draw_comparison", drawn):
+@pytest.fixture(scope="module", autouse=True)
+def _fast() -> Iterator[None]:
+    with fast():
         yield
 
 
-def drawn(runs: Mapping[str, Path], path: Path) -> Path:
-    path.write_bytes(b"\x89PNG")
-    return path
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def settings(images: Path) -> dict[str, Any]:
     return settings_of(images)
 
 
-@pytest.fixture(scope="package")
-def finished(settings: dict[str, Any], _thin: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="session")
+def finished(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that nobody interrupted."""
-    return pretrain(**settings, output=tmp_path_factory.mktemp("runs") / "finished")
+    with fast():
+        return pretrain(**settings, output=tmp_path_factory.mktemp("runs") / "finished")

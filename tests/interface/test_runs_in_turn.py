@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import warnings
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ def state() -> dict[str, Any]:
         "children": (process / f"task/{os.getpid()}/children").read_text().split(),
         "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals() - {9, 19})],
         "wake-up": signal.set_wakeup_fd(-1),
+        "errors": str(sys.excepthook),
         "variables": dict(os.environ),
         "filters": len(warnings.filters),
         "log handlers": sum(len(getattr(each, "handlers", ())) for each in logging.root.manager.loggerDict.values()),

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from thin import thin
 
 EPOCHS, STEPS_PER_EPOCH = 2, 3
+
+
+@contextmanager
+def fast() -> Iterator[None]:
+    """Inside, runs are tiny, and their curves, which take a second, are not drawn."""
+    from unigrad_fast.training.telemetry import curves
+
+    with tiny(), mock.patch.object(curves, "draw_comparison", _draw):
+        yield
+
+
+def _draw(runs: Mapping[str, Path], path: Path) -> Path:
+    path.write_bytes(b"\x89PNG")
+    return path
 
 
 def tiny() -> AbstractContextManager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -55,11 +56,15 @@ def called(command: str, given: Mapping[str, Any], *further: Any) -> Any:
 
 @contextmanager
 def in_a_callers_process() -> Iterator[None]:
-    """Inside, signals raise errors in place of ending the process, unless a launcher started it as one of several."""
+    """Inside, signals raise errors in place of ending the process, unless a launcher started it as one of several.
+
+    Afterwards errors are shown as before; torch would go on naming the rank in each.
+    """
     from unigrad_fast.runtime.preemption import raising
     from unigrad_fast.runtime.process_group import launch_environment
 
     with ExitStack() as stack:
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)
         if launch_environment(os.environ).size == 1:
             stack.enter_context(raising())
         yield

@@ -353,9 +353,12 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
         result = work()
     except (DataError, OSError, Preempted, RunStopped, UserError) as error:
         failure = error
-    for each in gather(failure):
-        if each is not None:
-            raise each
+    errors = [each for each in gather(failure) if each is not None]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        del failure, errors  # the errors' frames would keep them, and themselves, with all their files
     return result
 
 

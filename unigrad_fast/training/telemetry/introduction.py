@@ -105,7 +105,8 @@ def show_end(trainer: Trainer, telemetry: Telemetry, probe: KNNProbe | None, ski
         if run.path.is_relative_to(here) and not str(run.path.relative_to(here)).startswith("-"):
             run = RunFolder(run.path.relative_to(here))
     commands = [] if probe is None else [own("evaluate", "knn", run.path, "--baselines", "true")]
-    stopped = {"stopped_by": telemetry.stopped_by} if trainer.steps_done < trainer.total_steps else {}
+    is_stopped = telemetry.stopped_by and trainer.steps_done < trainer.total_steps
+    stopped = {"stopped_by": telemetry.stopped_by} if is_stopped else {}
     telemetry.finish(
         {"skipped_steps": skipped, "bad_images": trainer.bad_images.total, **stopped},
         [*commands, *telemetry.commands(run)],
