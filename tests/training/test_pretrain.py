@@ -81,6 +81,7 @@ def test_every_reported_metric_is_in_the_file(finished):
     names = [
         "loss",
         "positive_cosine",
+        "negative_cosine",
         "negative_term",
         "feature_std",
         "effective_rank",
