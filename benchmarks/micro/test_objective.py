@@ -68,3 +68,21 @@ def test_forward_and_backward(measure, public, embedding_NC, width, device):
         objective(online=online, target=target).loss.backward()
 
     measure(step)
+
+
+@pytest.mark.parametrize("measures", [False, True], ids=["plain", "figures"])
+def test_reported_step(measure, public, embedding_NC, width, device, measures):
+    """What a reported step computes of the objective, with the metrics of the paper's figures or without."""
+    objective = public("unigrad_fast.objectives:UniGrad")(width=width, balance=BALANCE, decay=DECAY).to(device)
+    first, second, *target = embedding_NC.split(IMAGES)
+    online = [first.requires_grad_(), second.requires_grad_()]
+    objective.measures = measures
+
+    def step() -> None:
+        for z in online:
+            z.grad = None
+        output = objective(online=online, target=target)
+        output.loss.backward()
+        output.figures() if measures else output.feature_std()
+
+    measure(step)

@@ -10,7 +10,7 @@ def test_an_output_shows_numbers_and_the_shapes_of_tensors():
     ones = torch.ones(4, 8)
     said = repr(UniGrad(width=8, balance=1.0)(online=[ones, ones], target=[ones, ones]))
     assert said.startswith("ObjectiveOutput(loss=-0.5, metrics={'objective': -0.5, 'positive_cosine': 1, ")
-    assert "nonfinite=0, unit=float32 [8, 8], over_ranks=False, process_group=None)" in said
+    assert "nonfinite=0, unit=float32 [8, 8], sums={}, over_ranks=False, process_group=None)" in said
     assert "tensor" not in said
 
 

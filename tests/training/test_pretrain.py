@@ -81,6 +81,7 @@ def test_every_reported_metric_is_in_the_file(finished):
     names = [
         "loss",
         "positive_cosine",
+        "negative_cosine",
         "negative_term",
         "feature_std",
         "effective_rank",
@@ -112,6 +113,10 @@ def test_evaluate_reproduces_the_accuracy_of_the_run_and_of_its_untrained_encode
     during = [event["accuracy"] for event in events(run, "knn")]
     assert accuracy["untrained encoder"] == during[0]
     assert accuracy["trained encoder"] == during[-1]
+    components = json.loads((run / "evaluation/knn-epoch2.json").read_text())["principal_components"]
+    assert [components[f"{name} encoder"] for name in ("untrained", "trained")] == [
+        event["principal_components"] for event in (events(run, "knn")[0], events(run, "knn")[-1])
+    ]
     assert {"raw pixels", "colour histogram"} < accuracy.keys()
     for name, value in accuracy.items():
         assert name in result.stdout and f"{value:.2f}" in result.stdout

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -390,6 +391,18 @@ def test_what_a_method_does_not_have_is_left_out_of_the_curves(tmp_path):
     said, axes = drawn(tmp_path)
     assert {"Loss", "Positive cosine", "Feature deviation", "Learning rate"} <= said
     assert axes == 4
+
+
+def test_curves_have_a_panel_of_each_figure_of_the_paper_that_was_measured(tmp_path):
+    of_figures = {"negative_cosine": 0.1, "correlation_term": 0.2, "root_term": 0.1, "greatest_diagonal": 0.9}
+    with Run(tmp_path).telemetry as telemetry:
+        for step in (1, 10):
+            telemetry.log_train(step, {"loss": 1.0, **of_figures})
+            telemetry.log_knn(step, replace(knn(30.0), components=7))
+    said, axes = drawn(tmp_path)
+    assert {"Negative cosine", "Principal components", "Diagonal of W: greatest, least (dashed)"} <= said
+    assert axes == 6
+    assert [event["principal_components"] for event in Run(tmp_path).events() if event["event"] == "knn"] == [7, 7]
 
 
 def test_curves_of_a_run_that_measured_nothing_are_a_title(tmp_path):

@@ -48,6 +48,7 @@ class KNNResult:
     k: neighbours that voted, at most the size of the bank. temperature: T of the votes exp(s / T).
     queries, bank: numbers of images that were classified, and that could vote.
     left_out: lines for the user about images that could not be used.
+    components: principal components that hold 90 % of the variance of the bank's features; None if not counted.
     """
 
     accuracy: float
@@ -57,6 +58,7 @@ class KNNResult:
     queries: int
     bank: int
     left_out: tuple[str, ...] = ()
+    components: int | None = None
 
 
 def sharded_knn(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from unigrad_fast import config
+from unigrad_fast.evaluation.components import principal_components
 from unigrad_fast.evaluation.knn import KNNResult, over_ranks, sharded_knn
 from unigrad_fast.evaluation.passes import new_features
 from unigrad_fast.evaluation.shares import Share, own_images, share_of
@@ -47,7 +48,7 @@ class KNNProbe:
         image_size: int | None = None,
         crop_fraction: float | None = None,
     ) -> KNNResult:
-        """Accuracy of a backbone [N, 3, S, S] → [N, D]; all ranks call this together and get the same.
+        """Accuracy and components of a backbone [N, 3, S, S] → [N, D]; all ranks call this together and get the same.
 
         Args:
             dtype: autocast dtype of the backbone; None for no autocast.
@@ -55,12 +56,14 @@ class KNNProbe:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        shares = []
+        shares: list[Share] = []
         for manifest in (self.train, self.val):
             loader = own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction)
             found = new_features(backbone, loader, self.world, dtype, self.data.max_bad_fraction)
+            if not shares:
+                components = principal_components(found, self.world)
             shares.append(share_of(found, manifest.labels, self.world))
-        return self.judge(*shares)
+        return replace(self.judge(*shares), components=components)
 
     def judge(self, bank: Share, queries: Share) -> KNNResult:
         """Accuracy of features of the training and of the validation images; all ranks call this together."""

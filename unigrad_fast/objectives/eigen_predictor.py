@@ -49,6 +49,10 @@ class EigenPredictor(KeptState):
             self.matrix, self.largest = self.matrix.to(correlation_CC), self.largest.to(correlation_CC)
         return self.matrix
 
+    def lift(self, kind: str, epsilon: float, like: Tensor) -> Tensor | float:
+        """e in W_h = F^½ + e·I, with the device and dtype of `like`; in the authors' code F/λ_max takes F's place."""
+        return epsilon if kind == "authors" else epsilon * self.largest.to(like)
+
     def coefficients(self, kind: str, epsilon: float, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """The coefficients a and b of G = W_h² − a·W_h + b·I, which takes the place of F in the gradient.
 
@@ -58,7 +62,7 @@ class EigenPredictor(KeptState):
         """
         if kind == "full":
             return 0.0, 0.0
-        lift = epsilon if kind == "authors" else epsilon * self.largest.to(like)
+        lift = self.lift(kind, epsilon, like)
         return 2 * lift, 2 * lift**2
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.objectives.figures import Sums, finished, of_spread, over_ranks
 from unigrad_fast.pipelines.shortened import Shortened
 from unigrad_fast.runtime.torch_private import register_pytree_node
 
 TERMS = ("objective", "positive_cosine", "negative_term", "surrogate")  # metrics of gradient forms
-TENSORS = ("loss", "metrics", "nonfinite", "unit")
+TENSORS = ("loss", "metrics", "nonfinite", "unit", "sums")
 
 
 @dataclass(eq=False, repr=False)
@@ -26,6 +27,7 @@ class ObjectiveOutput(Shortened):
             is 1, drop the step: the loss leaves those rows out. In training it covers all ranks and is the same on all
             of them; in evaluation mode it covers this rank.
         unit: [2·N, C] unit embeddings of the online branch's global views, detached.
+        sums: what `figures` needs besides `unit`, over this rank's images; empty unless the objective `measures`.
         over_ranks: whether the ranks of `process_group` share one batch, as in training.
         process_group: None is the default group.
     """
@@ -34,10 +36,10 @@ class ObjectiveOutput(Shortened):
     metrics: dict[str, Tensor]
     nonfinite: Tensor
     unit: Tensor
+    sums: Sums = field(default_factory=dict)
     over_ranks: bool = False
     process_group: dist.ProcessGroup | None = None
 
-    @torch.no_grad()
     def feature_std(self) -> Tensor:
         """Mean standard deviation per channel of the unit embeddings times √C, over the images of all ranks.
 
@@ -45,21 +47,22 @@ class ObjectiveOutput(Shortened):
         reads all embeddings once more, and with `over_ranks` it is a collective that all ranks must call. After a call
         in evaluation mode it covers this rank's images.
         """
-        unit_VNC = self.unit.unflatten(0, (2, -1))
-        images, width = unit_VNC.shape[1:]
-        mean_VC = square_VC = unit_VNC.new_zeros(2, width, dtype=torch.float64)
-        if images:
-            square_VC, mean_VC = torch.var_mean(unit_VNC.double(), dim=1, correction=0)
+        return self._over_batch({})["feature_std"]
+
+    def figures(self) -> dict[str, Tensor]:
+        """`feature_std` and, if the objective `measures`, the metrics of the paper's figures; one collective, as there.
+
+        `objectives.metrics` describes them. Detached scalars.
+        """
+        return self._over_batch(self.sums)
+
+    @torch.no_grad()
+    def _over_batch(self, sums: Sums) -> dict[str, Tensor]:
+        sums = {**of_spread(self.unit.unflatten(0, (2, -1))), **sums}
         if self.over_ranks:
-            # E[x²] − E[x]² over ranks: in float64 it is accurate to 1e-8 of the mean.
-            count = torch.full_like(mean_VC[:, :1], images)
-            sums = torch.cat([count, images * mean_VC, images * (square_VC + mean_VC.square())], dim=1)
-            dist.all_reduce(sums, group=self.process_group)
-            sums = sums / sums[:, :1]
-            mean_VC, square_VC = sums[:, 1:].chunk(2, dim=1)
-            square_VC = (square_VC - mean_VC.square()).clamp_min(0)
-        std = square_VC.sqrt().mean() * width**0.5
-        return std.to(torch.promote_types(self.unit.dtype, torch.float32))
+            sums = over_ranks(sums, self.process_group)
+        exact = torch.promote_types(self.unit.dtype, torch.float32)
+        return {name: value.to(exact) for name, value in finished(sums).items()}
 
 
 # Model wrappers (FSDP, DDP) look for tensors in the output of forward.

@@ -140,7 +140,13 @@ class OverRanks(nn.Module):
         process_group: ranks that share a batch; None: the default group, or one process if there is none.
         most_images: the most images a rank may have in a training step, the same on all ranks; None: the largest
             number on any rank in the first training step, which the ranks agree on in a collective.
+
+    Attributes:
+        measures: whether calls also sum up what `ObjectiveOutput.figures` needs; False, and it may be changed between
+            calls. It changes no other result.
     """
+
+    measures = False
 
     def __init__(self, width: int, process_group: dist.ProcessGroup | None, most_images: int | None):
         super().__init__()

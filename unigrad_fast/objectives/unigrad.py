@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unigrad_fast.kernels import attach_gradient, functional, ops
+from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.checks import require_among, require_number
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.layout import Layout, Mix, dtypes_of, key_of, layout_of, require_mix, require_views
@@ -267,7 +268,12 @@ class UniGrad(OverRanks):
         *metrics, raised = (term.data for term in terms.unbind())
         named = dict(zip(TERMS, metrics, strict=True))
         global_MC = unit_MC if len(unit_MC) == 2 * layout.images else unit_MC[: 2 * layout.images]
-        return ObjectiveOutput(loss, named, raised, global_MC, self.over_ranks, self.process_group)
+        sums = {}
+        if self.measures:
+            with torch.no_grad(), without_autocast(layout.device):
+                pairs = (each.unflatten(0, (2, layout.images)) for each in (global_MC, begun.target_MC))
+                sums = figures.of_pairs(*pairs)
+        return ObjectiveOutput(loss, named, raised, global_MC, sums, self.over_ranks, self.process_group)
 
     def begin_update(self, target: Sequence[Tensor]) -> None:
         """Begin the update of F with the next training step's targets, before its online embeddings exist.

@@ -86,6 +86,22 @@ def _softmax_sum_at_once(
     return product(weight_NK.sub_(log_N1).exp_().to(key_KC.dtype), key_KC), log_N1.squeeze(-1)
 
 
+def softmax_log(
+    query_NC: Tensor,
+    key_KC: Tensor,
+    temperature: float,
+    *,
+    bias_K: Tensor | None = None,
+    own: Sequence[Own] = (),
+) -> Tensor:
+    """log Σ exp(u·v/τ) [N] as `softmax_sum` returns it, without the sums; −∞ if there are no samples."""
+    log_N = query_NC.new_full((len(query_NC),), -torch.inf, dtype=torch.promote_types(query_NC.dtype, torch.float32))
+    for chunk, weight_NK in _similarities(query_NC, key_KC, temperature, bias_K):
+        _leave_out_(weight_NK, own, chunk.start)
+        log_N = torch.logaddexp(log_N, weight_NK.logsumexp(-1))
+    return log_N
+
+
 def softmax_of_samples(
     query_NC: Tensor, key_KC: Tensor, temperature: float, log_K: Tensor, own: Sequence[Own] = ()
 ) -> Tensor:

@@ -18,6 +18,7 @@ from unigrad_fast.images.manifests import identity
 from unigrad_fast.kernels.dispatch import use_triton
 from unigrad_fast.networks.encoder import build_encoder, joined
 from unigrad_fast.objectives import ObjectiveOutput, UniGrad, build
+from unigrad_fast.objectives.metrics import names_of
 from unigrad_fast.objectives.originals.original import OriginalLoss
 from unigrad_fast.objectives.placement import choose
 from unigrad_fast.optimization.loss_scale import LossScale
@@ -41,7 +42,6 @@ from unigrad_fast.training.target_stream import TargetStream
 from unigrad_fast.training.telemetry.phases import PhaseClock
 
 FEWEST_ROWS = 50  # of metrics, for curves
-REPORTED = ("objective", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank")
 
 
 class Trainer:
@@ -126,8 +126,7 @@ class Trainer:
             self.objective.epoch = self.rates.epoch
         is_sharded = isinstance(self.objective, UniGrad) and self.objective.placement == "sharded"
         self.begins_update = is_sharded  # early, so that its communication overlaps the online branch
-        has_negative = not isinstance(self.objective, OriginalLoss)
-        self.reported = [name for name in REPORTED if has_negative or name != "negative_term"]
+        self.reported = [*names_of(config.objective), "gradient_norm"]
         self.reported += [] if self.loss_scale is None else ["loss_scale"]
         self.gate = StepGate([encoder, self.target, *heads.values()], config.engine.max_skipped_steps, world.device)
         self.numbers = HostCopy()
@@ -142,6 +141,8 @@ class Trainer:
         self.rates.send(self.learning_rate(step), self.peak_rate, self.momentum(step + 1), epoch)
         self.phases.start(step)
         self._waited = 0.0
+        # A graph computes in every step what it computed when it was captured.
+        self.objective.measures = isinstance(self.compute, StepGraph) or self.reports(step)[0]
         output = self.compute(self._taken(batches))
         self.gate.send(step)
         self.phases.mark("target_update")
@@ -260,7 +261,7 @@ class Trainer:
         """Metrics of reported steps before `before` that were not returned yet, averaged over ranks."""
         for step, numbers in self.numbers.receive(before):
             named = dict(zip(self.reported, numbers, strict=True))
-            if math.isnan(named["effective_rank"]):  # not computed in this step
+            if math.isnan(named.get("effective_rank", 0.0)):  # not computed in this step
                 del named["effective_rank"]
             has_momentum = self.config.objective.target == "momentum"
             yield (
@@ -296,16 +297,14 @@ class Trainer:
         is_due, ranked = self.reports(step)
         if not is_due:
             return
-        average = getattr(self.objective, "average", None)  # F, which not every method has
-        if ranked and average is not None:
-            rank = average.effective_rank(self.objective.process_group)
-        else:
-            rank = torch.full_like(output.loss, torch.nan)
+        rank = torch.full_like(output.loss, torch.nan)
+        if ranked and "effective_rank" in self.reported:
+            rank = self.objective.average.effective_rank(self.objective.process_group)
         measured = {
             **output.metrics,
-            "feature_std": output.feature_std(),
-            "gradient_norm": self.optimizer.gradient_norm,
+            **output.figures(),
             "effective_rank": rank,
+            "gradient_norm": self.optimizer.gradient_norm,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}),
         }
         numbers = torch.stack([measured[name].detach().float() for name in self.reported])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unigrad_fast.kernels import attach_gradient, functional
+from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.catalogue import COLLAPSES, require_target
 from unigrad_fast.objectives.correlation import MovingCorrelation
@@ -99,6 +100,7 @@ class GradientForm(OverRanks):
                 gradient_MC, terms = self._fused(batch, negative, layout, mix)
             else:
                 gradient_MC, terms = self._composed(batch, negative, mix)
+            sums = self._sums(batch, negative, online, target, mix) if self.measures else {}
             if self.training and self.bank is not None:
                 self.bank.take_(self._samples(batch), batch.gathered.raised[self._flag])
         loss = attach_gradient(terms, gradient_MC, embeddings=online)
@@ -106,7 +108,7 @@ class GradientForm(OverRanks):
         named = dict(zip(TERMS, (term.data for term in terms.unbind()), strict=True))
         nonfinite = batch.gathered.raised[0].to(terms.dtype)
         unit_MC = batch.unit_online[: 2 * layout.images]
-        return ObjectiveOutput(loss, named, nonfinite, unit_MC, self.over_ranks, self.process_group)
+        return ObjectiveOutput(loss, named, nonfinite, unit_MC, sums, self.over_ranks, self.process_group)
 
     @property
     def updates(self) -> Tensor:
@@ -222,6 +224,32 @@ class GradientForm(OverRanks):
         step_VNC = less_VNC.mul_(weight).sub_(positive_VNC) @ direct.matrix.to(predicted_VNC)
         step_VNC += weight * constant * online_VNC
         return step_VNC, along_VN1, product_VN1
+
+    def _sums(
+        self,
+        batch: Normalised,
+        negative: Negative,
+        online: Sequence[Tensor],
+        target: Sequence[Tensor],
+        mix: Mix | None,
+    ) -> figures.Sums:
+        """What `ObjectiveOutput.figures` needs of this row."""
+        row, globals_2NC = self.row, batch.online[:2].to(batch.exact)
+        unit_2NC, target_2NC = (each[: 2 * globals_2NC.shape[1]] for each in (batch.unit_online, batch.unit_target))
+        sums = figures.of_pairs(unit_2NC.view_as(globals_2NC), target_2NC.view_as(globals_2NC))
+        if self.direct is not None:
+            rows = (globals_2NC, negative.gradient[:2], self._positives(batch, mix)[:2])
+            lift = self.direct.lift(row.predictor, row.epsilon, globals_2NC)
+            sums |= figures.of_predictor(*rows, self.direct.matrix.to(globals_2NC), lift)
+        if row.negative == "cross_batch":
+            sums |= figures.of_channels(torch.stack(list(online[:2])), torch.stack(list(target)))
+        if negative.centred is not None and negative.variance is not None:
+            term_2NC = reported.variance_term(row, batch, negative.centred[:2], negative.variance[:2])
+            sums |= figures.of_neglected(globals_2NC / row.weight - term_2NC, negative.gradient[:2])
+        if row.negative == "softmax" and row.samples != "bank" and self.target != "momentum":
+            samples = self._samples(batch)
+            sums |= figures.of_shared_samples(samples.rows, samples.own, row.temperature, samples.is_image)
+        return sums
 
     def _samples(self, batch: Normalised) -> Gathered:
         """Both global views on all ranks, from the branch the samples come from."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.checks import require_among
 from unigrad_fast.objectives.correlation import MovingCorrelation
 from unigrad_fast.objectives.eigen_predictor import EigenPredictor
@@ -94,4 +95,10 @@ class DirectPred(OriginalLoss, method="byol_directpred"):
             self.average.count(batch.skip[1])
         operand = self.average.operand(unit_VNC, unit_VNC.dtype)
         matrix_CC = self.direct.follow(operand, self.average.updates, self.every, self.kind, self.epsilon)
-        return -mean(torch.linalg.vecdot(unit(unit_VNC @ matrix_CC), views.unit_positive))
+        predicted_VNC = unit_VNC @ matrix_CC
+        if self.measures:
+            with torch.no_grad():
+                rows = unit_VNC[:2], predicted_VNC[:2], views.unit_positive[:2]
+                lift = self.direct.lift(self.kind, self.epsilon, unit_VNC)
+                views.sums |= figures.of_predictor(*rows, matrix_CC, lift)
+        return -mean(torch.linalg.vecdot(unit(predicted_VNC), views.unit_positive))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.layout import Mix
 from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
@@ -72,6 +73,10 @@ class SimCLR(OriginalLoss, method="simclr"):
         if samples.is_image is not None:
             bias_VNK.masked_fill_(~samples.is_image.repeat(2), -torch.inf)
         logit_MK = torch.addmm(bias_VNK.flatten(0, 1), unit_VNC.flatten(0, 1), sample_KC.T, alpha=1 / self.temperature)
+        if self.measures and self.target != "momentum":
+            with torch.no_grad():
+                shared = (samples.rows, samples.own, self.temperature, samples.is_image)
+                views.sums |= figures.of_shared_samples(*shared)
         views.cosine = self._positive(logit_MK.view_as(bias_VNK), images, samples.own.start, views.mix)
         return mean(logit_MK.logsumexp(-1) - views.cosine.flatten() / self.temperature)
 

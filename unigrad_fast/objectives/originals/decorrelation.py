@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
 from unigrad_fast.objectives.ranks import sum_over_ranks
@@ -27,6 +28,9 @@ class BarlowTwins(OriginalLoss, method="barlow_twins"):
     def loss_of(self, views: Views) -> Tensor:
         online_VNC, *_, images = standardised(views.online, self.over_ranks, self.process_group)
         target_2NC = standardised(views.target, self.over_ranks, self.process_group)[0]
+        if self.measures:
+            with torch.no_grad():
+                views.sums |= figures.of_channels(views.online[:2], views.target)
         losses = []
         for own_NC, positive_NC in zip(online_VNC, views.positives(target_2NC), strict=True):
             own_NC = own_NC / images  # cheaper than dividing W
@@ -64,15 +68,28 @@ class VICReg(OriginalLoss, method="vicreg"):
         images = views.online.new_full((1,), views.online.shape[1])
         images = _summed(images, self).clamp_min(2)
         centred_VNC = views.online - (_summed(views.online.sum(1), self) / images).unsqueeze(1)
-        losses = []
-        for own_NC in centred_VNC:
+        losses, terms = [], []
+        for view, own_NC in enumerate(centred_VNC):
             own_NC = own_NC * (images - 1).rsqrt()
             covariance_CC = _summed(own_NC.T @ own_NC, self)
             variance_C = _summed(own_NC.square().sum(0), self)
             off_diagonal = _squares(covariance_CC) - variance_C.square().sum()
             hinge = torch.relu(self.floor - (variance_C + self.variance_epsilon).sqrt()).mean()
             losses.append(self.variance * hinge + 2 * self.covariance / self.width * off_diagonal)
+            if self.measures and view < 2:
+                with torch.no_grad():
+                    diagonal_C = images / (images - 1) * self._diagonal(variance_C)
+                    neglected_NC = self.invariance * views.online[view] - diagonal_C * centred_VNC[view]
+                    terms.append((neglected_NC, own_NC @ covariance_CC))
+        if terms:
+            views.sums |= figures.of_neglected(*map(torch.stack, zip(*terms, strict=True)))
         return self.invariance * invariance + torch.stack(losses).mean()
+
+    def _diagonal(self, variance_C: Tensor) -> Tensor:
+        """The paper's λ·B times invariance·(N−1)/N; with the weights as in the class's docstring."""
+        deviation_C = (variance_C + self.variance_epsilon).sqrt()
+        hinge_C = torch.where(deviation_C < self.floor, self.variance / (2 * deviation_C), 0.0)
+        return 4 * self.covariance * variance_C + hinge_C
 
 
 def _squares(matrix_CC: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from unigrad_fast.kernels.dispatch import host_may_read
 from unigrad_fast.kernels.reference import SMALLEST_NORM
-from unigrad_fast.objectives import ranks
+from unigrad_fast.objectives import figures, ranks
 from unigrad_fast.objectives.catalogue import FORMS, MIXED, Objective, require_target
 from unigrad_fast.objectives.layout import Mix, common_dtype, positives, require_mix, require_views
 from unigrad_fast.objectives.output import ObjectiveOutput
@@ -33,12 +33,14 @@ class Views:
         target: [2, N, C], for the global views; with gradient if weights are shared.
         mix: how the online global views were mixed.
         raised: int32 [2]: whether any row, and whether any target row, is not finite on this rank.
+        sums: to which a method that `measures` adds what its figures need.
     """
 
     online: Tensor
     target: Tensor
     mix: Mix | None
     raised: Tensor
+    sums: figures.Sums = field(default_factory=dict)
 
     def positives(self, target_2NC: Tensor) -> Tensor:
         return positives(target_2NC, len(self.online), self.mix)
@@ -146,9 +148,12 @@ class OriginalLoss(OverRanks):
                 unit_VNC = unit(online_VNC.to(exact)) if is_predicted else views.unit_online.detach()
                 cosine = mean(torch.linalg.vecdot(unit_VNC, views.unit_positive) if is_predicted else views.cosine)
                 flag = ranks.largest(raised[0], self.process_group) if self.over_ranks else raised[0]
+                if self.measures:
+                    views.sums |= figures.of_pairs(unit_VNC[:2], views.unit_target)
         metrics = {"objective": loss.detach().clone(), "positive_cosine": cosine}
         unit_MC = unit_VNC[:2].flatten(0, 1)
-        return ObjectiveOutput(loss, metrics, flag.to(loss.dtype), unit_MC, self.over_ranks, self.process_group)
+        flag = flag.to(loss.dtype)
+        return ObjectiveOutput(loss, metrics, flag, unit_MC, views.sums, self.over_ranks, self.process_group)
 
     def predicted(self, online_VNC: Tensor) -> Sequence[Tensor] | Tensor:
         """The input of the loss: the online embeddings, unless a subclass predicts; runs in autocast if that is on."""

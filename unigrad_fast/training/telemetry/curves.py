@@ -37,20 +37,30 @@ LABEL_POINTS = 12  # height of a label beside the accuracies, including the spac
 PANELS = {  # in the order of the panels: event and title of each number
     "loss": ("train", "Loss"),
     "positive_cosine": ("train", "Positive cosine"),
+    "negative_cosine": ("train", "Negative cosine"),
     "accuracy": ("knn", "kNN accuracy, %"),
+    "principal_components": ("knn", "Principal components"),
     "feature_std": ("train", "Feature deviation"),
     "effective_rank": ("train", "Effective rank of F"),
+    "correlation_term": ("train", "DirectPred: terms F, F^½ (dashed), I (dotted)"),
+    "term_cosine": ("train", "DirectPred: cosine of F and F^½"),
+    "dynamic_balance": ("train", "DirectPred: balance λ"),
+    "greatest_diagonal": ("train", "Diagonal of W: greatest, least (dashed)"),
+    "neglected_cosine": ("train", "VICReg: cosine of the neglected term"),
+    "second_term_ratio": ("train", "SimCLR: second term over first"),
     "lr": ("train", "Learning rate"),
 }
-NOISY = ("loss", "positive_cosine", "feature_std")
+DASHED = {"correlation_term": "root_term", "greatest_diagonal": "least_diagonal"}  # in the panel of another number
+DOTTED = {"correlation_term": "identity_term"}
+NOISY = ("loss", "positive_cosine", "negative_cosine", "feature_std")
 Series = tuple[np.ndarray, np.ndarray]  # epochs, values
 
 
 def draw(run_dir: Path | str) -> Path:
     """Draws RUN/curves.png and RUN/curves.svg, and returns the path of the former.
 
-    Plotted over epochs: the loss, the positive cosine, the kNN accuracy, the two signals of collapse, and the learning
-    rate with the target's momentum. A panel without values is left out.
+    Plotted over epochs: the loss, the metrics of the paper's figures, the kNN accuracy, the two signals of collapse,
+    and the learning rate with the target's momentum. A panel without values is left out.
     """
     run_dir = Path(run_dir)
     run = RunFolder(run_dir)
@@ -85,6 +95,10 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
             continue
         for color, series in zip(colors, found[name], strict=True):
             (_draw_smoothed if name in NOISY else _draw_line)(axes, series, color)
+        for style, others in (("--", DASHED), (":", DOTTED)):
+            for color, events in zip(colors, everything, strict=True):
+                if name in others:
+                    _draw_line(axes, _series(events, "train", others[name]), color, linestyle=style)
     if "feature_std" in panels:
         _limit_deviation(panels["feature_std"])
     if "effective_rank" in panels:

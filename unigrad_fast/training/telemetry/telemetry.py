@@ -28,6 +28,7 @@ from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.run_folder import RunFolder, log_line
 from unigrad_fast.runtime.shell import typed
 from unigrad_fast.runtime.validation import leaves
+from unigrad_fast.runtime.wording import count
 from unigrad_fast.training.telemetry.callbacks import Callbacks
 from unigrad_fast.training.telemetry.collapse import CollapseWatch
 from unigrad_fast.training.telemetry.loggers import LOGGERS, MetricsFile, json_numbers, memory_gib
@@ -179,19 +180,21 @@ class Telemetry:
         self._tell("on_step", step, numbers)
 
     def log_knn(self, step: int, result: KNNResult) -> None:
-        """Writes and shows the kNN accuracy of the online backbone after a step, with its settings."""
+        """Writes and shows the kNN accuracy of the online backbone after a step, with its settings and components."""
         if not self.active:
             return
         self.step = max(self.step, step)
         accuracies = {"accuracy": result.accuracy} | ({} if result.top5 is None else {"top5": result.top5})
         settings = {"k": result.k, "temperature": result.temperature, "protocol": PROTOCOL, "branch": BRANCH}
-        self._write("knn", step, accuracies, settings)
+        components = {} if result.components is None else {"principal_components": result.components}
+        self._write("knn", step, accuracies | components, settings)
         self.results.accuracies.append((step, result.accuracy))
         first_step, first = self.results.accuracies[0]
         compared = f", {first:.2f} % at step {first_step}" if len(self.results.accuracies) > 1 else ""
+        counted = f", {count(result.components, 'principal component')}" if components else ""
         self.say(
             f"epoch {self.length.epoch(step):.2f}  kNN accuracy {result.accuracy:.2f} %{compared}"
-            f"  (weighted kNN, k {result.k}, T {result.temperature:g}, online backbone)"
+            f"  (weighted kNN, k {result.k}, T {result.temperature:g}, online backbone){counted}"
         )
         self._tell("on_evaluation", step, {**accuracies, **settings})
 
