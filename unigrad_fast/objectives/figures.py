@@ -51,9 +51,9 @@ def of_pairs(unit_2NC: Tensor, target_2NC: Tensor) -> Sums:
 def of_predictor(
     unit_2NC: Tensor, predicted_2NC: Tensor, positive_2NC: Tensor, matrix_CC: Tensor, lift: Tensor | float
 ) -> Sums:
-    """For the terms of DirectPred's gradient that λ̃ scales, and λ̃ (the appendix's equation of that gradient).
+    """For the terms of DirectPred's gradient that λ_d scales, and λ_d (the appendix's equation of that gradient).
 
-    W_h = F^½ + e·I, so F·u = (W_h − e·I)²·u. λ̃ = u·W_h·m⁺ / ‖W_h·u‖².
+    W_h = F^½ + e·I, so F·u = (W_h − e·I)²·u. λ_d = u·W_h·m⁺ / ‖W_h·u‖².
 
     Args:
         predicted_2NC: W_h·u.

@@ -65,11 +65,11 @@ _declare(WITH_CORRELATION, "kernels.effective_rank", effective_rank="See [collap
 _declare(
     DIRECT_PRED,
     "figures.of_predictor",
-    correlation_term="Mean length of F·u, the first of the terms that λ̃ scales (justifications, a)",
+    correlation_term="Mean length of F·u, the first of the terms that λ_d scales (justifications, a)",
     root_term="Mean length of 2·ε·λ_max·F^½·u, the second (justifications, a)",
     identity_term="Mean length of ε²·λ_max²·u, the third (justifications, a)",
     term_cosine="Mean cosine of the first two (justifications, a)",
-    dynamic_balance="Mean λ̃ = u·W_h·m⁺ / ‖W_h·u‖² (justifications, b)",
+    dynamic_balance="Mean λ_d = u·W_h·m⁺ / ‖W_h·u‖² (justifications, b)",
 )
 _declare(
     BARLOW_TWINS,
