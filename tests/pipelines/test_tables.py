@@ -261,6 +261,14 @@ def test_of_several_columns_of_classes_one_is_chosen_or_none(manifest, tmp_path)
         Manifest.open(f"parquet:{tmp_path / '1.parquet'}:img:coarse")
 
 
+@pytest.mark.parametrize("kind", ["saved", "hub"])
+def test_names_of_tables_need_not_be_utf8(kind, sources, tmp_path):
+    kept = Path(sources[kind].split(":")[1])
+    other = shutil.copytree(kept, tmp_path / os.fsdecode(b"\xff"))
+    found = Manifest.open(sources[kind].replace(str(kept), str(other)))
+    assert found.fingerprint == Manifest.open(sources[kind]).fingerprint
+
+
 @pytest.mark.parametrize(
     "names, split",
     [
