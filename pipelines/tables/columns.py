@@ -44,6 +44,13 @@ def choose_columns(tables: Tables, schema: "pyarrow.Schema") -> tuple[str, str |
                 f"behind the column of images: {images}:{classes[0]}",
                 stacklevel=4,
             )
+        elif not labels and USUAL_LABELS in schema.names:
+            kind = schema.field(USUAL_LABELS).type
+            warnings.warn(
+                f"{tables.source}: its column {USUAL_LABELS} is of type {kind}, so no labels are read; save it as "
+                "integers or texts",
+                stacklevel=4,
+            )
     names = features.get(labels, {}).get("names") if labels in classes else None
     return images, labels or None, names
 
@@ -96,6 +103,8 @@ def _features(schema: "pyarrow.Schema") -> dict[str, Any]:
 def _is_label(kind: "pyarrow.DataType") -> bool:
     from pyarrow import types
 
+    if types.is_dictionary(kind):  # categories in pandas
+        kind = kind.value_type
     return types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)
 
 

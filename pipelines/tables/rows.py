@@ -7,6 +7,7 @@ read the set a hundred times or more.
 """
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
@@ -127,13 +128,19 @@ def copied_rows(path: str, is_arrow: bool, images: str, labels: str | None, copy
 def _arrow(path: str) -> "pyarrow.RecordBatchStreamReader":
     import pyarrow
 
-    return pyarrow.ipc.open_stream(pyarrow.memory_map(path))
+    return pyarrow.ipc.open_stream(_mapped(path))
 
 
 def _parquet(path: str) -> "pyarrow.parquet.ParquetFile":
     from pyarrow import parquet
 
-    return parquet.ParquetFile(path, memory_map=True)
+    return parquet.ParquetFile(_mapped(path))
+
+
+def _mapped(path: str) -> "pyarrow.MemoryMappedFile":
+    import pyarrow
+
+    return pyarrow.memory_map(os.fsencode(path))  # a str must be UTF-8
 
 
 def _columns(images: str, labels: str | None) -> list[str]:
@@ -144,7 +151,7 @@ def _arrow_in_place(path: str, images: str, labels: str | None) -> Rows:
     import pyarrow
 
     found = _Found()
-    with pyarrow.memory_map(path) as file:
+    with _mapped(path) as file:
         whole = file.read_buffer()
         file.seek(0)
         for chunk in _chunks(path, pyarrow.ipc.open_stream(file), images, labels):

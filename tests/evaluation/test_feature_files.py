@@ -98,6 +98,14 @@ def test_a_file_in_the_way_and_what_cannot_be_written_are_refused_before_any_wor
         require_writer(tmp_path / "a.parquet")
 
 
+def test_a_file_without_room_beside_it_is_refused_with_what_helps(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+    usage = shutil.disk_usage(tmp_path)._replace(free=9_000)
+    monkeypatch.setattr("unigrad_fast.evaluation.passes.shutil.disk_usage", lambda path: usage)
+    words = ["--keep_features", "false", "--output", tmp_path / "x.npy"]
+    line = said(capsys, "evaluate", "features", run, *words, status=2).splitlines()[-1]
+    assert line.endswith(f" are free in {tmp_path}; free some, or give another folder with --output")
+
+
 def test_a_replaced_file_never_stands_beside_the_description_of_the_old_one(run, tmp_path, capsys, monkeypatch):  # noqa: F811
     given = ("evaluate", "features", run, "--output", tmp_path / "a.npy", "--overwrite", "true")
     said(capsys, *given)

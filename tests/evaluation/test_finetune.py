@@ -359,6 +359,14 @@ def test_a_list_has_names_with_or_without_folders_and_a_sample_is_written_as_one
     assert np.array_equal(samples.listed(named, path), chosen)
 
 
+def test_a_sample_of_names_with_spaces_at_their_ends_is_read_back(named, tmp_path):
+    for name in (" a", "b ", "#c"):
+        shutil.copytree(Path(named.root) / "a", tmp_path / "images" / name)
+    images, path = Manifest.from_folder(tmp_path / "images"), tmp_path / "names.txt"
+    path.write_bytes(samples.as_list(images))
+    assert samples.listed(images, path).tolist() == list(range(6))
+
+
 def test_a_list_may_have_paths_of_the_images(named, tmp_path):
     path, link = tmp_path / "names.txt", tmp_path / "link"
     link.symlink_to(named.root)

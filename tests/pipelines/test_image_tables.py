@@ -292,6 +292,22 @@ def test_of_several_columns_of_classes_one_is_chosen_or_none(manifest, tmp_path)
         Manifest.open(f"parquet:{tmp_path / '1.parquet'}:img:coarse")
 
 
+def test_categories_are_labels_and_an_unusable_column_is_named(manifest, tmp_path):
+    images = [manifest.read(0), manifest.read(1)]
+    found = Manifest.open(save(tmp_path, image=images, label=pyarrow.array(["b", "a"]).dictionary_encode()))
+    assert found.labels.tolist() == [1, 0] and found.classes == ["a", "b"]
+    with pytest.warns(UserWarning, match="its column label is of type double, so no labels are read; save it as integ"):
+        assert Manifest.open(save(tmp_path, image=images, label=[1.0, 0.0])).labels is None
+
+
+@pytest.mark.parametrize("kind", ["saved", "hub"])
+def test_names_of_tables_need_not_be_utf8(kind, sources, tmp_path):
+    kept = Path(sources[kind].split(":")[1])
+    other = shutil.copytree(kept, tmp_path / os.fsdecode(b"\xff"))
+    found = Manifest.open(sources[kind].replace(str(kept), str(other)))
+    assert found.fingerprint == Manifest.open(sources[kind]).fingerprint
+
+
 @pytest.mark.parametrize(
     "names, split",
     [

@@ -159,9 +159,10 @@ class Keeper:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True))
             free = on_first(lambda: shutil.disk_usage(folder).free)
             if size > LARGEST_SHARE * free:
+                remedy = "add --keep_features false" if self.is_lasting else "give another folder with --output"
                 problem = (
                     f"they take {byte_size(size)}, more than half of the {byte_size(free)} that are free in "
-                    f"{self.folder}; free some, or add --keep_features false"
+                    f"{self.folder if self.is_lasting else self.folder.parent}; free some, or {remedy}"
                 )
             elif world.rank < images:
                 count = len(range(world.rank, images, world.size))

@@ -68,12 +68,13 @@ def listed(manifest: Manifest, path: Path) -> np.ndarray:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     except OSError as error:
         raise UserError(f"subset = {path}: cannot be read ({error.strerror}); give a file of names") from None
-    written = [name for line in lines if (name := line.strip())]
+    names = _names(manifest)
+    whole = set(names)  # these may begin or end with spaces
+    written = [name for line in lines if (name := line if line in whole else line.strip())]
     if not written:
         raise UserError(f"subset = {path}: lists no image; write the name of a file per line")
     root = os.fsencode(manifest.root)
     wanted = [_below(root, name) for name in written]
-    names = _names(manifest)
     known: dict[int, dict[bytes, list[int]]] = {}  # positions by the last parts of the name, by the number of parts
     for parts in {name.count(b"/") + 1 for name in wanted}:
         known[parts] = defaultdict(list)

@@ -19,8 +19,9 @@ def percent(figure: float | None) -> str:
 
 
 def byte_size(size: float) -> str:
-    """Bytes as readable text with three digits."""
+    """Bytes as readable text with three digits; four from 1000 of a unit to the next one."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 2**power:
-            return f"{size / 2**power:.3g} {unit}"
+            value = size / 2**power
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size:.0f} bytes"
