@@ -126,24 +126,33 @@ def labels_of(dataset: Any) -> tuple[np.ndarray | None, list[str]]:
     """
     found = _attribute(dataset)
     if found is None:
-        if None in [_label_at(dataset, place) for place in _places(len(dataset))]:
+        found = [_label_at(dataset, place) for place in _places(len(dataset))]
+        if any(label is None for label in found):
             return None, []
-        warnings.warn(
-            f"{_name(dataset)} has no `targets`, so all {len(dataset):,} items are read for their labels; give it that "
-            "attribute, or leave the labels out of its items",
-            stacklevel=3,
-        )
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(lambda place: _label_at(dataset, place), range(len(dataset))))
-    values = np.asarray(found)
+        if all(isinstance(label, int) for label in found):
+            warnings.warn(
+                f"{_name(dataset)} has no `targets` with a label per item, so all {len(dataset):,} items are read for "
+                "theirs; give it that attribute, or leave the labels out of its items",
+                stacklevel=3,
+            )
+            with ThreadPoolExecutor(THREADS) as pool:
+                found = list(pool.map(lambda place: _label_at(dataset, place), range(len(dataset))))
+    with suppress(ValueError, TypeError):  # they are of no one form
+        found = np.asarray(found)
+    values = found if isinstance(found, np.ndarray) else np.empty(0)
     if values.dtype.kind not in "iu" or values.shape != (len(dataset),) or values.min() < 0:
         warnings.warn(
             f"{_name(dataset)}: its labels are not one integer from 0 per item, so they are not used",
             stacklevel=3,
         )
         return None, []
-    names = [str(name) for name in _classes(dataset)]
-    return values.astype(np.int64), names if len(names) > values.max() else [str(i) for i in range(values.max() + 1)]
+    names, numbers = [str(name) for name in _classes(dataset)], [str(i) for i in range(values.max() + 1)]
+    if 0 < len(names) < len(numbers):
+        warnings.warn(
+            f"{_name(dataset)}: its `classes` name {len(names)} of {len(numbers)} classes, so their numbers are used",
+            stacklevel=3,
+        )
+    return values.astype(np.int64), names if len(names) >= len(numbers) else numbers
 
 
 def encoded(picture: Any) -> bytes | memoryview:
@@ -281,14 +290,13 @@ def _classes(dataset: Any) -> Iterator[Any]:
     return iter(found or ())
 
 
-def _label(item: Any) -> int | None:
+def _label(item: Any) -> Any:
     """The label in an item; None if it has none."""
     value = item.get("label") if isinstance(item, Mapping) else item[1] if _is_row(item) and len(item) > 1 else None
-    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-    return value if isinstance(value, int) else None
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
-def _label_at(dataset: Any, place: int) -> int | None:
+def _label_at(dataset: Any, place: int) -> Any:
     """The label of an item; None if it has none; 0 if its picture is bad, as no batch has it."""
     try:
         with _told(dataset, place):

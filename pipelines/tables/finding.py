@@ -42,7 +42,7 @@ def find_hugging_face(rest: str) -> Tables:
     path, (split, *columns) = divided(rest, PARTS[HUGGING_FACE])
     if not os.path.isdir(path):
         raise DataError(
-            f"{path} is not a folder; give {HUGGING_FACE}:FOLDER with what `datasets` saved, or with Parquet files"
+            f"{path} {'is not a folder' if os.path.exists(path) else 'does not exist'}; give {HUGGING_FACE}:FOLDER with what `datasets` saved, or with Parquet files"
         )
     if (saved := _json(path, "dataset_dict.json")) is not None:
         path = os.path.join(path, _chosen(path, split, saved["splits"]))

@@ -234,12 +234,23 @@ def test_labels_and_classes_are_the_attributes_that_torchvision_has(dataset, lab
 
 def test_labels_in_the_items_are_read_once_and_that_is_told():
     pictures = torch.zeros(4, 3, 2, 2, dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="TensorDataset has no `targets`, so all 4 items are read for their labels"):
+    with pytest.warns(UserWarning, match="TensorDataset has no `targets` with a label per item, so all 4 items"):
         assert Manifest.open(TensorDataset(pictures, torch.tensor([0, 2, 1, 2]))).labels.tolist() == [0, 2, 1, 2]
     with pytest.warns(UserWarning, match="not one integer from 0 per item, so they are not used"):
         assert Manifest.open(Listed([PIXEL] * 2, targets=[-1, 0])).labels is None
-    with pytest.warns(UserWarning, match="has no `targets`"):
-        assert Manifest.open(Listed([{"image": PIXEL, "label": 1}] * 2)).labels.tolist() == [1, 1]
+    with pytest.warns(UserWarning, match="has no `targets` with a label per item"):
+        assert Manifest.open(Listed([{"image": PIXEL, "label": 1}] * 2, targets=[1])).labels.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("label", ["cat", 0.5, torch.eye(3)[0], [0, 1]], ids=repr)
+def test_labels_of_another_kind_are_left_out_and_that_is_told(label):
+    with pytest.warns(UserWarning, match="its labels are not one integer from 0 per item, so they are not used"):
+        assert Manifest.open(Listed([(PIXEL, label)] * 2)).labels is None
+
+
+def test_classes_without_a_name_for_each_label_are_told():
+    with pytest.warns(UserWarning, match="its `classes` name 2 of 3 classes, so their numbers are used"):
+        assert Manifest.open(Listed([PIXEL] * 3, targets=[0, 2, 1], classes=["a", "b"])).classes == ["0", "1", "2"]
 
 
 def test_only_some_items_are_read_at_the_start_and_no_others_later(manifest):
