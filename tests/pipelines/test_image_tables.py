@@ -180,7 +180,7 @@ def test_bad_images_are_replaced_as_bad_files_are(tree, manifest, tmp_path):
         ("hf:{saved}/train:train", r"has no splits, but train is given; leave it out"),
         ("hf:{hub}:test", r"has no split test; give one of train"),
         ("hf:{tree}", r"holds neither what `datasets` saved with save_to_disk nor \.parquet files"),
-        ("hf:{hub}/none", r"hub/none is not a folder; give hf:FOLDER"),
+        ("hf:{hub}/none", r"hub/none does not exist; give hf:FOLDER"),
         ("parquet:{tree}", r"holds no \.parquet files; give a Parquet file, or a folder of them"),
         ("parquet:{tree}/none", r"none does not exist; give a Parquet file, or a folder of them"),
         ("parquet:{hub}/data:label", r"no column label of encoded images; there is image"),
