@@ -23,7 +23,11 @@ PAGES = {
     "benchmarks/ROOFLINE.md": "roofline.md",
     "tests/slow-results.md": "slow-results.md",
 }
-FILES = {"unigrad_fast/cards.json": "cards.json", "LICENSE": "LICENSE.txt"}
+FILES = {
+    "unigrad_fast/cards.json": "cards.json",
+    "LICENSE": "LICENSE.txt",
+    "examples/own_photographs.ipynb": "own_photographs.ipynb",
+}
 FOLDERS = {"benchmarks/results": "measurements.md#all-rows"}
 GENERATED = {"all keys": keys_of_every_group, "all rows": all_rows}
 LINK = re.compile(r"(\]\()([^)\s:]+)(\))")

@@ -64,8 +64,8 @@ def given(source: str) -> Any:
     """The Dataset of a name. Raises DataError if this process was not given it, or it has changed since."""
     if source not in _given:
         raise DataError(
-            f"{source}: a Dataset that was given from Python, and this process has none like it; give it again, as in "
-            'pretrain(data={"train": DATASET})'
+            f"{source}: a Dataset that was given from Python, and this process has none like it; give it again: "
+            'pretrain, Run.resume and evaluate.knn take data={"train": DATASET, "val": DATASET}'
         )
     now = f"{DATASET}:{_described(_given[source])}"
     if now != source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -158,6 +159,10 @@ def test_a_configuration_records_sources_that_hold_anywhere(tmp_path, monkeypatc
         ({1, 2}, "data.train: a set has no length or no random access"),
         (3, "data.train = 3: must be a path or null"),
         ([1], r"data.train = \[1\]: must be a path"),
+        ([Path("images")], r'data.train = \["images"\]: must be a path'),
+        ([], r"data.train = \[\]: must be a path"),
+        ([("images", 0)], "data.train: list, item 0: a str; return a Pillow image"),
+        (np.zeros((2, 8, 8, 3)), "data.train: ndarray, item 0: pixels of type float64; return uint8"),
     ],
 )
 def test_what_is_no_source_is_refused_with_the_key(value, said):

@@ -10,30 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import yaml
 from command_process import CommandProcess
-from tiny_run import EPOCHS, STEPS_PER_EPOCH, tiny
+from tiny_run import LAST, require_equal, tiny
 
 from unigrad_fast import Preempted, Run, StopRun, UserError, pretrain
-from unigrad_fast.checkpoints.files import Reader, latest
 from unigrad_fast.config import resolve
 from unigrad_fast.runtime import preemption
 from unigrad_fast.runtime.preemption import SIGNALS
-
-LAST = EPOCHS * STEPS_PER_EPOCH
-MEASURED = ("loss", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank", "lr")
-
-
-def require_equal(one: Run, other: Run) -> None:
-    """All metrics that no clock decides, accuracies, and the last checkpoint, bit for bit."""
-    for name in ("step", *MEASURED):
-        assert one.metrics[name] == other.metrics[name], name
-    assert one.evaluations["accuracy"] == other.evaluations["accuracy"]
-    first, second = (Reader(latest(run.path)) for run in (one, other))
-    assert first.names == second.names and first.about["step"] == second.about["step"] == LAST
-    for name in first.names:
-        assert torch.equal(first.tensor(name), second.tensor(name)), name
 
 
 @pytest.mark.long

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from thin import thin
 
+from unigrad_fast import Run
+from unigrad_fast.checkpoints.files import Reader, latest
+
 EPOCHS, STEPS_PER_EPOCH = 2, 3
+LAST = EPOCHS * STEPS_PER_EPOCH
+MEASURED = ("loss", "positive_cosine", "negative_term", "feature_std", "gradient_norm", "effective_rank", "lr")
 
 
 @contextmanager
@@ -46,3 +52,14 @@ def settings_of(images: Path) -> dict[str, Any]:
         "telemetry": {"every": 1, "effective_rank_every": 1, "tensorboard": False},
         "engine": {"precision": "fp32", "threads": 1, "device": "cpu"},
     }
+
+
+def require_equal(one: Run, other: Run) -> None:
+    """All metrics that no clock decides, accuracies, and the last checkpoint, bit for bit."""
+    for name in ("step", *MEASURED):
+        assert one.metrics[name] == other.metrics[name], name
+    assert one.evaluations["accuracy"] == other.evaluations["accuracy"]
+    first, second = (Reader(latest(run.path)) for run in (one, other))
+    assert first.names == second.names and first.about["step"] == second.about["step"] == LAST
+    for name in first.names:
+        assert torch.equal(first.tensor(name), second.tensor(name)), name

@@ -15,7 +15,7 @@ from unigrad_fast.runtime import command_help, processors
 from unigrad_fast.runtime.command_help import positionals
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.trees import nested
-from unigrad_fast.runtime.validation import Node, group
+from unigrad_fast.runtime.validation import Node, group, is_dataset
 
 Returned = TypeVar("Returned", covariant=True)
 
@@ -89,14 +89,16 @@ def placed(name: str, options: type[Node], about: Sequence[Any], given: Mapping[
 
 
 def plain(value: Any) -> Any:
-    """Paths of any kind as text and NumPy's numbers as Python's, in a tree of values."""
+    """Paths of any kind as text and NumPy's numbers as Python's, in a tree of values; Datasets as they are."""
+    if is_dataset(value):
+        return value
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+    return value.item() if hasattr(value, "item") else value
 
 
 def parameters(options: type[Node], first: Sequence[inspect.Parameter] = ()) -> list[inspect.Parameter]:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from numbers import Number
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -29,9 +30,17 @@ def absolute(path: Path) -> Path:
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 
 
+def is_dataset(value: Any) -> bool:
+    """Whether a value is a Dataset, such as a list of pictures, and no text, number, path, or group or list of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and (isinstance(value[0], Mapping | list | tuple) or is_dataset(value[0]))
+    is_plain = value is None or isinstance(value, (str, os.PathLike, Number, Mapping))
+    return not is_plain and getattr(value, "ndim", None) != 0
+
+
 def _named(source: Any) -> Any:
     """A Dataset by the name under which this process remembers it; anything else as it is."""
-    if source is None or isinstance(source, (str, os.PathLike, int, float, Mapping, list, tuple)):
+    if not is_dataset(source):
         return source
     from unigrad_fast.pipelines.items import give
 
@@ -69,7 +78,7 @@ class Node(BaseModel):
         if isinstance(value, str) and bool in kinds:
             value = {"true": True, "false": False}.get(value.lower(), value)
         is_wrong = bool not in kinds if isinstance(value, bool) else kinds == [bool]
-        if value == "" or value is BARE or is_wrong:
+        if (isinstance(value, str) and not value) or value is BARE or is_wrong:
             raise ValueError("wrong type")
         return value
 
