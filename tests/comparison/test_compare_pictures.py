@@ -114,16 +114,22 @@ def test_a_point_is_mean_and_deviation_over_the_seeds_that_ended(all_kinds):
     assert {each["metric"] for each in found.values()} == set(pictures.TRAJECTORIES)
 
 
-def test_what_is_drawn_is_what_the_csv_has(tmp_path):
-    shown = {}
+@pytest.fixture
+def shown():
+    """The figures that are drawn in a test, by name, in place of their files."""
+    figures = {}
 
     def keep(figure, path):
-        shown[path.stem] = figure
+        figures[path.stem] = figure
         return path
 
-    rows = [row(tmp_path, name, common(shift)) for name, shift in (("a", 1.0), ("b", 2.0))]
     with mock.patch.object(pictures, "write_figure", keep):
-        _, values = drawn(tmp_path, *rows)
+        yield figures
+
+
+def test_what_is_drawn_is_what_the_csv_has(tmp_path, shown):
+    rows = [row(tmp_path, name, common(shift)) for name, shift in (("a", 1.0), ("b", 2.0))]
+    _, values = drawn(tmp_path, *rows)
     axes = dict(zip(pictures.TRAJECTORIES, shown["trajectories"].axes, strict=True))
     for metric, panel in axes.items():
         told = [
@@ -138,6 +144,15 @@ def test_what_is_drawn_is_what_the_csv_has(tmp_path):
         if line.get_marker() in pictures.MARKERS
     ]
     assert points == [[float(each["minutes mean"]), float(each["kNN mean"])] for each in values("minutes")]
+
+
+@pytest.mark.parametrize("untrained", [3.0, 90.0])
+def test_bars_begin_at_zero_and_show_the_untrained_encoder(tmp_path, shown, untrained):
+    drawn(tmp_path, row(tmp_path, "a", {"accuracy": lambda step, seed: 20.0 if step else untrained}, seeds=1))
+    (axes,) = shown["accuracy"].axes
+    low, high = axes.get_xlim()
+    assert low == 0 and high > untrained
+    assert f"dotted: untrained encoder, {untrained:.2f}" in axes.get_xlabel()
 
 
 def test_only_panels_with_values_are_drawn(all_kinds, tmp_path):

@@ -121,7 +121,7 @@ def test_pictures_that_cannot_be_drawn_cost_no_comparison(undisturbed, capsys, m
     monkeypatch.setattr(pictures, "draw", draw)
     assert cli.main(["compare", str(undisturbed), "--tables_only", "true"]) == 0
     said = capsys.readouterr().out
-    assert "WARNING: no pictures (OSError: no space left)" in said and "table.md" in said
+    assert "WARNING: pictures are missing (OSError: no space left)" in said and "table.md" in said
 
 
 @pytest.mark.long
@@ -227,6 +227,7 @@ def test_a_second_comparison_in_a_folder_is_refused(recipe, tmp_path):
     ("name", "said"),
     [
         ("table.md", "holds no comparison, but table.md"),
+        ("trajectories.csv", "holds no comparison, but trajectories.csv"),
         ("comparison.yaml", "is no comparison"),
         ("config.yaml", "holds a run"),
     ],

@@ -158,10 +158,10 @@ def _bars(of: Comparison) -> Picture | None:
             axes.plot(list(over.values.values()), [height + 0.2] * len(over.values), **SEED)
             text = f"{over.mean:.2f}" + ("" if over.deviation is None else f" ± {over.deviation:.2f}")
             _right(axes, height, f"{text}  ({count(len(over.values), 'seed')})")
-        axes.set_xlim(left=0)
         if name == KNN and (untrained := of.untrained()):
             axes.axvline(fmean(untrained), color=GRAY, linewidth=1.2, linestyle=":")
             axes.set_xlabel(f"dotted: untrained encoder, {fmean(untrained):.2f}", fontsize=9, color=GRAY)
+        axes.set_xlim(left=0)  # last: it ends the scaling to what is drawn
         axes.set_yticks(range(len(rows)), [_wrapped(str(row.line)) for _, row in rows], fontsize=9.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
     return Picture(figure, series.of_accuracies(of.rows, names))

@@ -185,7 +185,7 @@ class Session:
 
             return pictures.draw(self.compared(), self.folder.pictures, self._validation_images())
         except Exception as error:
-            self.say(f"WARNING: no pictures ({' '.join(f'{type(error).__name__}: {error}'.split())})")
+            self.say(f"WARNING: pictures are missing ({' '.join(f'{type(error).__name__}: {error}'.split())})")
             return []
 
     def _validation_images(self) -> int | None:
