@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from interrupted_run import DEADLINE, steps_logged
 
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import Reader, latest
-from unigrad_fast.comparison import session, timing
+from unigrad_fast.comparison import pictures, session, timing
 from unigrad_fast.comparison.folder import ComparisonFolder
 from unigrad_fast.comparison.members import Asked
 from unigrad_fast.config import resolve
@@ -34,7 +35,7 @@ NAMES = [f"{name}-seed-0" for name in ("unigrad", "moco", "byol")]
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "cmp"
-    done = comparison(folder, "--recipe", recipe, *THREE)
+    done = comparison(folder, "--recipe", recipe, *THREE, draws=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 of 3 members done, 100 %, left 0:00:00" in done.stdout
     return folder
@@ -103,6 +104,24 @@ def test_members_begin_alike_and_each_is_a_run_of_its_own_command(undisturbed, r
     tree = json.loads((undisturbed / "table.json").read_text())
     assert [row["figures"]["kNN"]["values"] for row in tree["rows"]] == [{"0": each["knn_last"]} for each in summaries]
     assert [row["paper"] for row in tree["rows"]] == [{"linear": 70.3}, {"linear": 70.0}, {"linear": 70.3}]
+
+
+def test_a_comparison_draws_what_its_members_reported(undisturbed):
+    assert sorted(path.stem for path in undisturbed.glob("*.png")) == ["accuracy", "minutes", "trajectories"]
+    for name in ("trajectories", "accuracy", "minutes"):
+        with (undisturbed / f"{name}.csv").open() as file:
+            assert {each["row"] for each in csv.DictReader(file)} == {"unigrad", "moco", "byol"}
+        assert "16 validation images" in (undisturbed / f"{name}.svg").read_text()
+
+
+def test_pictures_that_cannot_be_drawn_cost_no_comparison(undisturbed, capsys, monkeypatch):
+    def draw(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(pictures, "draw", draw)
+    assert cli.main(["compare", str(undisturbed), "--tables_only", "true"]) == 0
+    said = capsys.readouterr().out
+    assert "WARNING: pictures are missing (OSError: no space left)" in said and "table.md" in said
 
 
 @pytest.mark.long
@@ -208,6 +227,7 @@ def test_a_second_comparison_in_a_folder_is_refused(recipe, tmp_path):
     ("name", "said"),
     [
         ("table.md", "holds no comparison, but table.md"),
+        ("trajectories.csv", "holds no comparison, but trajectories.csv"),
         ("comparison.yaml", "is no comparison"),
         ("config.yaml", "holds a run"),
     ],

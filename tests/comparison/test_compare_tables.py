@@ -151,7 +151,8 @@ def member(tmp_path):
 
 
 def finished(member, **changes):
-    summary = {"steps": 5, "skipped_steps": 0, "epochs": 12.0, "knn_first": 20.0, "knn_last": 30.0, **changes}
+    summary = {"steps": 5, "skipped_steps": 0, "epochs": 12.0, "knn_first": 20.0, "knn_last": 30.0}
+    summary |= {"wall_seconds": 150.0, "evaluation_seconds": 30.0, **changes}
     (member.config.output / "summary.json").write_text(json.dumps(summary))
 
 
@@ -164,7 +165,7 @@ def test_figures_are_read_from_the_summary_and_from_the_evaluations_of_the_last_
     folder = ComparisonFolder(tmp_path)
     assert ended(member, folder) == Ended({})
     finished(member)
-    assert ended(member, folder) == Ended({KNN: 30.0}, done=True, untrained=20.0)
+    assert ended(member, folder) == Ended({KNN: 30.0}, done=True, untrained=20.0, minutes=2.0)
     result(member, "linear-paper-epoch6", epoch=6.0, accuracy=1.0)
     assert ended(member, folder).figures == {KNN: 30.0}
     result(member, "linear-paper-epoch12")

@@ -53,7 +53,7 @@ class Compare(Node):
     dry_run: bool = False
     """Only list the members and their commands, with the time of each by three measured steps."""
     tables_only: bool = False
-    """Only write the tables from what has ended."""
+    """Only write tables and pictures, of what has ended."""
 
     @model_validator(mode="after")
     def _members(self) -> Compare:

@@ -84,12 +84,14 @@ class Ended:
         failure: why it has none; None if it ended, or has not ended yet.
         done: it ended, and is not trained again.
         untrained: kNN accuracy before the first step.
+        minutes: of training, without evaluation.
     """
 
     figures: Mapping[str, float]
     failure: str | None = None
     done: bool = False
     untrained: float | None = None
+    minutes: float | None = None
 
 
 def ended(member: Member, folder: ComparisonFolder) -> Ended:
@@ -109,7 +111,9 @@ def ended(member: Member, folder: ComparisonFolder) -> Ended:
     for figure in FIGURES.values():
         if (value := _read(figure, results, summary["epochs"])) is not None:
             found[figure.name] = value
-    return Ended(found, done=True, untrained=summary["knn_first"] if member.config.evaluation.at_start else None)
+    untrained = summary["knn_first"] if member.config.evaluation.at_start else None
+    minutes = (summary["wall_seconds"] - summary["evaluation_seconds"]) / 60
+    return Ended(found, done=True, untrained=untrained, minutes=minutes)
 
 
 def _read(figure: Figure, results: Mapping[str, Mapping[str, Any]], epochs: float) -> float | None:

@@ -4,6 +4,7 @@ FOLDER/comparison.yaml       what is compared: the options of the command
 FOLDER/NAME-seed-S/          a member, an ordinary run
 FOLDER/logs/NAME-seed-S.txt  what its latest attempt printed, and its exit status
 FOLDER/table.md, .csv, .json
+FOLDER/trajectories, justification, accuracy, minutes: pictures, as .png and .svg, with their numbers as .csv
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from unigrad_fast.runtime.outputs import within_images
 from unigrad_fast.runtime.run_folder import RunFolder, locked
 
 OTHER = "give another folder"
+PICTURES = ("trajectories", "justification", "accuracy", "minutes")
 STATUS = "exit status"  # begins the last line of a log
 LONGEST_LOG = 1 << 16  # bytes from its end
 
@@ -38,6 +40,7 @@ class ComparisonFolder:
         self.asked = path / "comparison.yaml"
         self.logs = path / "logs"
         self.tables = {kind: path / f"table.{kind}" for kind in ("md", "csv", "json")}
+        self.pictures = {name: path / f"{name}.png" for name in PICTURES}  # beside each .svg and .csv
 
     def read(self) -> dict[str, Any] | None:
         """The options of the comparison in the folder; None if there is none. Raises UserError if it is damaged."""
@@ -61,7 +64,8 @@ class ComparisonFolder:
         if problem is None and RunFolder(self.path).holds_run():
             problem = f"holds a run; {OTHER}"
         if problem is None and not os.path.lexists(self.asked):
-            ours = [each for each in (*self.tables.values(), self.logs) if os.path.lexists(each)]
+            drawn = [path.with_suffix(ending) for path in self.pictures.values() for ending in (".png", ".svg", ".csv")]
+            ours = [each for each in (*self.tables.values(), *drawn, self.logs) if os.path.lexists(each)]
             if ours:
                 problem = f"holds no comparison, but {ours[0].name}, which one would replace; {OTHER}"
         if problem:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,9 @@ from unigrad_fast.comparison.figures import Row, ended
 from unigrad_fast.comparison.folder import STATUS, ComparisonFolder
 from unigrad_fast.comparison.members import Asked, Member, some, written
 from unigrad_fast.comparison.paper_values import TABLES, PaperTable
+from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.console import new_console
-from unigrad_fast.runtime.errors import RunStopped, UserError
+from unigrad_fast.runtime.errors import DataError, RunStopped, UserError
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.outputs import require_file, require_free
 from unigrad_fast.runtime.processors import compute_threads
@@ -146,10 +149,14 @@ class Session:
             found.append(Row(line, runs, {seed: self.ended(member) for seed, member in own_members.items()}))
         return found
 
+    def compared(self) -> tables.Comparison:
+        """What has ended so far."""
+        paper = TABLES[self.asked.table] if self.asked.table is not None else None
+        return tables.Comparison(self._title(paper), self.rows(), paper)
+
     def write_files(self) -> dict[str, bytes]:
         """Write the tables, of what has ended so far."""
-        paper = TABLES[self.asked.table] if self.asked.table is not None else None
-        contents = tables.contents(tables.Comparison(self._title(paper), self.rows(), paper))
+        contents = tables.contents(self.compared())
         for kind, path in self.folder.tables.items():
             write_whole(path, contents[kind])
         return contents
@@ -167,9 +174,27 @@ class Session:
         return ", ".join([self.where.name if paper is None else paper.title, *shared])
 
     def write_tables(self) -> None:
-        """Write and show the tables."""
+        """Write and show the tables, and draw the pictures."""
         self.say(self.write_files()["md"].decode())
-        self.say(f"written: {', '.join(map(str, self.folder.tables.values()))}")
+        self.say(f"written: {', '.join(map(str, [*self.folder.tables.values(), *self.draw()]))}")
+
+    def draw(self) -> list[Path]:
+        """Draw the pictures; an error costs only them."""
+        try:
+            from unigrad_fast.comparison import pictures
+
+            return pictures.draw(self.compared(), self.folder.pictures, self._validation_images())
+        except Exception as error:
+            self.say(f"WARNING: pictures are missing ({' '.join(f'{type(error).__name__}: {error}'.split())})")
+            return []
+
+    def _validation_images(self) -> int | None:
+        """Their number, if all members have the same and they are still there."""
+        (first, *others) = {member.config.data.val for member in self.members}
+        with suppress(DataError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return None if others or first is None else len(Manifest.open(first))
+        return None
 
     def show_plan(self) -> None:
         """List the members with their commands, and the time of each by three measured steps."""

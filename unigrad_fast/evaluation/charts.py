@@ -131,17 +131,17 @@ def _percent(value: float) -> str:
 
 
 def _name(name: str) -> str:
-    return _text(name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}…{name[-LONGEST // 2 + 1 :]}")
+    return plain_text(name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}…{name[-LONGEST // 2 + 1 :]}")
 
 
-def _text(text: str) -> str:
+def plain_text(text: str) -> str:
     """Text as it is: otherwise $ would begin a formula."""
     return harmless(printable(text)).replace("\n", " ").replace("$", r"\$")
 
 
 def _png(figure: Figure, title: Sequence[str]) -> bytes:
     width = int(figure.get_figwidth() * 10.5)  # characters
-    lines = [line for part in title for line in textwrap.wrap(_text(part), width)]
+    lines = [line for part in title for line in textwrap.wrap(plain_text(part), width)]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     file = io.BytesIO()
     FigureCanvasAgg(figure).print_png(file)

@@ -88,7 +88,7 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
     colors, labels = _colors(len(runs)), []
     end = max((e["epoch"] for events in everything for e in events if "epoch" in e), default=0) or 1
     for name, axes in panels.items():
-        _style(axes, PANELS[name][1])
+        style_axes(axes, PANELS[name][1])
         axes.set_xlim(-0.02 * end, 1.02 * end)
         if name == "accuracy":
             labels = _draw_accuracies(axes, everything)
@@ -107,10 +107,19 @@ def draw_comparison(runs: Mapping[str, Path | str], path: Path | str) -> Path:
     if "lr" in panels and _any_finite(momenta):
         _draw_momentum(panels["lr"], momenta, colors)
     _name(figure, list(runs))
-    figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")  # done; each drawing would repeat it
+    settle(figure)
     _spread(labels)
-    path = Path(path)
+    return write_figure(figure, Path(path))
+
+
+def settle(figure: Figure) -> None:
+    """Lays a figure out for good; otherwise each drawing would repeat it."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+
+
+def write_figure(figure: Figure, path: Path) -> Path:
+    """Writes a PNG file and, beside it, an SVG file; returns the path of the former."""
     FigureCanvasAgg(figure).print_png(path)  # savefig would draw twice
     with matplotlib.rc_context({"svg.hashsalt": "unigrad-fast"}):  # the same run gives the same bytes
         FigureCanvasSVG(figure).print_svg(path.with_suffix(".svg"), metadata={"Date": None})
@@ -222,10 +231,15 @@ def _draw_accuracies(axes: Axes, runs: list[list[dict[str, Any]]]) -> list[Annot
         settings = f"{last['protocol']}, k {last['k']}, T {last['temperature']:g}, {last['branch']}"
         axes.set_ylabel(settings, fontsize=9, color=GRAY)
     axes.margins(y=0.12)
+    limit_accuracy(axes)
+    return labels
+
+
+def limit_accuracy(axes: Axes) -> None:
+    """Scale of at least `LEAST_ACCURACY_SPAN`."""
     low, high = axes.get_ylim()
     missing = max(0.0, LEAST_ACCURACY_SPAN - (high - low))
     axes.set_ylim(low - missing / 2, high + missing / 2)
-    return labels
 
 
 def _spread(labels: list[Annotation]) -> None:
@@ -271,7 +285,8 @@ def _colors(count: int) -> list[str]:
     return [COLORS[number % len(COLORS)] for number in range(count)]
 
 
-def _style(axes: Axes, title: str) -> None:
+def style_axes(axes: Axes, title: str) -> None:
+    """A panel's title, its axis of epochs and its grid."""
     axes.set_title(title, loc="left", fontsize=12)
     axes.set_xlabel("epoch", fontsize=9)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
