@@ -310,7 +310,7 @@ class Config(Node):
     output: Annotated[AbsolutePath | None, MACHINE] = None
     """Run folder; null uses the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ..., named after the recipe."""
     recipe: Annotated[str, MACHINE] = DEFAULT_RECIPE
-    """Recipe to start from: a shipped one or, on the command line and in a YAML file, the path of a YAML file."""
+    """Recipe to start from: a shipped one, or the path of a YAML file."""
     data: Data = Data()
     """Images and augmentation."""
     model: Annotated[Model, JUDGMENT] = Model()

@@ -41,8 +41,9 @@ def find_hugging_face(rest: str) -> Tables:
     """The files of `hf:PATH[:SPLIT[:IMAGES[:LABELS]]]`. Raises DataError if there are none, or several splits."""
     path, (split, *columns) = divided(rest, PARTS[HUGGING_FACE])
     if not os.path.isdir(path):
+        problem = "is not a folder" if os.path.exists(path) else "does not exist"
         raise DataError(
-            f"{path} {'is not a folder' if os.path.exists(path) else 'does not exist'}; give {HUGGING_FACE}:FOLDER with what `datasets` saved, or with Parquet files"
+            f"{path} {problem}; give {HUGGING_FACE}:FOLDER with what `datasets` saved, or with Parquet files"
         )
     if (saved := _json(path, "dataset_dict.json")) is not None:
         path = os.path.join(path, _chosen(path, split, saved["splits"]))

@@ -51,6 +51,8 @@ def test_a_mistake_is_told_as_to_the_command_line(settings, tmp_path):
         pretrain(**{**settings, "data": {"train": tmp_path / "none"}}, output=tmp_path / "run")
     with pytest.raises(UserError, match="print_config"):
         pretrain(**settings, print_config=True)
+    with pytest.raises(UserError, match=r"^on_step = 3: must be a function of a step and what it brought$"):
+        pretrain(**settings, on_step=3, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="no run there"):
         Run(tmp_path)
@@ -75,7 +77,7 @@ def test_callbacks_are_told_what_the_files_have(settings, finished, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_evaluation", "on_checkpoint"])
-def test_stop_run_ends_a_run_well_and_it_resumes_bitwise(settings, finished, tmp_path, name):
+def test_stop_run_ends_a_run_well_and_it_resumes_bitwise(settings, finished, tmp_path, capsys, name):
     called = []
 
     def stop(step: int, what: object) -> None:
@@ -84,6 +86,7 @@ def test_stop_run_ends_a_run_well_and_it_resumes_bitwise(settings, finished, tmp
             raise StopRun
 
     run = pretrain(**{**settings, "checkpoint.every": 0.3}, output=tmp_path / "run", **{name: stop})
+    assert "Pretraining stopped" in capsys.readouterr().out
     assert run.summary["stopped_by"] == name and 1 < run.summary["steps"] < LAST
     assert max(run.checkpoints) == run.summary["steps"] <= called[-1] + 2
     assert "stopped by" in repr(run) and run.figures().path.is_file()

@@ -487,3 +487,14 @@ def test_worker_that_dies_or_hangs_is_reported_and_replaced():
             group.run(wait_for_rank_one)
     finally:
         group.close()
+
+
+def test_a_session_beside_another_one_is_refused_and_changes_nothing():
+    with process_group.session("cpu"):
+        before = dict(os.environ)
+        refused = pytest.raises(UserError, match="another call in this process trains or evaluates already")
+        with refused, process_group.session("cpu"):
+            pass
+        assert dist.is_initialized() and os.environ == before
+    with process_group.session("cpu"):
+        assert dist.is_initialized()

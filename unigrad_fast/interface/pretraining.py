@@ -15,7 +15,7 @@ from unigrad_fast.interface.calls import called, described, parameters
 from unigrad_fast.interface.results import Picture, Table, in_html
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
-from unigrad_fast.runtime.validation import absolute
+from unigrad_fast.runtime.validation import absolute, shown
 
 if TYPE_CHECKING:
     from unigrad_fast.interface.encoders import ImageEncoder
@@ -145,7 +145,11 @@ def pretrain(
 
     if settings.get("print_config"):
         raise UserError("print_config = true: for the command line; `unigrad_fast.config.resolve` gives the settings")
-    return Run(called("pretrain", settings, Callbacks(on_step, on_evaluation, on_checkpoint)))
+    given = dict(zip(CALLBACKS, (on_step, on_evaluation, on_checkpoint), strict=True))
+    for name, callback in given.items():
+        if callback is not None and not callable(callback):
+            raise UserError(f"{name} = {shown(callback)}: must be a function of a step and what it brought")
+    return Run(called("pretrain", settings, Callbacks(**given)))
 
 
 pretrain.__doc__ = f"{inspect.getdoc(pretrain)}\n\n{described(Pretrain)}"

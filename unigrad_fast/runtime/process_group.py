@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -321,6 +322,9 @@ def stop() -> None:
     _restore()
 
 
+_ONE = threading.Lock()  # torch has one default group per process
+
+
 @contextmanager
 def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
     """`start`, and `stop` at the end.
@@ -328,14 +332,22 @@ def session(device: str = "auto", timeout: timedelta = COLLECTIVE_TIMEOUT) -> It
     After an error on GPUs the process group is not stopped: the other ranks may be waiting in a collective that this
     one will never start, and an orderly stop would wait for them.
     """
-    world = start(device, timeout)
+    if not _ONE.acquire(blocking=False):
+        raise UserError(
+            "another call in this process trains or evaluates already, in another thread or around this one; make one "
+            "after the other, or use a process for each"
+        )
     try:
-        yield world
-    except BaseException:
-        if world.device.type != "cuda":
-            stop()
-        raise
-    stop()
+        world = start(device, timeout)
+        try:
+            yield world
+        except BaseException:
+            if world.device.type != "cuda":
+                stop()
+            raise
+        stop()
+    finally:
+        _ONE.release()
 
 
 def limit(timeout: timedelta) -> None:

@@ -106,7 +106,8 @@ def final_table(numbers: Mapping[str, Any], further: Sequence[str], results: Res
         ("wall time", f"{duration(numbers['wall_seconds'])} (evaluation {evaluation})"),
         ("files", f"{run_dir}/\n{_listed(files)}"),
     ]
-    table = Table(title="Pretraining finished", title_justify="left", show_header=False)
+    ended = "stopped" if "stopped_by" in numbers else "finished"
+    table = Table(title=f"Pretraining {ended}", title_justify="left", show_header=False)
     for row in rows:
         table.add_row(*(Text(fitted(cell)) for cell in row))  # without markup: a folder's name may look like it
     return table
