@@ -145,7 +145,7 @@ def pretrain(
 
     if settings.get("print_config"):
         raise UserError("print_config = true: for the command line; `unigrad_fast.config.resolve` gives the settings")
-    given = dict(zip(CALLBACKS, (on_step, on_evaluation, on_checkpoint), strict=True))
+    given: dict[str, Any] = dict(zip(CALLBACKS, (on_step, on_evaluation, on_checkpoint), strict=True))
     for name, callback in given.items():
         if callback is not None and not callable(callback):
             raise UserError(f"{name} = {shown(callback)}: must be a function of a step and what it brought")
