@@ -28,6 +28,7 @@ from unigrad_fast.runtime.torch_private import collectives_begun
 LONGEST_BEAT = 1.0  # seconds between two heartbeats of a rank
 MISSED = 3  # missed heartbeats after which a rank counts as silent, but not before
 LEAST_SILENCE = 2.0  # seconds, because a busy machine may delay a thread
+LOOK = 4  # silences after which the store counts as lost; a look takes one, and a busy machine delays it
 STUCK = 3  # time-outs, and at least LEAST_STUCK seconds, that ranks which are equally far may wait in one step
 LEAST_STUCK = 60.0
 SIGNS = (
@@ -89,7 +90,7 @@ class Attendance:
         self._asked.set()
         self._wake.set()
         began = clock.now()
-        while self._thread.is_alive() and clock.since(began) < 2.5 * self.silence:
+        while self._thread.is_alive() and clock.since(began) < LOOK * self.silence:
             if self._looked.wait(min(self.beat / 4, clock.BEAT)):
                 return self._found
         return self._of_the_store()
@@ -116,7 +117,7 @@ class Attendance:
             self._store.add("attendance/known", 1)
             began = clock.now()
             while self.rank == 0 and self._store.add("attendance/known", 0) < len(self.hosts) - 1:
-                if clock.since(began) > 4 * self.silence:
+                if clock.since(began) > 2 * LOOK * self.silence:
                     return
                 time.sleep(self.beat / 4)
 
