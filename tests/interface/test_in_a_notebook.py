@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import require_equal
+
+from unigrad_fast import Run
 
 SETUP = """
 import sys, threading
@@ -36,7 +39,7 @@ def outputs(cell: Any, kind: str) -> list[str]:
 
 
 @pytest.mark.slow  # a kernel imports everything
-def test_a_notebook_trains_looks_and_stops(images, tmp_path):
+def test_a_notebook_trains_looks_and_stops_bit_for_bit_as_elsewhere(images, finished, tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     cells = [
@@ -56,3 +59,5 @@ def test_a_notebook_trains_looks_and_stops(images, tmp_path):
     assert outputs(figures, "image/png") and "<th>loss</th>" in outputs(metrics, "text/html")[0]
     assert "preempted after 3" in "".join(outputs(stopped, "stream"))
     assert outputs(resumed, "text/plain")[-1] == "6"
+    require_equal(Run(tmp_path / "run"), finished)
+    require_equal(Run(tmp_path / "stopped"), finished)
