@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,40 @@ def test_every_format_has_a_row_for_each_image_in_their_order(ending, run, image
     assert (about["epoch"], about["width"], about["counts"]) == (2.0, 128, {"used": 24, "left_out": 0})
     assert about["classes"] == ["class0", "class1", "class2"] and about["root"] == str(images / "train")
     assert sorted(each.name for each in (tmp_path / "new").iterdir()) == [f"features{ending}", f"features{ending}.json"]
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_file_of_many_rows_is_written_some_at_a_time(ending, tmp_path):
+    """40 parts of 1 MiB never take the memory of more than a few, in NumPy or in Arrow."""
+    in_arrow = int  # which gives 0
+    if ending == ".parquet":
+        in_arrow = pytest.importorskip("pyarrow").total_allocated_bytes
+    rows_of_part, width, parts, held = 2**12, 64, 1, []
+
+    def column(make):
+        def all_parts():
+            for number in range(parts):
+                held.append(in_arrow())
+                yield make(number)
+
+        return all_parts
+
+    columns = {
+        "file": column(lambda number: np.full(rows_of_part, f"{number}.jpg")),
+        "label": column(lambda number: np.full(rows_of_part, number)),
+        "feature": column(lambda number: np.full((rows_of_part, width), number, np.float32)),
+    }
+    types = {"file": np.dtype("U8"), "label": np.dtype(np.int64), "feature": np.dtype((np.float32, (width,)))}
+    WRITERS[ending](tmp_path / f"one{ending}", columns, types, rows_of_part)  # imports what it needs
+    parts = 40
+    tracemalloc.start()
+    WRITERS[ending](tmp_path / f"features{ending}", columns, types, parts * rows_of_part)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    part = rows_of_part * sum(kind.itemsize for kind in types.values())
+    assert most < 6 * part and max(held) < 6 * part  # the whole is 40
+    found = loaded(tmp_path / f"features{ending}")
+    assert np.array_equal(found["label"], np.repeat(np.arange(parts), rows_of_part))
 
 
 def test_features_are_read_where_they_are_kept_and_not_kept_otherwise(run, images, tmp_path, capsys):  # noqa: F811
