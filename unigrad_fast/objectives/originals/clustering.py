@@ -19,7 +19,6 @@ from unigrad_fast.objectives.bank import Bank
 from unigrad_fast.objectives.originals.heads import UnitPrototypes, WeightNormalised
 from unigrad_fast.objectives.originals.original import OriginalLoss, Views
 from unigrad_fast.objectives.predictor import standardised
-from unigrad_fast.objectives.ranks import sum_over_ranks
 from unigrad_fast.objectives.state import KeptState
 
 LEAST_SHARE = 1e-30  # reached only if ε is below 0.029; without it, codes of a smaller one would all be 0 in fp32
@@ -137,7 +136,7 @@ class DINO(Clustering, method="dino"):
     def _move_centre_(self, centre: Centre, teacher_2NK: Tensor, raised: Tensor) -> None:
         rows_MK = teacher_2NK.flatten(0, 1)
         sums = torch.cat([rows_MK.sum(0), rows_MK.new_full((1,), len(rows_MK)), raised.to(rows_MK.dtype).view(1)])
-        sums = sum_over_ranks(sums, self.process_group) if self.over_ranks else sums
+        sums = self.summed(sums)
         mean_K = sums[:-2] / sums[-2].clamp_min(1)
         skip = (sums[-1] != 0) | (sums[-2] == 0)
         centre.mean.copy_(torch.where(skip, centre.mean, torch.lerp(mean_K, centre.mean, self.centre_momentum)))
@@ -228,9 +227,7 @@ class SwAV(Clustering, method="swav"):
     def _balanced(self, code_2NK: Tensor, queued_2QK: Tensor) -> Tensor:
         """Sinkhorn's algorithm over this rank's images, those of other ranks, and the queue: codes with sum 1."""
         for _ in range(self.sinkhorn_iterations):
-            total_2K = code_2NK.sum(1)
-            total_2K = sum_over_ranks(total_2K, self.process_group) if self.over_ranks else total_2K
-            total_21K = (total_2K + queued_2QK.sum(1)).unsqueeze(1)
+            total_21K = (self.summed(code_2NK.sum(1)) + queued_2QK.sum(1)).unsqueeze(1)
             code_2NK, queued_2QK = (normal_or_zero(each / positive(total_21K)) for each in (code_2NK, queued_2QK))
         return code_2NK
 
@@ -262,9 +259,7 @@ class TWIST(Clustering, method="twist"):
         log_VNK = normal_1MK.view_as(score_VNK).log_softmax(-1)
         p_VNK = log_VNK.exp()
         own_V = -torch.linalg.vecdot(p_VNK, log_VNK).sum(1) / max(1, p_VNK.shape[1])
-        sums_VK = p_VNK.sum(1)
-        sums_VK = sum_over_ranks(sums_VK, self.process_group) if self.over_ranks else sums_VK
-        mean_VK = sums_VK * (count / rows)
+        mean_VK = self.summed(p_VNK.sum(1)) * (count / rows)
         mean_V = -torch.linalg.vecdot(mean_VK, positive(mean_VK).log())
         regular_V = self.entropy * own_V - self.diversity * mean_V
         terms = []

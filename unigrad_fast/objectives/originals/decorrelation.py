@@ -11,7 +11,6 @@ from torch import Tensor
 from unigrad_fast.objectives import figures
 from unigrad_fast.objectives.originals.original import OriginalLoss, Views, mean
 from unigrad_fast.objectives.predictor import standardised
-from unigrad_fast.objectives.ranks import sum_over_ranks
 
 
 class BarlowTwins(OriginalLoss, method="barlow_twins"):
@@ -34,8 +33,8 @@ class BarlowTwins(OriginalLoss, method="barlow_twins"):
         losses = []
         for own_NC, positive_NC in zip(online_VNC, views.positives(target_2NC), strict=True):
             own_NC = own_NC / images  # cheaper than dividing W
-            cross_CC = _summed(own_NC.T @ positive_NC, self)
-            diagonal_C = _summed((own_NC * positive_NC).sum(0), self)
+            cross_CC = self.summed(own_NC.T @ positive_NC)
+            diagonal_C = self.summed((own_NC * positive_NC).sum(0))
             off_diagonal = _squares(cross_CC) - diagonal_C.square().sum()
             losses.append((diagonal_C - 1).square().sum() + self.balance * off_diagonal)
         return torch.stack(losses).mean()
@@ -66,13 +65,13 @@ class VICReg(OriginalLoss, method="vicreg"):
     def loss_of(self, views: Views) -> Tensor:
         invariance = mean((views.online - views.positives(views.target)).square().mean(-1))
         images = views.online.new_full((1,), views.online.shape[1])
-        images = _summed(images, self).clamp_min(2)
-        centred_VNC = views.online - (_summed(views.online.sum(1), self) / images).unsqueeze(1)
+        images = self.summed(images).clamp_min(2)
+        centred_VNC = views.online - (self.summed(views.online.sum(1)) / images).unsqueeze(1)
         losses, terms = [], []
         for view, own_NC in enumerate(centred_VNC):
             own_NC = own_NC * (images - 1).rsqrt()
-            covariance_CC = _summed(own_NC.T @ own_NC, self)
-            variance_C = _summed(own_NC.square().sum(0), self)
+            covariance_CC = self.summed(own_NC.T @ own_NC)
+            variance_C = self.summed(own_NC.square().sum(0))
             off_diagonal = _squares(covariance_CC) - variance_C.square().sum()
             hinge = torch.relu(self.floor - (variance_C + self.variance_epsilon).sqrt()).mean()
             losses.append(self.variance * hinge + 2 * self.covariance / self.width * off_diagonal)
@@ -95,7 +94,3 @@ class VICReg(OriginalLoss, method="vicreg"):
 def _squares(matrix_CC: Tensor) -> Tensor:
     """The sum of squares; as a norm it takes one pass, and one in backward."""
     return torch.linalg.vector_norm(matrix_CC).square()
-
-
-def _summed(tensor: Tensor, loss: OriginalLoss) -> Tensor:
-    return sum_over_ranks(tensor, loss.process_group) if loss.over_ranks else tensor

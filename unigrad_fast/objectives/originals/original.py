@@ -165,6 +165,10 @@ class OriginalLoss(OverRanks):
             return self.epoch
         return torch.full((), self.epoch, dtype=torch.float64, device=device)
 
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that share a batch; differentiable."""
+        return ranks.sum_over_ranks(tensor, self.process_group) if self.over_ranks else tensor
+
     def loss_of(self, views: Views) -> Tensor:
         """The loss, a scalar."""
         raise NotImplementedError
