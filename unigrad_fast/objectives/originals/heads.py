@@ -30,16 +30,13 @@ class UnitPrototypes(nn.Module):
         Args:
             frozen: boolean scalar; where it is true, no gradient flows into the weights.
         """
-        return unit(rows_VNC) @ self._directions(rows_VNC.dtype, frozen).T
+        return unit(rows_VNC) @ thawed(self.weight, frozen).to(rows_VNC.dtype).T
 
     @torch.no_grad()
     def normalise_(self, skip: Tensor | None = None) -> None:
         """Divide each row by its length; unchanged where `skip`, a scalar on the device, is not 0."""
         unit_KC = nn.functional.normalize(self.weight, dim=-1)
         self.weight.copy_(unit_KC if skip is None else torch.where(skip != 0, self.weight, unit_KC))
-
-    def _directions(self, dtype: torch.dtype, frozen: Tensor | None) -> Tensor:
-        return thawed(self.weight, frozen).to(dtype)
 
 
 class WeightNormalised(nn.Module):
