@@ -1,7 +1,7 @@
 """The paper's tables as data: what each line trains, and what the paper reports for it, with the table's label.
 
 All accuracies are in percent, on ImageNet with ResNet-50. A line without keys is one that we cannot train, or that the
-paper took from elsewhere. Methods that the catalogue lacks are such lines, too.
+paper took from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unigrad_fast.objectives.catalogue import FORMS, Objective, methods
+from unigrad_fast.objectives.catalogue import FORMS, Objective
 
 LOCAL_SIZE = "data.local_views.size"
 LINEAR = "linear"  # figures of a member; see `figures.py`
@@ -152,9 +152,7 @@ def of_form(form: str) -> dict[str, Any]:
 
 
 def _published(method: str, row: str, paper: Mapping[str, float], **keys: Any) -> Line:
-    """A method with its authors' own loss; a line without keys if the catalogue lacks it."""
-    if method not in methods():
-        return Line(row, paper=paper)
+    """A method with its authors' own loss."""
     original = {"objective.form": "original"} if f"original {method}" in FORMS else {}
     return Line(row, method, {"objective.method": method, **original, **keys}, paper)
 
