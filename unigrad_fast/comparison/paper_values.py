@@ -42,6 +42,11 @@ class Line:
     def __str__(self) -> str:
         return f"{self.row}, {self.column}" if self.column else self.row
 
+    @property
+    def setting(self) -> tuple[tuple[str, str], ...]:
+        """What it trains: the same for lines with the same keys, in whichever order and type."""
+        return tuple(sorted((key, str(value)) for key, value in (self.keys or {}).items()))
+
     def at(self, image_size: int) -> Line:
         """The line for global views of another size than the paper's 224 pixels, with local views in proportion."""
         if self.keys is None or LOCAL_SIZE not in self.keys:
@@ -300,5 +305,5 @@ def trained(lines: Sequence[Line]) -> list[Line]:
     found: dict[tuple, Line] = {}
     for line in lines:
         if line.keys is not None:
-            found.setdefault(tuple(sorted((key, str(value)) for key, value in line.keys.items())), line)
+            found.setdefault(line.setting, line)
     return list(found.values())

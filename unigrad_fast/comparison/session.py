@@ -139,12 +139,12 @@ class Session:
 
     def rows(self) -> list[Row]:
         """Every line with its members; lines with the same keys share them."""
-        by_keys: dict[str, dict[int, Member]] = {}
+        by_setting: dict[tuple, dict[int, Member]] = {}
         for member in self.members:
-            by_keys.setdefault(_key(member.line.keys), {})[member.seed] = member
+            by_setting.setdefault(member.line.setting, {})[member.seed] = member
         found = []
         for line in self.asked.lines():
-            own_members = by_keys[_key(line.keys)] if line.keys is not None else {}
+            own_members = by_setting[line.setting] if line.keys is not None else {}
             runs = {seed: member.config.output for seed, member in own_members.items()}
             found.append(Row(line, runs, {seed: self.ended(member) for seed, member in own_members.items()}))
         return found
@@ -250,7 +250,3 @@ while kill -0 $! 2> /dev/null; do wait $!; status=$?; done    # a signal ends th
 printf '\\n{STATUS} %d\\n' "$status" >> "$log"
 exit "$status"
 """
-
-
-def _key(keys: Mapping[str, Any] | None) -> str:
-    return repr(sorted((key, str(value)) for key, value in (keys or {}).items()))
