@@ -21,6 +21,7 @@ from unigrad_fast.comparison.figures import KNN, Row
 from unigrad_fast.comparison.series import Curve, Values
 from unigrad_fast.comparison.tables import Comparison
 from unigrad_fast.evaluation.charts import COLOURS, plain_text
+from unigrad_fast.pipelines.scan.files import as_csv
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.plotting import plotting
 from unigrad_fast.runtime.wording import count
@@ -76,7 +77,7 @@ def draw(of: Comparison, paths: Mapping[str, Path], images: int | None) -> list[
             _title(picture.figure, of, images)
             settle(picture.figure)
             written.append(write_figure(picture.figure, paths[name]))
-            write_whole(paths[name].with_suffix(".csv"), series.as_csv(picture.values))
+            write_whole(paths[name].with_suffix(".csv"), as_csv(picture.values))
     return written
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -131,12 +129,6 @@ def of_payments(found: Iterable[Payment], figure: str) -> Values:
         ["row", "column", "minutes mean", "minutes deviation", f"{figure} mean", f"{figure} deviation", "seeds"],
         *([*_named(each.line), *_cells(each.minutes)[:2], *_cells(each.accuracy)] for each in found),
     ]
-
-
-def as_csv(values: Values) -> bytes:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(values)
-    return file.getvalue().encode()
 
 
 def _named(line: Line) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from unigrad_fast.comparison.figures import (
     missing,
 )
 from unigrad_fast.comparison.paper_values import LINEAR, PaperTable
+from unigrad_fast.pipelines.scan.files import as_csv
 from unigrad_fast.runtime.shell import own, typed
 from unigrad_fast.runtime.wording import count
 
@@ -78,7 +77,7 @@ class Comparison:
 def contents(of: Comparison) -> dict[str, bytes]:
     """The files by ending: md, csv and json."""
     found = of.differences()
-    return {"md": _markdown(of, found).encode(), "csv": _csv(of).encode(), "json": _json(of, found).encode()}
+    return {"md": _markdown(of, found).encode(), "csv": _csv(of), "json": _json(of, found).encode()}
 
 
 def _markdown(of: Comparison, found: Sequence[Difference]) -> str:
@@ -259,17 +258,15 @@ def _number(value: float | None, digits: int) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
-def _csv(of: Comparison) -> str:
+def _csv(of: Comparison) -> bytes:
     figures = of.columns
-    file = io.StringIO()
-    write = csv.writer(file, lineterminator="\n").writerow
     entries = [f"{name} {entry}" for name in figures for entry in ("mean", "deviation", "seeds")]
-    write(["row", "column", *entries, *(f"paper {name}" for name in of.reported), "remark"])
+    lines = [["row", "column", *entries, *(f"paper {name}" for name in of.reported), "remark"]]
     for row in of.rows:
         over = [row.over(figure) for figure in figures]
         cells = [cell for each in over for cell in (each.mean, each.deviation, len(each.values))]
-        write([row.line.row, row.line.column, *cells, *map(row.line.paper.get, of.reported), _remark(row)])
-    return file.getvalue()
+        lines.append([row.line.row, row.line.column, *cells, *map(row.line.paper.get, of.reported), _remark(row)])
+    return as_csv(lines)
 
 
 def _json(of: Comparison, found: Sequence[Difference]) -> str:
