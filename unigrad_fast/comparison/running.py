@@ -23,8 +23,8 @@ from rich.console import Console
 from unigrad_fast.comparison.figures import Ended
 from unigrad_fast.comparison.folder import STATUS, ComparisonFolder
 from unigrad_fast.comparison.members import Member
-from unigrad_fast.runtime.errors import INTERRUPTED, PREEMPTED, Preempted
-from unigrad_fast.runtime.preemption import Preemption
+from unigrad_fast.runtime.errors import Preempted
+from unigrad_fast.runtime.preemption import Preemption, status_of
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.wording import count
 from unigrad_fast.training.telemetry.progress import duration
@@ -172,8 +172,7 @@ class Runner:
                 self._signal(signal.SIGTERM)
                 raise
         if asked is not None:
-            status = INTERRUPTED if asked == signal.SIGINT else PREEMPTED
-            raise Preempted("the members have saved; the same command continues the comparison", status)
+            raise Preempted("the members have saved; the same command continues the comparison", status_of(asked))
 
     def _signal(self, number: signal.Signals) -> None:
         for each in self.running:

@@ -118,7 +118,7 @@ class Preemption:
             asked, told, ended = (bool(flag) for flag in flags)
         if not (asked or ended):
             # Ctrl-C has the largest status, so it wins the maximum.
-            asks = ON_REQUEST * stops if self.asked is None else _status(self.asked)
+            asks = ON_REQUEST * stops if self.asked is None else status_of(self.asked)
             flags = torch.tensor([asks, int(news and not told), int(ends)])
             self._sent = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
         return asked, told, ended
@@ -159,7 +159,7 @@ class Preemption:
             os._exit(128 + number)
 
     def _leave(self) -> None:
-        status = _status(self.asked)
+        status = status_of(self.asked)
         if self._raises:
             self.note(status, self._done)
             raise Preempted(self._done, status)
@@ -169,7 +169,8 @@ class Preemption:
         os._exit(status)
 
 
-def _status(number: signal.Signals) -> int:
+def status_of(number: signal.Signals) -> int:
+    """The exit status of a run that a signal asked to save and exit."""
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
