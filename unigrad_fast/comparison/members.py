@@ -153,7 +153,7 @@ def swept(tree: Mapping[str, Any]) -> dict[str, list[Any]]:
     found = {}
     for key, given in flat(nested(tree)).items():
         values = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
-        if values == [""] or BARE in (value for value in values if value is BARE):
+        if values == [""] or any(value is BARE for value in values):
             raise UserError(f"--sweep.{key}: values are missing; give them as --sweep.{key} 1,2,3")
         _require_once(f"sweep.{key}", [as_typed(value) for value in values])
         if key in OWN:
