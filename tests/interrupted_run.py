@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from command_process import Inside, start_ranks
+from command_process import CommandProcess, Inside, start_ranks
 
 from unigrad_fast.checkpoints.files import Reader, latest
 
@@ -42,14 +42,7 @@ class Run:
         self.processes = start_ranks(ranks, "pretrain", *given, is_thin=True, inside=inside)
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
-        """Until something is seen (True) or a process has ended (False)."""
-        end = time.monotonic() + DEADLINE
-        while not happened():
-            if any(process.has_ended() for process in self.processes):
-                return False
-            assert time.monotonic() < end, "nothing happened"
-            time.sleep(0.001)
-        return True
+        return wait_for(self.processes, happened)
 
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in range(len(self.processes)) if ranks is None else ranks:
@@ -60,6 +53,17 @@ class Run:
         results = [process.end(DEADLINE) for process in self.processes]
         statuses = [result.returncode for result in results]
         return statuses, "".join(result.stdout + result.stderr for result in results)
+
+
+def wait_for(processes: Sequence[CommandProcess], happened: Callable[[], bool]) -> bool:
+    """Until something is seen (True) or a process has ended (False)."""
+    end = time.monotonic() + DEADLINE
+    while not happened():
+        if any(process.has_ended() for process in processes):
+            return False
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.001)
+    return True
 
 
 def steps_logged(output: Path) -> int:

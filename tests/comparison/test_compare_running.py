@@ -10,14 +10,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command_process import CommandProcess
 from comparisons import comparison, start_comparison
-from interrupted_run import DEADLINE, steps_logged
+from interrupted_run import steps_logged, wait_for
 
 from unigrad_fast import cli
 from unigrad_fast.checkpoints.files import Reader, latest
@@ -45,13 +44,6 @@ def tables(folder: Path) -> dict[str, str]:
     return {
         kind: path.read_text().replace(str(folder), "CMP") for kind, path in ComparisonFolder(folder).tables.items()
     }
-
-
-def wait_for(process: CommandProcess, happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not happened() and not process.has_ended():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def require_same(folder: Path, undisturbed: Path, names: list[str]) -> None:
@@ -86,7 +78,7 @@ def disturb(folder: Path, chance: random.Random, kills: int, words: tuple[object
     for kill in range(kills):
         process, began = start_comparison(folder, *words), logged(folder)
         wanted = began + chance.randint(1, STEPS)
-        wait_for(process, lambda: logged(folder) >= wanted)  # noqa: B023
+        wait_for([process], lambda: logged(folder) >= wanted)  # noqa: B023
         time.sleep(chance.uniform(0, 0.3))
         assert not process.has_ended(), process.end()
         members = children(process) if kill % 2 else []
@@ -160,7 +152,7 @@ def test_twenty_members_killed_at_five_places_end_bitwise_as_if_they_had_not_bee
 def test_ctrl_c_ends_the_member_by_its_own_saving_and_the_comparison_with_its_status(undisturbed, recipe, tmp_path):
     folder = tmp_path / "cmp"
     process = start_comparison(folder, "--recipe", recipe, *THREE)
-    wait_for(process, lambda: logged(folder) >= 2)
+    wait_for([process], lambda: logged(folder) >= 2)
     process.signal(signal.SIGINT)
     ended = process.end()
     assert ended.returncode == 130, ended.stdout + ended.stderr
@@ -215,7 +207,7 @@ def test_a_failed_member_is_a_line_with_its_reason_and_the_rest_goes_on(recipe, 
 def test_a_second_comparison_in_a_folder_is_refused(recipe, tmp_path):
     folder = tmp_path / "cmp"
     first = start_comparison(folder, "--recipe", recipe, *THREE)
-    wait_for(first, lambda: logged(folder) >= 1)
+    wait_for([first], lambda: logged(folder) >= 1)
     second = comparison(folder, "--recipe", recipe, *THREE)
     first.signal(signal.SIGTERM)
     assert second.returncode == 2
@@ -299,11 +291,11 @@ def test_a_member_that_another_process_trains_is_waited_for(recipe, undisturbed,
     folder = tmp_path / "cmp"
     (member, *_) = Asked(methods=("unigrad", "moco", "byol"), common={"recipe": str(recipe)}).members(folder)
     alone = CommandProcess(*member.words, "--engine.threads", "1", is_thin=True)
-    wait_for(alone, lambda: steps_logged(member.config.output) >= 1)
-    os.kill(alone._process.pid, signal.SIGSTOP)
+    wait_for([alone], lambda: steps_logged(member.config.output) >= 1)
+    alone.signal(signal.SIGSTOP)
     process = start_comparison(folder, "--recipe", recipe, *THREE)
-    wait_for(process, lambda: all((folder / name / "summary.json").is_file() for name in NAMES[1:]))
-    os.kill(alone._process.pid, signal.SIGCONT)
+    wait_for([process], lambda: all((folder / name / "summary.json").is_file() for name in NAMES[1:]))
+    alone.signal(signal.SIGCONT)
     ended = process.end()
     assert alone.end().returncode == 0 and ended.returncode == 0, ended.stdout + ended.stderr
     assert "unigrad-seed-0 is being trained by another process; waiting for it" in ended.stdout
