@@ -108,7 +108,7 @@ def sharded_knn_grid(
     require_k(widest, images)
     hits = torch.zeros(len(settled), 2, dtype=torch.int64)
     for similarity, label, truth in neighbours(bank, queries, world, widest, chunk):
-        nearest_of = {k: largest(similarity, label, k) for k, _ in settled}
+        nearest_of = {k: largest(similarity, label, k) for k in {k for k, _ in settled}}
         for hit, (k, temperature) in zip(hits, settled, strict=True):
             hit += count_hits(*nearest_of[k], truth, int(classes), temperature, chunk)
     over_ranks(hits, world)
