@@ -12,10 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.table import Table
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from unigrad_fast.checkpoints.export import describe_probe
+from unigrad_fast.checkpoints.export import describe_probe, probe_tensors
 from unigrad_fast.evaluation import charts
 from unigrad_fast.evaluation.classes import without_unused
 from unigrad_fast.evaluation.knn import PROTOCOL, count_hits, neighbours, over_ranks, predicted, require_k, settled_k
@@ -29,7 +28,6 @@ from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
-from unigrad_fast.runtime.files import utf8_path
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
@@ -135,8 +133,7 @@ def of_linear(
 ) -> tuple[Tensor, Tensor, str, dict[str, Any]]:
     """As `of_knn`, of a linear classifier that was trained before."""
     file, protocol = on_first(lambda: _newest(folder, this, train))
-    with utf8_path(file) as name, safe_open(name, framework="pt") as content:
-        classifier = {key: content.get_tensor(key).to(this.world.device) for key in ("weight", "bias")}
+    classifier = {key: tensor.to(this.world.device) for key, tensor in probe_tensors(file).items()}
     found = read_features(this, val, "validation", keeper)
     this.leave_out("validation", found.left_out)
     labels = torch.as_tensor(val.labels, dtype=torch.int64)
