@@ -165,7 +165,7 @@ def order(counts: np.ndarray) -> np.ndarray:
     Args:
         counts: numbers of images [K, K], true by predicted.
     """
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    share = _shares(counts)
     alike = share + share.T
     between = alike.copy()  # of groups; a group has the number of its first class
     np.fill_diagonal(between, -1)
@@ -185,9 +185,14 @@ def order(counts: np.ndarray) -> np.ndarray:
     return np.array(next(iter(groups.values())), np.int64)
 
 
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """Shares [K, K] of each class's images by predicted class; 0 of a class without images."""
+    return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+
 def most_confused(counts: np.ndarray) -> list[tuple[int, int]]:
     """The pairs (true, predicted) of different classes with the largest shares of a class's images; none without."""
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    share = _shares(counts)
     np.fill_diagonal(share, 0)
     largest = np.argsort(-share, axis=None, kind="stable")[:PAIRS].tolist()
     pairs = (divmod(place, len(counts)) for place in largest)
