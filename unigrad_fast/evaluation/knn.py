@@ -192,7 +192,7 @@ def _back(found: Tensor, world: World) -> Tensor:
 
 
 def over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-    """A tensor on the CPU reduced over ranks, in place."""
+    """A tensor reduced over ranks, in place."""
     if world.size > 1:
         dist.all_reduce(number, operation)
     return number
