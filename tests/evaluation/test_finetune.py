@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from command_process import start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from small_disks import mounted
 from test_linear import AskedToLeave, probe
 from thin import smooth_, thin
 from torch import Tensor, nn
@@ -522,13 +522,8 @@ def test_the_last_network_is_written_as_torchvision_and_every_evaluation_read_it
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 6 MiB, where the system lets us mount one; a training here takes 5."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted(tmp_path / "disk", 6 << 20) as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:
