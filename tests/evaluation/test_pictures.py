@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.decomposition import PCA
 from sklearn.metrics import confusion_matrix
-from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
-from test_knn import ALONE, NONE, clusters
+from sklearn.neighbors import NearestNeighbors
+from test_knn import ALONE, NONE, clusters, votes_of_scikit_learn
 from test_runs import images, made, passes, result, run, said  # noqa: F401
 
 from unigrad_fast.evaluation import charts
@@ -135,9 +135,7 @@ def test_predictions_of_knn_are_those_of_scikit_learn_and_count_its_accuracy(k):
     bank, queries = Share(rounded(train), train_labels, NONE), Share(rounded(val), truth, NONE)
     ((similarity, label, own),) = neighbours(bank, queries, ALONE, k)
     matrix = counted(own, predicted(similarity, label, 0.1), 6)
-    unit, asked = ((share.rows.double() / norms(share.rows)[:, None]).numpy() for share in (bank, queries))
-    model = KNeighborsClassifier(k, weights=lambda far: np.exp((1 - far**2 / 2) / 0.1), algorithm="brute")
-    guess = model.fit(unit, train_labels).predict(asked)
+    guess = votes_of_scikit_learn(bank, queries, k, 0.1).argmax(axis=1)
     assert np.array_equal(matrix.numpy(), confusion_matrix(truth, guess, labels=range(6)))
     accuracy = sharded_knn(bank, queries, ALONE, k, 0.1).accuracy
     assert 100 * matrix.trace().item() / 40 == accuracy < 100

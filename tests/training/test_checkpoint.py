@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from small_disks import mounted
 from torch import Tensor
 from trainer_state import batches, make_trainer, small_config, smooth
 
@@ -299,13 +300,8 @@ def test_a_failure_at_any_moment_of_saving_leaves_the_previous_checkpoint(tmp_pa
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 1 MiB, where the system lets us mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted(tmp_path / "disk", 1 << 20) as folder:
+        yield folder
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_and_no_litter(small_disk, values):

@@ -19,6 +19,7 @@ from command_process import start_ranks
 from drawn_images import draw_tree
 from forked import start
 from interrupted_run import DEADLINE, EVERY_STEP, RECIPE, Run, disturb, losses, require_equal, steps_logged
+from small_disks import mounted
 from thin import thin
 
 from unigrad_fast.checkpoints.files import Reader, latest
@@ -190,14 +191,8 @@ def test_a_run_folder_that_cannot_be_written_ends_the_run_with_its_name(data, tm
 
 
 def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undisturbed, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
     checkpoint = sum(file.stat().st_size for file in latest(undisturbed).iterdir())
-    size = f"size={5 * checkpoint // 2}"  # for two of them
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
-    try:
+    with mounted(tmp_path / "disk", 5 * checkpoint // 2) as disk:  # for two of them
         statuses, said = Run(data, disk / "run", 2, *EVERY_STEP).end()
         assert statuses == [3, 3], said
         assert "cannot be written: No space left on device; earlier ones are unchanged" in said
@@ -209,8 +204,6 @@ def test_a_full_disk_stops_a_run_which_goes_on_once_there_is_room(data, undistur
         assert statuses == [0, 0] and "resuming after step 2" in said, said
         assert f"free on the disk of {disk}/run" in said  # less than two, of which the run needs one
         require_equal(disk / "run", undisturbed, LAST)
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 @contextmanager

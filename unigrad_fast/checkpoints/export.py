@@ -179,8 +179,13 @@ def find_probe(run: Path, reader: Reader, branch: str, file: Path | None = None)
     if not fitting:
         raise UserError(problems[0])
     path = max(fitting)[-1]
+    return path, probe_tensors(path)
+
+
+def probe_tensors(path: Path) -> dict[str, Tensor]:
+    """Weight [K, D] and bias [K] of a probe's file, on the CPU."""
     with utf8_path(path) as name, safe_open(name, framework="pt") as content:
-        return path, {name: content.get_tensor(name) for name in ("weight", "bias")}
+        return {name: content.get_tensor(name) for name in ("weight", "bias")}
 
 
 def numbered(linear: dict[str, Tensor], about: dict[str, Any]) -> dict[str, Tensor]:

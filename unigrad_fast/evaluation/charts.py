@@ -84,10 +84,6 @@ def draw_map(
     figure = Figure(figsize=(9.6, 7), dpi=130, layout="constrained")
     axes = figure.subplots()
     area = float(np.clip(30_000 / len(points), 3, 30))
-    if len(others):
-        rest = np.isin(labels, others)
-        label = f"{len(others):,} other classes ({rest.sum():,})"
-        axes.scatter(*points[rest].T, s=area, color=PALE, linewidths=0, label=label, zorder=1)
     for number, label in enumerate(named):
         own = labels == label
         color, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS)]
@@ -95,17 +91,16 @@ def draw_map(
         axes.scatter(
             *points[own].T, s=area, color=color, marker=marker, alpha=0.75, linewidths=0, label=shown, zorder=2
         )
+    if len(others):  # the last in the legend
+        rest = np.isin(labels, others)
+        shown = f"{len(others):,} other classes ({rest.sum():,})"
+        axes.scatter(*points[rest].T, s=area, color=PALE, linewidths=0, label=shown, zorder=1)
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_xlabel(axes_names[0], fontsize=9)
     axes.set_ylabel(axes_names[1], fontsize=9)
     axes.tick_params(labelsize=8, colors=GRAY, length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    handles, texts = axes.get_legend_handles_labels()
-    if len(others):
-        handles, texts = [*handles[1:], handles[0]], [*texts[1:], texts[0]]
     legend = axes.legend(
-        handles,
-        texts,
         loc="upper left",
         bbox_to_anchor=(1.01, 1),
         frameon=False,

@@ -7,9 +7,9 @@ number of eigenvalues whose cumulative sum first exceeds 90%".
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from unigrad_fast.evaluation.knn import over_ranks
 from unigrad_fast.evaluation.rows import Features, restored
 from unigrad_fast.evaluation.shares import rounded
 from unigrad_fast.runtime.process_group import World
@@ -32,9 +32,7 @@ def principal_components(features: Features, world: World) -> int:
     own = features.usable(world.rank, world.size)
     row_ND = rounded(restored(features.rows(own[own % stride == 0]).to(world.device))).double()
     count = row_ND.new_full((1, row_ND.shape[1]), len(row_ND))
-    sums = torch.cat([row_ND.T @ row_ND, row_ND.sum(0, keepdim=True), count])
-    if world.size > 1:
-        dist.all_reduce(sums)
+    sums = over_ranks(torch.cat([row_ND.T @ row_ND, row_ND.sum(0, keepdim=True), count]), world)
     return components_of(sums[:-2], sums[-2], sums[-1, 0])
 
 

@@ -6,16 +6,16 @@ Classes are ordered so that those that are taken for each other stand together. 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from rich.table import Table
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from unigrad_fast.checkpoints.export import describe_probe
+from unigrad_fast.checkpoints.export import describe_probe, probe_tensors
 from unigrad_fast.evaluation import charts
 from unigrad_fast.evaluation.classes import without_unused
 from unigrad_fast.evaluation.knn import PROTOCOL, count_hits, neighbours, over_ranks, predicted, require_k, settled_k
@@ -25,11 +25,9 @@ from unigrad_fast.evaluation.passes import Keeper, read_features
 from unigrad_fast.evaluation.results import folder_beside, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, Opened, opened
 from unigrad_fast.evaluation.shares import share_of
-from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.console import fitted
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.fallback import harmless
-from unigrad_fast.runtime.files import utf8_path
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
 
@@ -56,6 +54,7 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
         paths = {"data.train": this.config.data.train, "data.val": this.config.data.val}
         folder = folder_beside(run, asked.output, paths)
         train, val, _ = without_unused(this.train, this.val)
+        this = replace(this, train=train, val=val)
         if len(train.classes) > MOST_CLASSES:
             raise UserError(
                 f"data.train = {this.config.data.train}: {len(train.classes):,} classes; a confusion matrix shows at "
@@ -63,7 +62,7 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
             )
         keeper = this.keeper(folder, asked)
         judge = of_knn if of == "knn" else of_linear
-        matrix, near, classifier, settings = judge(this, train, val, keeper, folder, asked)
+        matrix, near, classifier, settings = judge(this, keeper, folder, asked)
         over_ranks(matrix, this.world)
         over_ranks(near, this.world)
         counts = matrix.numpy()
@@ -101,27 +100,27 @@ def evaluate_confusion(run: Path | None, of: Literal["knn", "linear"], asked: As
 
 
 def of_knn(
-    this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
+    this: Opened, keeper: Keeper | None, folder: Path, asked: Asked
 ) -> tuple[Tensor, Tensor, str, dict[str, Any]]:
     """This rank's part of the confusion matrix of kNN, int64 [K, K], true by predicted class, and of its top-5 hits,
     int64 []; its name and settings.
 
     Args:
-        train, val: the images under the numbers of the classes that occur.
+        this: has the images under the numbers of the classes that occur.
         folder: of the results.
     """
     if isinstance(asked.k, int):
-        require_k(asked.k, len(train))
+        require_k(asked.k, len(this.train))
     shares = []
-    for kind, images in (("training", train), ("validation", val)):
+    for kind, images in this.images().items():
         found = read_features(this, images, kind, keeper)
         this.leave_out(kind, found.left_out)
         shares.append(share_of(found, images.labels, this.world))
     bank, queries = shares
-    there = len(train) - bank.left_out.count
+    there = len(this.train) - bank.left_out.count
     knn = this.config.evaluation.knn
     k = settled_k(knn.k if knn.k == "auto" else min(knn.k, there), there)
-    matrix, near = _none_counted(len(train.classes))
+    matrix, near = _none_counted(len(this.train.classes))
     for similarity, label, truth in neighbours(bank, queries, this.world, k):
         if len(truth):
             matrix += counted(truth, predicted(similarity, label, knn.temperature), len(matrix))
@@ -131,16 +130,15 @@ def of_knn(
 
 
 def of_linear(
-    this: Opened, train: Manifest, val: Manifest, keeper: Keeper | None, folder: Path, asked: Asked
+    this: Opened, keeper: Keeper | None, folder: Path, asked: Asked
 ) -> tuple[Tensor, Tensor, str, dict[str, Any]]:
     """As `of_knn`, of a linear classifier that was trained before."""
-    file, protocol = on_first(lambda: _newest(folder, this, train))
-    with utf8_path(file) as name, safe_open(name, framework="pt") as content:
-        classifier = {key: content.get_tensor(key).to(this.world.device) for key in ("weight", "bias")}
-    found = read_features(this, val, "validation", keeper)
+    file, protocol = on_first(lambda: _newest(folder, this))
+    classifier = {key: tensor.to(this.world.device) for key, tensor in probe_tensors(file).items()}
+    found = read_features(this, this.val, "validation", keeper)
     this.leave_out("validation", found.left_out)
-    labels = torch.as_tensor(val.labels, dtype=torch.int64)
-    matrix, near = _none_counted(len(train.classes))
+    labels = torch.as_tensor(this.val.labels, dtype=torch.int64)
+    matrix, near = _none_counted(len(this.train.classes))
     for features, index in found.batches(this.world):
         best = nn.functional.linear(features, **classifier).topk(min(5, len(matrix)), dim=1).indices.cpu()
         matrix += counted(labels[index], best[:, 0], len(matrix))
@@ -167,7 +165,7 @@ def order(counts: np.ndarray) -> np.ndarray:
     Args:
         counts: numbers of images [K, K], true by predicted.
     """
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    share = _shares(counts)
     alike = share + share.T
     between = alike.copy()  # of groups; a group has the number of its first class
     np.fill_diagonal(between, -1)
@@ -187,19 +185,24 @@ def order(counts: np.ndarray) -> np.ndarray:
     return np.array(next(iter(groups.values())), np.int64)
 
 
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """Shares [K, K] of each class's images by predicted class; 0 of a class without images."""
+    return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+
 def most_confused(counts: np.ndarray) -> list[tuple[int, int]]:
     """The pairs (true, predicted) of different classes with the largest shares of a class's images; none without."""
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    share = _shares(counts)
     np.fill_diagonal(share, 0)
     largest = np.argsort(-share, axis=None, kind="stable")[:PAIRS].tolist()
     pairs = (divmod(place, len(counts)) for place in largest)
     return [pair for pair in pairs if share[pair]]
 
 
-def _newest(folder: Path, this: Opened, train: Manifest) -> tuple[Path, str]:
+def _newest(folder: Path, this: Opened) -> tuple[Path, str]:
     """The newest linear classifier of these weights and classes, and its protocol; UserError if there is none."""
     wanted = {key: this.settings[key] for key in ("weights", "branch", "transform", "labels")}
-    wanted = json.loads(json.dumps({**wanted, "classes": train.classes}))  # as they will be read
+    wanted = json.loads(json.dumps({**wanted, "classes": this.train.classes}))  # as they will be read
     for path in sorted(folder.glob("linear-*.safetensors"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             about = describe_probe(path)

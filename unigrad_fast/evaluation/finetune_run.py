@@ -27,6 +27,7 @@ from unigrad_fast.pipelines.manifest import part
 from unigrad_fast.runtime.files import write_whole
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
+from unigrad_fast.runtime.wording import percent
 
 Row: TypeAlias = "dict[str, Any]"  # seed, rates, accuracy, top5 and number of validation images of one training
 FINISHED = "the finished trainings are"
@@ -120,7 +121,7 @@ def evaluate_finetune(run: Path | None, few: FewLabels, asked: Asked) -> Written
             f"{len(labelled):,} of {len(train):,} labels, {rows[0]['images']:,} validation images"
         )
         name = f"trained encoder, {this.name}"
-        print_table(this.console, title, [(name, *(_shown(*each) for each in figures.values()))])
+        print_table(this.console, title, [(name, *(percent(*each) for each in figures.values()))])
         of_weights = {**rows[-1], "branch": "fine-tuned", "classes": labelled.classes}
         with printed(unfinished.kept(FINISHED)):
             names = few.subset
@@ -221,9 +222,3 @@ def _over_seeds(values: Sequence[float | None]) -> tuple[float | None, float | N
     """Mean, and standard deviation of a sample; None where there is none."""
     known = [value for value in values if value is not None]
     return (fmean(known) if known else None), (stdev(known) if len(known) > 1 else None)
-
-
-def _shown(mean: float | None, deviation: float | None) -> str:
-    if mean is None:
-        return "–"
-    return f"{mean:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")

@@ -108,7 +108,7 @@ def sharded_knn_grid(
     require_k(widest, images)
     hits = torch.zeros(len(settled), 2, dtype=torch.int64)
     for similarity, label, truth in neighbours(bank, queries, world, widest, chunk):
-        nearest_of = {k: largest(similarity, label, k) for k, _ in settled}
+        nearest_of = {k: largest(similarity, label, k) for k in {k for k, _ in settled}}
         for hit, (k, temperature) in zip(hits, settled, strict=True):
             hit += count_hits(*nearest_of[k], truth, int(classes), temperature, chunk)
     over_ranks(hits, world)
@@ -192,7 +192,7 @@ def _back(found: Tensor, world: World) -> Tensor:
 
 
 def over_ranks(number: Tensor, world: World, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-    """A tensor on the CPU reduced over ranks, in place."""
+    """A tensor reduced over ranks, in place."""
     if world.size > 1:
         dist.all_reduce(number, operation)
     return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from unigrad_fast import config
 from unigrad_fast.evaluation.components import principal_components
 from unigrad_fast.evaluation.knn import KNNResult, over_ranks, sharded_knn
 from unigrad_fast.evaluation.passes import new_features
+from unigrad_fast.evaluation.rows import Features
 from unigrad_fast.evaluation.shares import Share, own_images, share_of
 from unigrad_fast.pipelines import Manifest
 from unigrad_fast.runtime.process_group import World
@@ -56,20 +58,27 @@ class KNNProbe:
 
         Raises RunStopped if a feature is not finite or too many images cannot be used.
         """
-        shares: list[Share] = []
-        for manifest in (self.train, self.val):
+
+        def read(manifest: Manifest) -> Features:
             loader = own_images(manifest, self.data, self.settings, self.world, image_size, crop_fraction)
-            found = new_features(backbone, loader, self.world, dtype, self.data.max_bad_fraction)
+            return new_features(backbone, loader, self.world, dtype, self.data.max_bad_fraction)
+
+        return self.judge(map(read, (self.train, self.val)))
+
+    def judge(self, features: Iterable[Features]) -> KNNResult:
+        """Accuracy and components of features of the training, then of the validation images.
+
+        All ranks call this together. Features are asked for one set after the other, and kept as shares.
+        """
+        shares: list[Share] = []
+        for manifest, found in zip((self.train, self.val), features, strict=True):
             if not shares:
                 components = principal_components(found, self.world)
             shares.append(share_of(found, manifest.labels, self.world))
-        return replace(self.judge(*shares), components=components)
-
-    def judge(self, bank: Share, queries: Share) -> KNNResult:
-        """Accuracy of features of the training and of the validation images; all ranks call this together."""
+        bank, queries = shares
         k: int | Literal["auto"] = self.settings.knn.k
         if k != "auto":  # a run goes on if there are fewer images
             k = min(k, int(over_ranks(torch.tensor(len(bank.labels)), self.world)))
         result = sharded_knn(bank, queries, self.world, k, self.settings.knn.temperature)
         told = (*bank.left_out.told("training"), *queries.left_out.told("validation"))
-        return replace(result, left_out=told)
+        return replace(result, left_out=told, components=components)

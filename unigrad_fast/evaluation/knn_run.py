@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from unigrad_fast.evaluation.baselines import BASELINES
-from unigrad_fast.evaluation.components import principal_components
 from unigrad_fast.evaluation.knn import PROTOCOL, KNNResult, require_k
 from unigrad_fast.evaluation.knn_probe import FINDS_ITSELF, KNNProbe
 from unigrad_fast.evaluation.passes import read_features
 from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
-from unigrad_fast.evaluation.shares import Share, share_of
 from unigrad_fast.networks.encoder import build_encoder
 from unigrad_fast.runtime.outputs import Written
 from unigrad_fast.runtime.process_group import on_first
@@ -43,13 +40,8 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> Written:
             untrained = build_encoder(this.config.model, this.config.seed, this.world.device).backbone
             rows["untrained encoder"] = probe(untrained, this.dtype)
         keeper = this.keeper(folder, asked)
-        shares: list[Share] = []
-        for kind, images in this.images().items():
-            found = read_features(this, images, kind, keeper)
-            if not shares:
-                components = principal_components(found, this.world)
-            shares.append(share_of(found, images.labels, this.world))
-        rows["trained encoder"] = replace(probe.judge(*shares), components=components)
+        found = (read_features(this, images, kind, keeper) for kind, images in this.images().items())
+        rows["trained encoder"] = probe.judge(found)
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
         this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)

@@ -15,6 +15,7 @@ from unigrad_fast.evaluation.results import read_results
 from unigrad_fast.runtime.console import fitted, new_console
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.validation import leaves, shown
+from unigrad_fast.runtime.wording import percent
 
 COLUMNS = ("protocol", "epoch", "top-1, %", "top-5, %", "what differs")
 # Of a result: what has a column of its own, what is no setting, and what follows from others.
@@ -71,7 +72,7 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                     protocol,
                     "–" if epoch is None else f"{epoch:g}",
                     *(
-                        _percent(content.get(key), content.get("deviation", {}).get(key))
+                        percent(_judged(content.get(key)), content.get("deviation", {}).get(key))
                         for key in ("accuracy", "top5")
                     ),
                     ", ".join(f"{key} {_value(key, own, content.get('file'))}" for key in varying),
@@ -114,13 +115,6 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(figure: Any) -> Any:
     """The figure of the trained encoder, if there are those of others, too."""
     return figure.get(JUDGED) if isinstance(figure, dict) else figure
-
-
-def _percent(figure: Any, deviation: float | None) -> str:
-    value = _judged(figure)
-    if value is None:
-        return "–"
-    return f"{value:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
 def _value(key: str, settings: Mapping[str, Any], file: Any) -> str:

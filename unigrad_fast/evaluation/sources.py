@@ -117,7 +117,8 @@ def _description(file: Path) -> Mapping[str, Any]:
     if not content and file.suffix.lower() == ".safetensors":
         with suppress(ValueError, RecursionError):
             _, inside = metadata(file)
-            content, place = (inside, file) if inside.keys() >= DESCRIBED.keys() else ({}, file)
+            if inside.keys() >= DESCRIBED.keys():
+                content, place = inside, file
     about = {key: content[key] for key in DESCRIBED if content.get(key) is not None}
     for key, value in about.items():
         if not isinstance(value, DESCRIBED[key]) or isinstance(value, bool):

@@ -13,9 +13,11 @@ def brief(path: Path | str) -> str:
     return str(Path(*Path(path).parts[-2:]))
 
 
-def percent(figure: float | None) -> str:
-    """An accuracy in percent; None, where there is none, as "–"."""
-    return "–" if figure is None else f"{figure:.2f}"
+def percent(figure: float | None, deviation: float | None = None) -> str:
+    """An accuracy in percent, and its deviation if there is one; None, where there is no accuracy, as "–"."""
+    if figure is None:
+        return "–"
+    return f"{figure:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
 def byte_size(size: float) -> str:
