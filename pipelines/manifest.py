@@ -213,12 +213,15 @@ class Manifest:
         Raises:
             DataError: as `items.give`.
         """
-        return cls._of_items(items.give(dataset).removeprefix(f"{DATASET}:"))
+        return cls._of_items(items.give(dataset), dataset)
 
     @classmethod
-    def _of_items(cls, rest: str, cache: str | os.PathLike | None = None) -> "Manifest":
+    def _given(cls, rest: str, cache: str | os.PathLike | None) -> "Manifest":
         source = f"{DATASET}:{rest}"
-        dataset = items.given(source)
+        return cls._of_items(source, items.given(source))
+
+    @classmethod
+    def _of_items(cls, source: str, dataset: Any) -> "Manifest":
         count = len(dataset)
         if not (mean := items.mean_bytes(source)):
             raise DataError(f"{source}: none of {items.SAMPLED} evenly spaced items can be read; repair the Dataset")
@@ -427,7 +430,7 @@ class Manifest:
 _OPENERS = {
     HUGGING_FACE: Manifest.from_hugging_face,
     PARQUET: Manifest.from_parquet,
-    DATASET: Manifest._of_items,
+    DATASET: Manifest._given,
 }
 
 

@@ -264,6 +264,7 @@ def test_only_some_items_are_read_at_the_start_and_no_others_later(manifest):
 
     found = Manifest.open(Counting(data))
     assert len(set(read)) == items.SAMPLED and {0, 102} < set(read)
+    assert len(read) == 3 * items.SAMPLED  # twice to compare, and once for labels
     read.clear()
     (batch,) = batches(found, count=1)
     ahead = Loader(found, "simsiam", 16, 3).ahead
