@@ -34,11 +34,6 @@ from .files.slow_storage import THREADS
 from .spelling import DATASET
 from .storage import Storage
 
-BAD = (
-    OSError,
-    SyntaxError,
-    Image.DecompressionBombError,
-)  # of `dataset[i]`: the picture is bad; SyntaxError is Pillow's
 SAMPLED = 16  # items of the digest
 _ALPHA_OR_PALETTE = ("1", "LA", "P", "PA", "RGBA")
 _given: dict[str, tuple[Any, int]] = {}  # by name: the Dataset, and the mean size of its sampled items, encoded
@@ -53,11 +48,6 @@ def give(dataset: Any) -> str:
     source, mean = _described(dataset)
     _given[source] = dataset, mean
     return source
-
-
-def is_given(source: str) -> bool:
-    """Whether this process was given a Dataset of that name."""
-    return source in _given
 
 
 def given(source: str) -> Any:
@@ -212,7 +202,7 @@ def _told(dataset: Any, place: int) -> Iterator[None]:
         yield
     except OSError:
         raise
-    except BAD as error:
+    except (SyntaxError, Image.DecompressionBombError) as error:  # Pillow's
         raise UnidentifiedImageError(str(error)) from error
     except DataError as error:
         raise DataError(f"{_name(dataset)}, item {place}: {error}") from error
