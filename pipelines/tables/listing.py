@@ -83,7 +83,7 @@ def require_pyarrow(source: str) -> None:
 
 
 def _with_copy(own: Shards, copy: Path) -> Shards:
-    return Shards.of(own.root, [*own.files, os.fspath(copy)])
+    return own.followed_by(Shards.of(own.root, [os.fspath(copy)]))
 
 
 def _read(tables: Tables, images: str, labels: str | None, copy: Path | None) -> list[Rows]:

@@ -21,6 +21,7 @@ from pyarrow import parquet
 from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest
 from unigrad_fast.pipelines.files import places
 from unigrad_fast.pipelines.reading.damage import decoded
+from unigrad_fast.pipelines.shards import archives
 from unigrad_fast.pipelines.tables import listing, rows
 
 
@@ -124,6 +125,16 @@ def test_a_second_start_reads_no_table_and_a_lost_copy_is_made_again(sources, ma
     for damage in (copy.unlink, lambda: copy.write_bytes(b"x" * copy.stat().st_size)):
         damage()
         assert Manifest.open(sources["compressed"]).read(5) == manifest.read(5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is compressed")
+def test_a_start_digests_each_file_and_the_copy_once(sources, monkeypatch):
+    looked, digests = [], archives.digests_of_ends
+    monkeypatch.setattr(archives, "digests_of_ends", lambda root, files: looked.extend(files) or digests(root, files))
+    for _ in range(2):  # without a cached listing, and with it
+        looked.clear()
+        found = Manifest.open(sources["compressed"])
+        assert sorted(looked) == sorted(found.storage.shards.files) and len(looked) == 3
 
 
 def test_a_dataset_of_hugging_face_may_be_given_as_it_is(sources, manifest):
