@@ -90,7 +90,7 @@ class Items(Storage):
     def files(self, images: Any) -> list[str]:
         return []
 
-    def part(self, positions: np.ndarray) -> "Items":
+    def part(self, positions: np.ndarray, names: np.ndarray, offsets: np.ndarray) -> "Items":
         return Items(self.source, self.positions[positions])
 
 

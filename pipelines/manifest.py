@@ -453,7 +453,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         lengths=manifest.lengths[positions],
         labels=labels,
         classes=classes,
-        storage=manifest.storage.part(positions),
+        storage=manifest.storage.part(positions, names, offsets),
         _store=None,
         _marked={place[position]: size for position, size in manifest._marked.items() if position in place},
     )
