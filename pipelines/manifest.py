@@ -166,8 +166,7 @@ class Manifest:
         """
         source = _absolute(path)
         shards = Shards.find(source)
-        names = "\0".join(shards.files).encode("utf-8", "surrogateescape")
-        fingerprint = digest(names, shards.states, shards.ends)
+        fingerprint = digest(shards.files, shards.states, shards.ends)
         store = cache_file(source, cache)
         index, content, known = list_shards(source, shards, recall(store, fingerprint))
         kept = {LEFT_OUT: content[LEFT_OUT]}
@@ -234,7 +233,7 @@ class Manifest:
             sizes=np.zeros((count, 2), np.int32),
             labels=labels,
             classes=classes,
-            fingerprint=digest(source.encode(), b"" if labels is None else labels, "\0".join(classes).encode()),
+            fingerprint=digest([source], b"" if labels is None else labels, classes),
             lengths=np.full(count, mean),
             storage=items.Items(source, np.arange(count)),
         )
@@ -242,8 +241,7 @@ class Manifest:
     @classmethod
     def _of_tables(cls, source: str, tables: Tables, cache: str | os.PathLike | None) -> "Manifest":
         files = Shards.of(tables.root, tables.files)
-        named = "\0".join([*tables.files, tables.images, tables.labels]).encode("utf-8", "surrogateescape")
-        fingerprint = digest(named, files.states, files.ends)
+        fingerprint = digest([*tables.files, tables.images, tables.labels], files.states, files.ends)
         store = cache_file(source, cache)
         content = recall(store, fingerprint)
         index, shards, kept, known = list_tables(tables, files, content, store)
@@ -283,9 +281,7 @@ class Manifest:
     ) -> "Manifest":
         joined = b"".join(names)
         lengths = np.fromiter(map(len, names), np.int32, len(names))
-        named = (
-            () if source == root or labels is None else (labels, "\0".join(classes).encode("utf-8", "surrogateescape"))
-        )
+        named = () if source == root or labels is None else (labels, classes)
         fingerprint = digest(joined, lengths, states, *named)
         store = cache_file(source, cache) if is_cached else None
         content = recall(store, fingerprint)

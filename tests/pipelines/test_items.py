@@ -1,5 +1,6 @@
 """Images of a Dataset in this process: the batches of the same files, bit for bit, and what is refused."""
 
+import os
 import pickle
 import re
 import shutil
@@ -251,6 +252,11 @@ def test_labels_of_another_kind_are_left_out_and_that_is_told(label):
 def test_classes_without_a_name_for_each_label_are_told():
     with pytest.warns(UserWarning, match="its `classes` name 2 of 3 classes, so their numbers are used"):
         assert Manifest.open(Listed([PIXEL] * 3, targets=[0, 2, 1], classes=["a", "b"])).classes == ["0", "1", "2"]
+
+
+def test_names_of_classes_need_not_be_utf8():
+    name = os.fsdecode(b"\xff")
+    assert Manifest.open(Listed([PIXEL] * 2, targets=[0, 0], classes=[name])).classes == [name]
 
 
 def test_only_some_items_are_read_at_the_start_and_no_others_later(manifest):
