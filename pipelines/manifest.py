@@ -187,6 +187,7 @@ class Manifest:
             DataError: pyarrow is not installed; the folder, the split or a column does not exist, or there are several;
                 or a file is damaged.
         """
+        rest = _absolute(rest)
         return cls._of_tables(f"{HUGGING_FACE}:{rest}", find_hugging_face(rest), cache)
 
     @classmethod
@@ -200,6 +201,7 @@ class Manifest:
         Raises:
             DataError: as `from_hugging_face`.
         """
+        rest = _absolute(rest)
         return cls._of_tables(f"{PARQUET}:{rest}", find_parquet(rest), cache)
 
     @classmethod

@@ -270,6 +270,15 @@ def test_a_copy_that_another_process_made_meanwhile_is_kept(sources, tmp_path, m
     assert not list(tmp_path.glob("*.new"))
 
 
+def test_a_path_is_that_of_the_folder_in_which_it_was_given(manifest, tmp_path, monkeypatch):
+    parquet.write_table(table(manifest).slice(0, 5), tmp_path / "0.parquet", compression="none")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = [Manifest.from_hugging_face("."), *map(Manifest.from_parquet, ("0.parquet", "~/0.parquet::label"))]
+    monkeypatch.chdir("/")
+    assert [one.read(3) for one in found] == [manifest.read(3)] * 3
+
+
 def test_files_with_other_columns_are_refused(manifest, tmp_path):
     parquet.write_table(table(manifest), tmp_path / "0.parquet")
     parquet.write_table(table(manifest, bare=True), tmp_path / "1.parquet")
