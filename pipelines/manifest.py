@@ -24,7 +24,7 @@ from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
 from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
 from .spelling import DATASET, HUGGING_FACE, PARQUET, absolute_source, kind_of
-from .storage import Files, Ranges, Storage, names_at
+from .storage import Files, Ranges, Storage, joined, names_at
 from .tables.finding import ENDING as PARQUET_ENDING
 from .tables.finding import Tables, find_hugging_face, find_parquet
 from .tables.listing import list_tables
@@ -227,11 +227,11 @@ class Manifest:
         if not (mean := items.mean_bytes(source)):
             raise DataError(f"{source}: none of {items.SAMPLED} evenly spaced items can be read; repair the Dataset")
         labels, classes = items.labels_of(dataset)
-        names = [b"%07d" % place for place in range(count)]
+        names, offsets = joined([b"%07d" % place for place in range(count)])
         return cls(
             root=source,
-            names=np.frombuffer(b"".join(names), np.uint8),
-            offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, count))]),
+            names=names,
+            offsets=offsets,
             sizes=np.zeros((count, 2), np.int32),
             labels=labels,
             classes=classes,
@@ -281,24 +281,24 @@ class Manifest:
         cache: str | os.PathLike | None,
         is_cached: bool = True,
     ) -> "Manifest":
-        joined = b"".join(names)
-        lengths = np.fromiter(map(len, names), np.int32, len(names))
+        joined_names, offsets = joined(names)
+        lengths = np.diff(offsets).astype(np.int32)
         named = () if source == root or labels is None else (labels, classes)
-        fingerprint = digest(joined, lengths, states, *named)
+        fingerprint = digest(joined_names, lengths, states, *named)
         store = cache_file(source, cache) if is_cached else None
         content = recall(store, fingerprint)
         if not fits(content, len(names)):
             content = {}
-        names_and_offsets = np.frombuffer(joined, np.uint8), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         manifest = cls(
-            root,
-            *names_and_offsets,
+            root=root,
+            names=joined_names,
+            offsets=offsets,
             sizes=sizes_in(content, len(names)),
             labels=labels,
             classes=classes,
             fingerprint=fingerprint,
             lengths=states[:, 0].copy(),
-            storage=Files(root, *names_and_offsets),
+            storage=Files(root, joined_names, offsets),
             _store=store,
         )
         return manifest._ready(content)

@@ -134,6 +134,12 @@ class Ranges(Storage):
         return {**self.kept, **vars(self.index)}
 
 
+def joined(names: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Names (uint8, concatenated) and offsets (int64 [n + 1]) of images."""
+    lengths = np.fromiter(map(len, names), np.int64, len(names))
+    return np.frombuffer(b"".join(names), np.uint8), np.concatenate([[0], np.cumsum(lengths)])
+
+
 def names_at(names: np.ndarray, offsets: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Names (uint8, concatenated) and offsets (int64 [n + 1]) of the images at some positions."""
     lengths = np.diff(offsets)[positions]
