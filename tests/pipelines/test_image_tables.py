@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from same_batches import assert_same, batches
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Manifest
 from unigrad_fast.pipelines.files import places
 from unigrad_fast.pipelines.reading.damage import decoded
 from unigrad_fast.pipelines.shards import archives
@@ -67,18 +68,6 @@ def sources(tree, tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("sources")
     manifest = Manifest.from_folder(tree)
     return {kind: written(kind, manifest, root / kind) for kind in KINDS}
-
-
-def batches(manifest: Manifest, rank: int = 0, world_size: int = 1, start: int = 0, count: int = 2) -> list:
-    loader = Loader(manifest, "simsiam", 16, 3, rank, world_size, image_size=16, threads=1)
-    return list(loader.iterate(start, start + count))
-
-
-def assert_same(left: list, right: list) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.step == other.step and one.replaced.tolist() == other.replaced.tolist()
-        for a, b in zip((one.index, one.label, *one.views), (other.index, other.label, *other.views), strict=True):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.filterwarnings("ignore:.*is compressed")

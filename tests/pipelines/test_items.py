@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from same_batches import assert_same, batches
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
@@ -34,18 +35,6 @@ class Listed:
         if isinstance(item, Exception):
             raise item
         return item() if callable(item) else item
-
-
-def batches(manifest, rank=0, world_size=1, start=0, count=2):
-    loader = Loader(manifest, "simsiam", 16, 3, rank, world_size, image_size=16, threads=1)
-    return list(loader.iterate(start, start + count))
-
-
-def assert_same(left, right):
-    for one, other in zip(left, right, strict=True):
-        assert one.step == other.step and one.replaced.tolist() == other.replaced.tolist()
-        for a, b in zip((one.index, one.label, *one.views), (other.index, other.label, *other.views), strict=True):
-            assert torch.equal(a, b)
 
 
 def contents(manifest):
