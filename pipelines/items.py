@@ -34,14 +34,9 @@ from .files.slow_storage import THREADS
 from .spelling import DATASET
 from .storage import Storage
 
-BAD = (
-    OSError,
-    SyntaxError,
-    Image.DecompressionBombError,
-)  # of `dataset[i]`: the picture is bad; SyntaxError is Pillow's
 SAMPLED = 16  # items of the digest
 _ALPHA_OR_PALETTE = ("1", "LA", "P", "PA", "RGBA")
-_given: dict[str, Any] = {}
+_given: dict[str, tuple[Any, int]] = {}  # by name: the Dataset, and the mean size of its sampled items, encoded
 
 
 def give(dataset: Any) -> str:
@@ -50,14 +45,9 @@ def give(dataset: Any) -> str:
     Raises:
         DataError: it has no length, no items or no random access, or an item is no picture or differs each time.
     """
-    source = f"{DATASET}:{_described(dataset)}"
-    _given[source] = dataset
+    source, mean = _described(dataset)
+    _given[source] = dataset, mean
     return source
-
-
-def is_given(source: str) -> bool:
-    """Whether this process was given a Dataset of that name."""
-    return source in _given
 
 
 def given(source: str) -> Any:
@@ -67,10 +57,11 @@ def given(source: str) -> Any:
             f"{source}: a Dataset that was given from Python, and this process has none like it; give it again: "
             'pretrain, Run.resume and evaluate.knn take data={"train": DATASET, "val": DATASET}'
         )
-    now = f"{DATASET}:{_described(_given[source])}"
+    dataset, _ = _given[source]
+    now, _ = _described(dataset)
     if now != source:
         raise DataError(f"{source}: has changed since it was given, and is {now} now; give it again")
-    return _given[source]
+    return dataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +78,8 @@ class Items(Storage):
         return self.source
 
     def read(self, image: int) -> bytes | memoryview:
-        return _read(_given[self.source], int(self.source.split(":")[2]), int(self.positions[image]))
+        dataset, _ = _given[self.source]
+        return _read(dataset, int(self.source.split(":")[2]), int(self.positions[image]))
 
     def size(self, image: int) -> tuple[int, int]:
         return size_of(self.read(image))
@@ -98,7 +90,7 @@ class Items(Storage):
     def files(self, images: Any) -> list[str]:
         return []
 
-    def part(self, positions: np.ndarray) -> "Items":
+    def part(self, positions: np.ndarray, names: np.ndarray, offsets: np.ndarray) -> "Items":
         return Items(self.source, self.positions[positions])
 
 
@@ -113,9 +105,8 @@ def size_of(data: bytes | memoryview) -> tuple[int, int]:
 
 
 def mean_bytes(source: str) -> int:
-    """Mean size of the sampled items, encoded."""
-    dataset = _given[source]
-    return int(np.mean([len(_sampled(dataset, place)) for place in _places(len(dataset))]))
+    """Mean size of the sampled items of a Dataset that was given, encoded."""
+    return _given[source][1]
 
 
 def labels_of(dataset: Any) -> tuple[np.ndarray | None, list[str]]:
@@ -211,7 +202,7 @@ def _told(dataset: Any, place: int) -> Iterator[None]:
         yield
     except OSError:
         raise
-    except BAD as error:
+    except (SyntaxError, Image.DecompressionBombError) as error:  # Pillow's
         raise UnidentifiedImageError(str(error)) from error
     except DataError as error:
         raise DataError(f"{_name(dataset)}, item {place}: {error}") from error
@@ -223,8 +214,8 @@ def _told(dataset: Any, place: int) -> Iterator[None]:
         ) from error
 
 
-def _described(dataset: Any) -> str:
-    """Class, length and digest."""
+def _described(dataset: Any) -> tuple[str, int]:
+    """The name, with class, length and digest, and the mean size of the sampled items, encoded."""
     torch = sys.modules.get("torch")
     is_stream = torch is not None and isinstance(dataset, torch.utils.data.IterableDataset)
     if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -235,7 +226,7 @@ def _described(dataset: Any) -> str:
     length = len(dataset)
     if not length:
         raise DataError(f"{_name(dataset)} has no items; give a Dataset with images")
-    found = hashlib.blake2b(digest_size=8)
+    found, sizes = hashlib.blake2b(digest_size=8), []
     for place in _places(length):
         content = _sampled(dataset, place)
         if content != _sampled(dataset, place):
@@ -245,7 +236,8 @@ def _described(dataset: Any) -> str:
             )
         found.update(b"%d:" % len(content))
         found.update(content)
-    return f"{_name(dataset)}:{length}:{found.hexdigest()}"
+        sizes.append(len(content))
+    return f"{DATASET}:{_name(dataset)}:{length}:{found.hexdigest()}", int(np.mean(sizes))
 
 
 def _sampled(dataset: Any, place: int) -> bytes | memoryview:

@@ -24,7 +24,7 @@ from .listing.shards import LEFT_OUT, list_shards
 from .listing.text import list_text, not_there
 from .shards.archives import COMPRESSED, ENDING, Shards, tar_files
 from .spelling import DATASET, HUGGING_FACE, PARQUET, absolute_source, kind_of
-from .storage import Files, Ranges, Storage, names_at
+from .storage import Files, Ranges, Storage, joined, names_at
 from .tables.finding import ENDING as PARQUET_ENDING
 from .tables.finding import Tables, find_hugging_face, find_parquet
 from .tables.listing import list_tables
@@ -166,8 +166,7 @@ class Manifest:
         """
         source = _absolute(path)
         shards = Shards.find(source)
-        names = "\0".join(shards.files).encode("utf-8", "surrogateescape")
-        fingerprint = digest(names, shards.states, shards.ends)
+        fingerprint = digest(shards.files, shards.states, shards.ends)
         store = cache_file(source, cache)
         index, content, known = list_shards(source, shards, recall(store, fingerprint))
         kept = {LEFT_OUT: content[LEFT_OUT]}
@@ -188,6 +187,7 @@ class Manifest:
             DataError: pyarrow is not installed; the folder, the split or a column does not exist, or there are several;
                 or a file is damaged.
         """
+        rest = _absolute(rest)
         return cls._of_tables(f"{HUGGING_FACE}:{rest}", find_hugging_face(rest), cache)
 
     @classmethod
@@ -201,6 +201,7 @@ class Manifest:
         Raises:
             DataError: as `from_hugging_face`.
         """
+        rest = _absolute(rest)
         return cls._of_tables(f"{PARQUET}:{rest}", find_parquet(rest), cache)
 
     @classmethod
@@ -213,25 +214,28 @@ class Manifest:
         Raises:
             DataError: as `items.give`.
         """
-        return cls._of_items(items.give(dataset).removeprefix(f"{DATASET}:"))
+        return cls._of_items(items.give(dataset), dataset)
 
     @classmethod
-    def _of_items(cls, rest: str, cache: str | os.PathLike | None = None) -> "Manifest":
+    def _given(cls, rest: str, cache: str | os.PathLike | None) -> "Manifest":
         source = f"{DATASET}:{rest}"
-        dataset = items.given(source)
+        return cls._of_items(source, items.given(source))
+
+    @classmethod
+    def _of_items(cls, source: str, dataset: Any) -> "Manifest":
         count = len(dataset)
         if not (mean := items.mean_bytes(source)):
             raise DataError(f"{source}: none of {items.SAMPLED} evenly spaced items can be read; repair the Dataset")
         labels, classes = items.labels_of(dataset)
-        names = [b"%07d" % place for place in range(count)]
+        names, offsets = joined([b"%07d" % place for place in range(count)])
         return cls(
             root=source,
-            names=np.frombuffer(b"".join(names), np.uint8),
-            offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, count))]),
+            names=names,
+            offsets=offsets,
             sizes=np.zeros((count, 2), np.int32),
             labels=labels,
             classes=classes,
-            fingerprint=digest(source.encode(), b"" if labels is None else labels, "\0".join(classes).encode()),
+            fingerprint=digest([source], b"" if labels is None else labels, classes),
             lengths=np.full(count, mean),
             storage=items.Items(source, np.arange(count)),
         )
@@ -239,8 +243,7 @@ class Manifest:
     @classmethod
     def _of_tables(cls, source: str, tables: Tables, cache: str | os.PathLike | None) -> "Manifest":
         files = Shards.of(tables.root, tables.files)
-        named = "\0".join([*tables.files, tables.images, tables.labels]).encode("utf-8", "surrogateescape")
-        fingerprint = digest(named, files.states, files.ends)
+        fingerprint = digest([*tables.files, tables.images, tables.labels], files.states, files.ends)
         store = cache_file(source, cache)
         content = recall(store, fingerprint)
         index, shards, kept, known = list_tables(tables, files, content, store)
@@ -278,26 +281,24 @@ class Manifest:
         cache: str | os.PathLike | None,
         is_cached: bool = True,
     ) -> "Manifest":
-        joined = b"".join(names)
-        lengths = np.fromiter(map(len, names), np.int32, len(names))
-        named = (
-            () if source == root or labels is None else (labels, "\0".join(classes).encode("utf-8", "surrogateescape"))
-        )
-        fingerprint = digest(joined, lengths, states, *named)
+        joined_names, offsets = joined(names)
+        lengths = np.diff(offsets).astype(np.int32)
+        named = () if source == root or labels is None else (labels, classes)
+        fingerprint = digest(joined_names, lengths, states, *named)
         store = cache_file(source, cache) if is_cached else None
         content = recall(store, fingerprint)
         if not fits(content, len(names)):
             content = {}
-        names_and_offsets = np.frombuffer(joined, np.uint8), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         manifest = cls(
-            root,
-            *names_and_offsets,
+            root=root,
+            names=joined_names,
+            offsets=offsets,
             sizes=sizes_in(content, len(names)),
             labels=labels,
             classes=classes,
             fingerprint=fingerprint,
             lengths=states[:, 0].copy(),
-            storage=Files(root, *names_and_offsets),
+            storage=Files(root, joined_names, offsets),
             _store=store,
         )
         return manifest._ready(content)
@@ -427,7 +428,7 @@ class Manifest:
 _OPENERS = {
     HUGGING_FACE: Manifest.from_hugging_face,
     PARQUET: Manifest.from_parquet,
-    DATASET: Manifest._of_items,
+    DATASET: Manifest._given,
 }
 
 
@@ -450,7 +451,7 @@ def part(manifest: Manifest, positions: np.ndarray, labels: np.ndarray, classes:
         lengths=manifest.lengths[positions],
         labels=labels,
         classes=classes,
-        storage=manifest.storage.part(positions),
+        storage=manifest.storage.part(positions, names, offsets),
         _store=None,
         _marked={place[position]: size for position, size in manifest._marked.items() if position in place},
     )

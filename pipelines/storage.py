@@ -46,8 +46,8 @@ class Storage:
         """Width and height from the header. Raises OSError if it has none."""
         raise NotImplementedError
 
-    def part(self, positions: np.ndarray) -> "Storage":
-        """The images at some positions, int64 [n]."""
+    def part(self, positions: np.ndarray, names: np.ndarray, offsets: np.ndarray) -> "Storage":
+        """The images at some positions, int64 [n], which have these names as of `names_at`."""
         raise NotImplementedError
 
     def read(self, image: int) -> bytes | memoryview:
@@ -89,8 +89,8 @@ class Files(Storage):
     def size(self, image: int) -> tuple[int, int]:
         return read_size(self.place(image))
 
-    def part(self, positions: np.ndarray) -> "Files":
-        return Files(self.root, *names_at(self.names, self.offsets, positions))
+    def part(self, positions: np.ndarray, names: np.ndarray, offsets: np.ndarray) -> "Files":
+        return Files(self.root, names, offsets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +121,8 @@ class Ranges(Storage):
             return size_in(io.BytesIO(head))
         return size_in(io.BytesIO(self.read(image)))
 
-    def part(self, positions: np.ndarray) -> "Ranges":
+    def part(self, positions: np.ndarray, names: np.ndarray, offsets: np.ndarray) -> "Ranges":
         index = self.index
-        names, offsets = names_at(index.names, index.offsets, positions)
         at = {key: getattr(index, key)[positions] for key in ("shard", "at", "length")}
         labels = index.labels[positions] if len(index.labels) else index.labels
         return replace(self, index=replace(index, names=names, offsets=offsets, labels=labels, **at))
@@ -133,6 +132,12 @@ class Ranges(Storage):
 
     def cached(self) -> dict[str, np.ndarray]:
         return {**self.kept, **vars(self.index)}
+
+
+def joined(names: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Names (uint8, concatenated) and offsets (int64 [n + 1]) of images."""
+    lengths = np.fromiter(map(len, names), np.int64, len(names))
+    return np.frombuffer(b"".join(names), np.uint8), np.concatenate([[0], np.cumsum(lengths)])
 
 
 def names_at(names: np.ndarray, offsets: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,10 +16,10 @@ from ..files.npz_files import DAMAGED, read_arrays, within
 
 
 def digest(*parts: Any) -> str:
-    """The fingerprint of names, file states and everything else that determines a listing."""
+    """The fingerprint of names, file states and everything else that determines a listing: bytes, arrays, or texts."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(part)
+        found.update("\0".join(part).encode("utf-8", "surrogateescape") if isinstance(part, list) else part)
     return found.hexdigest()
 
 

@@ -24,6 +24,7 @@ from ..files.headers import ENDINGS, EXTENSIONS
 from ..files.tar_format import member, members, text_of
 from ..shards.archives import CLASSES, Shards
 from ..shards.index import INDEX, Index, load, missing
+from ..storage import joined
 from . import marks
 from .cache import fits
 from .classes import classes_of, lies_in_one_left_alone
@@ -100,9 +101,10 @@ def _from_headers(source: str, shards: Shards) -> tuple[Index, list[str]]:
             )
         classes = given
     counts = [len(one.names) for one in found]
+    joined_names, offsets = joined(names)
     index = Index(
-        names=np.frombuffer(b"".join(names), np.uint8),
-        offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))]),
+        names=joined_names,
+        offsets=offsets,
         shard=np.repeat(np.arange(len(found), dtype=np.int32), counts),
         at=np.concatenate([np.array(one.at, np.int64) for one in found]),
         length=np.concatenate([np.array(one.length, np.int64) for one in found]),

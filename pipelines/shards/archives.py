@@ -65,6 +65,11 @@ class Shards:
         """Files with images that are read by offset. Raises DataError if one is gone or cannot be read."""
         return cls(root, files, _states(root, files), digests_of_ends(root, files))
 
+    def followed_by(self, others: "Shards") -> "Shards":
+        """These files and others behind them, all under this root."""
+        states, ends = np.concatenate([self.states, others.states]), np.concatenate([self.ends, others.ends])
+        return Shards(self.root, [*self.files, *others.files], states, ends)
+
     def found_again(self) -> "Shards":
         """The same shards as seen by this process, after another process has listed them.
 

@@ -18,6 +18,7 @@ from ..files.whole_files import whole
 from ..listing.shards import index_in
 from ..shards.archives import Shards, digests_of_ends
 from ..shards.index import Index
+from ..storage import joined
 from .columns import choose_columns, labels_of
 from .finding import Tables
 from .rows import NotCopied, NotInPlace, Rows, copied_rows, rows_in_place, schema_of
@@ -83,7 +84,7 @@ def require_pyarrow(source: str) -> None:
 
 
 def _with_copy(own: Shards, copy: Path) -> Shards:
-    return Shards.of(own.root, [*own.files, os.fspath(copy)])
+    return own.followed_by(Shards.of(own.root, [os.fspath(copy)]))
 
 
 def _read(tables: Tables, images: str, labels: str | None, copy: Path | None) -> list[Rows]:
@@ -167,9 +168,10 @@ def _index(tables: Tables, found: list[Rows], names: list[str] | None) -> Index:
         labels, classes = labels_of(pyarrow.chunked_array(chunks), names, place)
     copy = len(tables.files)
     shard = [copy if rows.is_copied else number for number, rows in enumerate(found)]
+    joined_names, offsets = joined(members)
     return Index(
-        names=np.frombuffer(b"".join(members), np.uint8),
-        offsets=np.concatenate([[0], np.cumsum(np.fromiter(map(len, members), np.int64, len(members)))]),
+        names=joined_names,
+        offsets=offsets,
         shard=np.repeat(np.array(shard, np.int32), counts),
         at=np.concatenate([rows.at for rows in found]),
         length=np.concatenate([rows.length for rows in found]),

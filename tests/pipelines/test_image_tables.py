@@ -17,10 +17,12 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from same_batches import assert_same, batches
 
-from unigrad_fast.pipelines import DataError, EvaluationLoader, Loader, Manifest
+from unigrad_fast.pipelines import DataError, EvaluationLoader, Manifest
 from unigrad_fast.pipelines.files import places
 from unigrad_fast.pipelines.reading.damage import decoded
+from unigrad_fast.pipelines.shards import archives
 from unigrad_fast.pipelines.tables import listing, rows
 
 
@@ -68,18 +70,6 @@ def sources(tree, tmp_path_factory) -> dict[str, str]:
     return {kind: written(kind, manifest, root / kind) for kind in KINDS}
 
 
-def batches(manifest: Manifest, rank: int = 0, world_size: int = 1, start: int = 0, count: int = 2) -> list:
-    loader = Loader(manifest, "simsiam", 16, 3, rank, world_size, image_size=16, threads=1)
-    return list(loader.iterate(start, start + count))
-
-
-def assert_same(left: list, right: list) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.step == other.step and one.replaced.tolist() == other.replaced.tolist()
-        for a, b in zip((one.index, one.label, *one.views), (other.index, other.label, *other.views), strict=True):
-            assert torch.equal(a, b)
-
-
 @pytest.mark.filterwarnings("ignore:.*is compressed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_the_same_files_at_any_step_and_rank(kind, sources, manifest):
@@ -124,6 +114,16 @@ def test_a_second_start_reads_no_table_and_a_lost_copy_is_made_again(sources, ma
     for damage in (copy.unlink, lambda: copy.write_bytes(b"x" * copy.stat().st_size)):
         damage()
         assert Manifest.open(sources["compressed"]).read(5) == manifest.read(5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is compressed")
+def test_a_start_digests_each_file_and_the_copy_once(sources, monkeypatch):
+    looked, digests = [], archives.digests_of_ends
+    monkeypatch.setattr(archives, "digests_of_ends", lambda root, files: looked.extend(files) or digests(root, files))
+    for _ in range(2):  # without a cached listing, and with it
+        looked.clear()
+        found = Manifest.open(sources["compressed"])
+        assert sorted(looked) == sorted(found.storage.shards.files) and len(looked) == 3
 
 
 def test_a_dataset_of_hugging_face_may_be_given_as_it_is(sources, manifest):
@@ -257,6 +257,15 @@ def test_a_copy_that_another_process_made_meanwhile_is_kept(sources, tmp_path, m
     second = Manifest.open(sources["compressed"], tmp_path)
     assert first.place(5) == second.place(5) and first.read(5) == manifest.read(5)
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_path_is_that_of_the_folder_in_which_it_was_given(manifest, tmp_path, monkeypatch):
+    parquet.write_table(table(manifest).slice(0, 5), tmp_path / "0.parquet", compression="none")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = [Manifest.from_hugging_face("."), *map(Manifest.from_parquet, ("0.parquet", "~/0.parquet::label"))]
+    monkeypatch.chdir("/")
+    assert [one.read(3) for one in found] == [manifest.read(3)] * 3
 
 
 def test_files_with_other_columns_are_refused(manifest, tmp_path):

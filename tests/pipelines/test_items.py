@@ -1,5 +1,6 @@
 """Images of a Dataset in this process: the batches of the same files, bit for bit, and what is refused."""
 
+import os
 import pickle
 import re
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from same_batches import assert_same, batches
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
@@ -33,18 +35,6 @@ class Listed:
         if isinstance(item, Exception):
             raise item
         return item() if callable(item) else item
-
-
-def batches(manifest, rank=0, world_size=1, start=0, count=2):
-    loader = Loader(manifest, "simsiam", 16, 3, rank, world_size, image_size=16, threads=1)
-    return list(loader.iterate(start, start + count))
-
-
-def assert_same(left, right):
-    for one, other in zip(left, right, strict=True):
-        assert one.step == other.step and one.replaced.tolist() == other.replaced.tolist()
-        for a, b in zip((one.index, one.label, *one.views), (other.index, other.label, *other.views), strict=True):
-            assert torch.equal(a, b)
 
 
 def contents(manifest):
@@ -253,6 +243,11 @@ def test_classes_without_a_name_for_each_label_are_told():
         assert Manifest.open(Listed([PIXEL] * 3, targets=[0, 2, 1], classes=["a", "b"])).classes == ["0", "1", "2"]
 
 
+def test_names_of_classes_need_not_be_utf8():
+    name = os.fsdecode(b"\xff")
+    assert Manifest.open(Listed([PIXEL] * 2, targets=[0, 0], classes=[name])).classes == [name]
+
+
 def test_only_some_items_are_read_at_the_start_and_no_others_later(manifest):
     read = []
     data = contents(manifest)
@@ -264,6 +259,7 @@ def test_only_some_items_are_read_at_the_start_and_no_others_later(manifest):
 
     found = Manifest.open(Counting(data))
     assert len(set(read)) == items.SAMPLED and {0, 102} < set(read)
+    assert len(read) == 3 * items.SAMPLED  # twice to compare, and once for labels
     read.clear()
     (batch,) = batches(found, count=1)
     ahead = Loader(found, "simsiam", 16, 3).ahead

@@ -117,14 +117,13 @@ def evaluated(manifest: Manifest) -> str:
     Other images under the same names, or other labels of the same images, have another result.
     """
     labels = b"" if manifest.labels is None else manifest.labels.astype(np.int64)
-    classes = "\0".join(manifest.classes).encode(errors="surrogateescape")
     return cache.digest(
         manifest.names,
         manifest.offsets,
         manifest.header_sizes(),
         manifest.lengths.astype(np.int64),
         labels,
-        classes,
+        manifest.classes,
         manifest.storage.contents.encode(),
     )
 
