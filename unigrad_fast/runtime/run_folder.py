@@ -229,13 +229,13 @@ class RunFolder:
 
     def is_occupied(self) -> bool:
         """Whether a process is training in the folder."""
+        if not self.lock.exists():
+            return False
         try:
-            with ExitStack() as stack:
-                if self.lock.exists():
-                    stack.enter_context(locked(self.lock, "occupied"))
+            with locked(self.lock, "occupied"):
+                return False
         except UserError:
             return True
-        return False
 
     def complete_checkpoints(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first; copies under other names are ignored."""
