@@ -63,8 +63,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The folders of the checkpoints that are kept, by step."""
-        found = RunFolder(self.path).complete_checkpoints()
-        return {int(folder.name.removeprefix("step-")): folder for folder in found}
+        return RunFolder(self.path).checkpoints_by_step()
 
     def figures(self) -> Picture:
         """The curves so far, drawn anew: loss, cosine, kNN accuracy, signs of collapse, learning rate."""

@@ -242,6 +242,10 @@ class RunFolder:
         found = self.checkpoints.glob("step-*")
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
+    def checkpoints_by_step(self) -> dict[int, Path]:
+        """The complete checkpoints, oldest first."""
+        return {int(folder.name.removeprefix("step-")): folder for folder in self.complete_checkpoints()}
+
     def _has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob(f"step-*/{CHECKPOINT}"))
 
