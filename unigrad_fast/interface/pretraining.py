@@ -97,10 +97,9 @@ class Run:
         return in_html(self._rows())
 
     def _events(self, kind: str) -> Table:
-        from unigrad_fast.training.telemetry.events import read_lines
+        from unigrad_fast.training.telemetry.events import read_events
 
-        path = RunFolder(self.path).metrics
-        events = [event for _, event in read_lines(path)[0]] if path.is_file() else []
+        events = read_events(self.path) if RunFolder(self.path).metrics.is_file() else []
         rows = [event for event in events if event["event"] == kind]
         return Table({name: value for name, value in row.items() if name != "event"} for row in rows)
 
