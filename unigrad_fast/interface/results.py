@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.outputs import Written, judged
 
-JUDGED = "trained encoder"  # among the figures that one result compares
 MOST_ROWS = 8  # of a table that are shown
 
 
@@ -62,12 +61,9 @@ class Result(Displayed):
         self.path = written.path
         self.settings: Mapping[str, Any] = written.settings
         self.figures: Mapping[str, Any] = written.figures
-        self.accuracy, self.top5 = self._judged("accuracy"), self._judged("top5")
+        self.accuracy: float | None = judged(self.figures.get("accuracy"))
+        self.top5: float | None = judged(self.figures.get("top5"))
         self.picture = None if written.picture is None else Picture(written.picture)
-
-    def _judged(self, name: str) -> float | None:
-        figure = self.figures.get(name)
-        return figure.get(JUDGED) if isinstance(figure, Mapping) else figure
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [(name, self.settings[name]) for name in ("protocol", "k", "temperature") if name in self.settings]
