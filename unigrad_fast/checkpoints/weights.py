@@ -37,7 +37,7 @@ def open_checkpoint(run: Path, step: int | None = None) -> Reader:
             if folder is not None:
                 return Reader(folder)
         raise UserError(f"{run}: no checkpoint there; the run has not saved one yet, or this is not a run folder")
-    kept = {int(folder.name.removeprefix("step-")): folder for folder in RunFolder(run).complete_checkpoints()}
+    kept = RunFolder(run).checkpoints_by_step()
     if step not in kept:
         there = ", ".join(map(str, sorted(kept))) or "none"
         raise UserError(f"checkpoint = {step}: no checkpoint of that step in {run}; available: {there}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -76,6 +77,11 @@ class Encoder(Node):
         given = {"checkpoint", "weights", "backbone", "image_size", "keep_features"} & type(self).model_fields.keys()
         return {"output": output, **{key: getattr(self, key) for key in given}}
 
+    def require_images(self, images: Mapping[str, Path | None]) -> None:
+        """Raises UserError if weights, which come without images, lack those of a key."""
+        if self.weights is not None and None in images.values():
+            raise UserError(f"weights: come without images; give {' and '.join(f'--{key} IMAGES' for key in images)}")
+
 
 class Evaluation(Encoder):
     """What every evaluation takes: an encoder, images and a place for the results."""
@@ -88,8 +94,7 @@ class Evaluation(Encoder):
     def judged(self) -> dict[str, Any]:
         """Arguments of `runs.Asked`, with the images."""
         asked = self.asked(self.output)
-        if self.weights is not None and None in (self.data.train, self.data.val):
-            raise UserError("weights: come without images; give --data.train IMAGES and --data.val IMAGES")
+        self.require_images({"data.train": self.data.train, "data.val": self.data.val})
         return {**asked, "train": self.data.train, "val": self.data.val}
 
 
@@ -230,8 +235,7 @@ class EvaluateFeatures(Keeping, Encoder):
 
 def evaluate_features(options: EvaluateFeatures) -> Written:
     asked = options.asked(None)
-    if options.weights is not None and options.images is None:
-        raise UserError("weights: come without images; give --images IMAGES")
+    options.require_images({"images": options.images})
     require_dali()
     from unigrad_fast.evaluation import feature_files, runs
 
@@ -263,8 +267,7 @@ def evaluate_retrieve(options: EvaluateRetrieve) -> Written:
         raise UserError("images: missing; give the files whose neighbours are to be drawn")
     for image in options.images:
         require_given_file("images", image)
-    if options.weights is not None and options.among is None:
-        raise UserError("weights: come without images; give --among IMAGES")
+    options.require_images({"among": options.among})
     require_dali()
     from unigrad_fast.evaluation import retrieval, runs
 
@@ -308,8 +311,7 @@ class EvaluateMap(Keeping, Encoder):
 
 def evaluate_map(options: EvaluateMap) -> Written:
     asked = options.asked(options.output)
-    if options.weights is not None and options.images is None:
-        raise UserError("weights: come without images; give --images IMAGES")
+    options.require_images({"images": options.images})
     if options.method == "umap":
         require_umap()
     require_dali()

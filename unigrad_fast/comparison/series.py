@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from unigrad_fast.comparison.figures import Over, Row
 from unigrad_fast.comparison.paper_values import Line
-from unigrad_fast.training.telemetry.curves import PANELS, read_events
+from unigrad_fast.training.telemetry.curves import PANELS
+from unigrad_fast.training.telemetry.events import read_events
 
 MOST_POINTS = 100  # of a curve
 Reports: TypeAlias = dict[int, tuple[float, float]]  # epoch and value by step

@@ -11,7 +11,7 @@ from unigrad_fast.evaluation.passes import read_features
 from unigrad_fast.evaluation.results import folder_of, printed, write_result
 from unigrad_fast.evaluation.runs import NOTHING_KEPT, Asked, opened, print_table
 from unigrad_fast.networks.encoder import build_encoder
-from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.outputs import JUDGED, Written
 from unigrad_fast.runtime.process_group import on_first
 from unigrad_fast.runtime.wording import count, percent
 
@@ -41,14 +41,14 @@ def evaluate_knn(run: Path | None, baselines: bool, asked: Asked) -> Written:
             rows["untrained encoder"] = probe(untrained, this.dtype)
         keeper = this.keeper(folder, asked)
         found = (read_features(this, images, kind, keeper) for kind, images in this.images().items())
-        rows["trained encoder"] = probe.judge(found)
+        rows[JUDGED] = probe.judge(found)
         for line in dict.fromkeys(line for row in rows.values() for line in row.left_out):
             this.say(line)
-        this.left_out.update(training=len(this.train) - rows["trained encoder"].bank)
-        this.left_out.update(validation=len(this.val) - rows["trained encoder"].queries)
-        if few := probe.few_images(rows["trained encoder"].bank):
+        this.left_out.update(training=len(this.train) - rows[JUDGED].bank)
+        this.left_out.update(validation=len(this.val) - rows[JUDGED].queries)
+        if few := probe.few_images(rows[JUDGED].bank):
             this.say(few)
-        result = rows["trained encoder"]
+        result = rows[JUDGED]
         title = (
             f"{PROTOCOL}, {this.settings['branch']}: k {result.k}, T {result.temperature:g}, "
             f"{result.queries:,} validation images against {result.bank:,} training images"

@@ -14,6 +14,7 @@ from rich.table import Table
 from unigrad_fast.evaluation.results import read_results
 from unigrad_fast.runtime.console import fitted, new_console
 from unigrad_fast.runtime.errors import UserError
+from unigrad_fast.runtime.outputs import judged
 from unigrad_fast.runtime.validation import leaves, shown
 from unigrad_fast.runtime.wording import percent
 
@@ -24,7 +25,6 @@ NO_SETTINGS = {
     "images", "settings_of_fraction", "batch_norm",
 }  # fmt: skip
 DIGEST = 8  # characters that are shown of one
-JUDGED = "trained encoder"  # among the features that one result compares
 
 
 def show(folder: Path) -> list[dict[str, str]]:
@@ -72,7 +72,7 @@ def rows(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                     protocol,
                     "–" if epoch is None else f"{epoch:g}",
                     *(
-                        percent(_judged(content.get(key)), content.get("deviation", {}).get(key))
+                        percent(judged(content.get(key)), content.get("deviation", {}).get(key))
                         for key in ("accuracy", "top5")
                     ),
                     ", ".join(f"{key} {_value(key, own, content.get('file'))}" for key in varying),
@@ -87,7 +87,7 @@ def _odd(content: Mapping[str, Any]) -> str | None:
         return f"protocol = {shown(content['protocol'])} is no name"
     figures = {"epoch": content.get("epoch")}
     for key in ("accuracy", "top5"):
-        figures[key] = _judged(content.get(key))
+        figures[key] = judged(content.get(key))
     deviations = content.get("deviation", {})
     if not isinstance(deviations, dict):
         return f"deviation = {shown(deviations)} has no figures by name"
@@ -110,11 +110,6 @@ def _settings(content: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key, without lists."""
     kept = {key: value for key, value in content.items() if key not in NO_SETTINGS}
     return {key: value for key, value in leaves(kept) if not isinstance(value, list | dict)}
-
-
-def _judged(figure: Any) -> Any:
-    """The figure of the trained encoder, if there are those of others, too."""
-    return figure.get(JUDGED) if isinstance(figure, dict) else figure
 
 
 def _value(key: str, settings: Mapping[str, Any], file: Any) -> str:

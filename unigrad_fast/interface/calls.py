@@ -105,14 +105,14 @@ def parameters(options: type[Node], first: Sequence[inspect.Parameter] = ()) -> 
     """Parameters of a function that takes options."""
     several = positionals(options)
     kind = inspect.Parameter
-    made = [
-        kind(key, kind.POSITIONAL_OR_KEYWORD if key in several else kind.KEYWORD_ONLY, default=_default(options, key))
-        for key in sorted(options.model_fields, key=lambda key: list(several).index(key) if key in several else 99)
-        if not several.get(key)
+    places = [
+        kind(key, kind.VAR_POSITIONAL)
+        if is_several
+        else kind(key, kind.POSITIONAL_OR_KEYWORD, default=_default(options, key))
+        for key, is_several in several.items()
     ]
-    places = [each for each in made if each.kind == kind.POSITIONAL_OR_KEYWORD]
-    rest = [kind(key, kind.VAR_POSITIONAL) for key, is_several in several.items() if is_several]
-    return [*places, *rest, *first, *(each for each in made if each not in places)]
+    named = [key for key in options.model_fields if key not in several]
+    return [*places, *first, *(kind(key, kind.KEYWORD_ONLY, default=_default(options, key)) for key in named)]
 
 
 def _default(options: type[Node], key: str) -> Any:

@@ -12,7 +12,7 @@ from unigrad_fast.commands.pretrain import Pretrain
 from unigrad_fast.commands.requirements import require_run
 from unigrad_fast.config import Config, resolve
 from unigrad_fast.interface.calls import called, described, parameters
-from unigrad_fast.interface.results import Picture, Table, in_html
+from unigrad_fast.interface.results import Displayed, Picture, Table
 from unigrad_fast.runtime.errors import UserError
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import absolute, shown
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CALLBACKS = ("on_step", "on_evaluation", "on_checkpoint")
 
 
-class Run:
+class Run(Displayed):
     """A run in its folder, finished or not; `Run("runs/a")` opens one. What it shows is read anew each time.
 
     Attributes:
@@ -35,9 +35,6 @@ class Run:
         """Raises UserError unless the folder holds a run."""
         self.path = absolute(Path(path))
         require_run(self.path)
-
-    def __fspath__(self) -> str:
-        return str(self.path)
 
     @property
     def config(self) -> Config:
@@ -63,8 +60,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The folders of the checkpoints that are kept, by step."""
-        found = RunFolder(self.path).complete_checkpoints()
-        return {int(folder.name.removeprefix("step-")): folder for folder in found}
+        return RunFolder(self.path).checkpoints_by_step()
 
     def figures(self) -> Picture:
         """The curves so far, drawn anew: loss, cosine, kNN accuracy, signs of collapse, learning rate."""
@@ -91,22 +87,14 @@ class Run:
         """
         return pretrain(**{"recipe": RunFolder(self.path).configuration, "output": self.path, **settings})
 
-    def __repr__(self) -> str:
-        return f"Run({', '.join(f'{name} {value}' for name, value in self._rows())})"
-
-    def _repr_html_(self) -> str:
-        return in_html(self._rows())
-
     def _events(self, kind: str) -> Table:
-        from unigrad_fast.training.telemetry.events import read_lines
+        from unigrad_fast.training.telemetry.events import read_events
 
-        path = RunFolder(self.path).metrics
-        events = [event for _, event in read_lines(path)[0]] if path.is_file() else []
+        events = read_events(self.path) if RunFolder(self.path).metrics.is_file() else []
         rows = [event for event in events if event["event"] == kind]
         return Table({name: value for name, value in row.items() if name != "event"} for row in rows)
 
     def _rows(self) -> list[tuple[str, str]]:
-        """What is shown, as names and values."""
         metrics, evaluations, config = self.metrics, self.evaluations, self.config
         rows: list[tuple[str, Any]] = [("path", self.path), ("recipe", config.recipe)]
         if len(metrics):

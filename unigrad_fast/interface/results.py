@@ -7,10 +7,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from unigrad_fast.runtime.outputs import Written
+from unigrad_fast.runtime.outputs import Written, judged
 
-JUDGED = "trained encoder"  # among the figures that one result compares
 MOST_ROWS = 8  # of a table that are shown
+
+
+class Displayed:
+    """What is in a file or folder `path`, which stands for it, and is shown as rows of names and values."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name} {value}' for name, value in self._rows())})"
+
+    def _repr_html_(self) -> str:
+        return in_html(self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        raise NotImplementedError
 
 
 class Picture:
@@ -29,7 +46,7 @@ class Picture:
         return self.path.read_bytes()
 
 
-class Result:
+class Result(Displayed):
     """What a command has written.
 
     Attributes:
@@ -44,24 +61,11 @@ class Result:
         self.path = written.path
         self.settings: Mapping[str, Any] = written.settings
         self.figures: Mapping[str, Any] = written.figures
-        self.accuracy, self.top5 = self._judged("accuracy"), self._judged("top5")
+        self.accuracy: float | None = judged(self.figures.get("accuracy"))
+        self.top5: float | None = judged(self.figures.get("top5"))
         self.picture = None if written.picture is None else Picture(written.picture)
 
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"Result({', '.join(f'{name} {value}' for name, value in self._rows())})"
-
-    def _repr_html_(self) -> str:
-        return in_html(self._rows())
-
-    def _judged(self, name: str) -> float | None:
-        figure = self.figures.get(name)
-        return figure.get(JUDGED) if isinstance(figure, Mapping) else figure
-
     def _rows(self) -> list[tuple[str, str]]:
-        """What is shown, as names and values."""
         rows = [(name, self.settings[name]) for name in ("protocol", "k", "temperature") if name in self.settings]
         compared = self.figures.get("accuracy")
         accuracies = compared if isinstance(compared, Mapping) else {"accuracy": compared}

@@ -19,6 +19,8 @@ from unigrad_fast.runtime.files import dangling_link, write_whole
 from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import Node
 
+JUDGED = "trained encoder"  # among the figures that one result compares
+
 
 @dataclass(frozen=True)
 class Written:
@@ -37,6 +39,11 @@ class Written:
     figures: Mapping[str, Any]
     line: str = ""
     picture: Path | None = None
+
+
+def judged(figure: Any) -> Any:
+    """The figure of the trained encoder, if there are those of others, too."""
+    return figure.get(JUDGED) if isinstance(figure, Mapping) else figure
 
 
 def require_file(path: Path, images: Mapping[str, Path | None] | None = None, run: Path | None = None) -> None:

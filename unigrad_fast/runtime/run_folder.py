@@ -229,18 +229,22 @@ class RunFolder:
 
     def is_occupied(self) -> bool:
         """Whether a process is training in the folder."""
+        if not self.lock.exists():
+            return False
         try:
-            with ExitStack() as stack:
-                if self.lock.exists():
-                    stack.enter_context(locked(self.lock, "occupied"))
+            with locked(self.lock, "occupied"):
+                return False
         except UserError:
             return True
-        return False
 
     def complete_checkpoints(self) -> list[Path]:
         """Folders of the complete checkpoints, oldest first; copies under other names are ignored."""
         found = self.checkpoints.glob("step-*")
         return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
+
+    def checkpoints_by_step(self) -> dict[int, Path]:
+        """The complete checkpoints, oldest first."""
+        return {int(folder.name.removeprefix("step-")): folder for folder in self.complete_checkpoints()}
 
     def _has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob(f"step-*/{CHECKPOINT}"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unigrad_fast.commands.completion.words import Argument, Command
-from unigrad_fast.recipes import recipe_names
+from unigrad_fast.commands.completion.words import Argument, Command, filled
 
 _SCRIPT = r"""# Completion of unigrad-fast for bash, written by `unigrad-fast completion bash`.
 
@@ -102,7 +101,7 @@ complete -F _unigrad_fast unigrad-fast
 
 def script(commands: list[Command]) -> str:
     """The script that completes these commands."""
-    return _SCRIPT.replace("@TABLE@", "\n".join(map(_entry, commands))).replace("@RECIPES@", " ".join(recipe_names()))
+    return filled(_SCRIPT, map(_entry, commands))
 
 
 def _entry(command: Command) -> str:
@@ -111,8 +110,7 @@ def _entry(command: Command) -> str:
 
 
 def _arguments(command: Command) -> Iterator[str]:
-    for place, argument in enumerate(command.positional, 1):
-        is_rest = command.takes_rest and place == len(command.positional)
+    for place, argument, is_rest in command.places():
         yield f"{'*' if is_rest else place} {_completed(argument)}"
     for key in command.keys:
         yield f"--{key.name} {_completed(key)}"

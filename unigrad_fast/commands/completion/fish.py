@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unigrad_fast.commands.completion.words import Argument, Command
-from unigrad_fast.recipes import recipe_names
+from unigrad_fast.commands.completion.words import Argument, Command, filled
 
 _SCRIPT = r"""# Completion of unigrad-fast for fish, written by `unigrad-fast completion fish`.
 
@@ -57,13 +56,11 @@ complete -c unigrad-fast -f
 
 def script(commands: list[Command]) -> str:
     """The script that completes these commands."""
-    lines = [line for command in commands for line in _lines(command)]
-    return _SCRIPT.replace("@TABLE@", "\n".join(lines)).replace("@RECIPES@", " ".join(recipe_names()))
+    return filled(_SCRIPT, (line for command in commands for line in _lines(command)))
 
 
 def _lines(command: Command) -> Iterator[str]:
-    for place, argument in enumerate(command.positional, 1):
-        is_rest = command.takes_rest and place == len(command.positional)
+    for place, argument, is_rest in command.places():
         start = _start(f"__unigrad_fast_place '{command.name}' {place}{' rest' * is_rest}")
         if any(argument.values.values()):
             yield from (f"{start} -a {word} -d {_quoted(said)}" for word, said in argument.values.items())

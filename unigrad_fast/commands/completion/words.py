@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -42,6 +42,11 @@ class Command:
     """The last positional argument takes all words that are left."""
     keys: tuple[Argument, ...]
 
+    def places(self) -> Iterator[tuple[int, Argument, bool]]:
+        """The positional arguments, counted from 1, and whether one takes all words that are left."""
+        for place, argument in enumerate(self.positional, 1):
+            yield place, argument, self.takes_rest and place == len(self.positional)
+
 
 HELP = Argument("help", "Show the keys.", "bare")
 VERSION = Argument("version", "Show the version.", "bare")
@@ -57,6 +62,11 @@ def commands(table: Mapping[str, tuple[type[Node], Any]]) -> list[Command]:
     first = {name.split()[0]: ", ".join(groups.get(name.split()[0], ())) for name in table} | groups.pop("")
     found += [_group(name, words, (HELP,)) for name, words in groups.items()]
     return [*found, _group("", first, (HELP, VERSION))]
+
+
+def filled(script: str, table: Iterable[str]) -> str:
+    """A shell's script with the lines of its table, and the names of the recipes, in their places."""
+    return script.replace("@TABLE@", "\n".join(table)).replace("@RECIPES@", " ".join(recipe_names()))
 
 
 def _group(name: str, words: Mapping[str, str], keys: tuple[Argument, ...]) -> Command:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from unigrad_fast.commands.completion.words import Argument, Command
-from unigrad_fast.recipes import recipe_names
+from unigrad_fast.commands.completion.words import Argument, Command, filled
 
 _SCRIPT = r"""#compdef unigrad-fast
 # Completion of unigrad-fast for zsh, written by `unigrad-fast completion zsh`.
@@ -32,7 +31,7 @@ fi
 
 def script(commands: list[Command]) -> str:
     """The script that completes these commands."""
-    return _SCRIPT.replace("@TABLE@", "\n".join(map(_entry, commands))).replace("@RECIPES@", " ".join(recipe_names()))
+    return filled(_SCRIPT, map(_entry, commands))
 
 
 def _entry(command: Command) -> str:
@@ -42,8 +41,7 @@ def _entry(command: Command) -> str:
 
 
 def _specifications(command: Command) -> Iterator[str]:
-    for place, argument in enumerate(command.positional, 1):
-        is_rest = command.takes_rest and place == len(command.positional)
+    for place, argument, is_rest in command.places():
         yield _quoted(f"{'*' if is_rest else place}:{argument.name}:{_action(argument)}")
     for key in command.keys:
         description = re.sub(r"([\[\]\\])", r"\\\1", key.description)

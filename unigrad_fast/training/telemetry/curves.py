@@ -16,7 +16,7 @@ from unigrad_fast.runtime.run_folder import RunFolder
 from unigrad_fast.runtime.validation import leaves
 from unigrad_fast.runtime.wording import brief
 from unigrad_fast.training.telemetry.collapse import COLLAPSED_EFFECTIVE_RANK, COLLAPSED_FEATURE_STD
-from unigrad_fast.training.telemetry.events import read_lines
+from unigrad_fast.training.telemetry.events import read_events
 
 with plotting():
     import matplotlib
@@ -140,12 +140,6 @@ def _about(run: RunFolder) -> str:
         "images": images and brief(str(images)),
     }
     return ", ".join(f"{key} {value}" for key, value in parts.items() if value)
-
-
-def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The events of RUN/metrics.jsonl in order; lines that are not events are skipped."""
-    whole, _ = read_lines(RunFolder(Path(run_dir)).metrics)
-    return [event for _, event in whole]
 
 
 def _series(events: list[dict[str, Any]], event: str, name: str) -> Series:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from unigrad_fast.runtime.run_folder import RunFolder
+
 # Fields that readers rely on, besides the step and the epoch.
 NUMBERS = {"knn": ("accuracy", "k", "temperature")}
 TEXTS = {"knn": ("protocol", "branch"), "warning": ("message",)}
@@ -28,6 +30,12 @@ def read_lines(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], str | No
         elif line.strip() and number < len(lines):
             broken.append((number, line))
     return whole, _complaint(path, broken) if broken else None
+
+
+def read_events(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The events of RUN/metrics.jsonl in order; lines that are not events are skipped."""
+    whole, _ = read_lines(RunFolder(Path(run_dir)).metrics)
+    return [event for _, event in whole]
 
 
 def _complaint(path: Path, broken: list[tuple[int, bytes]]) -> str:
